@@ -105,6 +105,16 @@ class WorkerConfig:
         "expert_parallel_size",
         "ep_size",
     )
+    enable_dp_attention: bool = option(
+        False,
+        "with --ep: every rank computes the attention of requests of its own, with a KV pool of its own, and all ranks "
+        "share the experts",
+    )
+    attention_dp: int | None = option(
+        None,
+        "the same with groups of ranks: so many groups, each with --tp / N ranks that divide the attention by heads; "
+        "default: one group, or one for each rank with --enable_dp_attention",
+    )
     max_total_token_num: int | None = option(None, "size of the KV pool in tokens; default: what fits into memory")
     max_windowed_token_num: int | None = option(
         None,
@@ -176,7 +186,7 @@ class WorkerConfig:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if self.quantization is not None and self.quantization_config is not None:
             raise OptionError("quantization and quantization_config exclude each other; put the first into the file")
-        _at_least(self, 1, "tp", "pp", "ep", "running_max_req_size", "batch_max_tokens")
+        _at_least(self, 1, "tp", "pp", "ep", "attention_dp", "running_max_req_size", "batch_max_tokens")
         _at_least(self, 1, "max_req_total_len", "max_total_token_num")
         _at_least(self, 0, "step_timeout", "max_windowed_token_num", "max_loras", "kv_ram_gb", "kv_disk_gb")
         self._check_lora()
@@ -185,10 +195,20 @@ class WorkerConfig:
             raise OptionError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
         if self.ep not in (1, self.tp):
             raise OptionError(f"ep={self.ep}: the tensor-parallel ranks divide the experts; set --tp {self.ep} too")
+        self._check_groups()
         if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order
             raise OptionError(
                 f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
             )
+
+    def _check_groups(self) -> None:
+        name = "enable_dp_attention" if self.attention_dp is None else f"attention_dp={self.attention_dp}"
+        if self.enable_dp_attention and self.tp == 1:
+            raise OptionError(f"{name}: there is one rank; set --tp and --ep to the number of devices")
+        if self.tp % self.num_groups:
+            raise OptionError(f"{name}: it does not divide the {self.tp} ranks of --tp")
+        if self.num_groups > 1 and self.ep == 1:
+            raise OptionError(f"{name}: all ranks share the experts of the model; set --ep {self.tp} too")
 
     def _check_tiers(self) -> None:
         if bool(self.kv_disk_gb) != (self.kv_disk_dir is not None):
@@ -225,9 +245,19 @@ class WorkerConfig:
         return self.tp * self.pp
 
     @property
-    def answering_rank(self) -> int:
-        """The rank that returns the tokens of a step: the first one of the last stage."""
-        return (self.pp - 1) * self.tp
+    def num_groups(self) -> int:
+        """Attention groups: each computes requests of its own."""
+        return self.attention_dp or (self.tp if self.enable_dp_attention else 1)
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks of one stage that compute the same requests."""
+        return self.tp // self.num_groups
+
+    @property
+    def answering_ranks(self) -> list[int]:
+        """The ranks that return the tokens of a step: the first one of the last stage, in each attention group."""
+        return [(self.pp - 1) * self.tp + group * self.attention_tp for group in range(self.num_groups)]
 
     @property
     def num_loras(self) -> int:
@@ -615,8 +645,8 @@ class ServerConfig:
 
     @property
     def num_cpu_parts(self) -> int:
-        """Engines and pipeline stages that compute at the same time, and share the cores and the RAM of a CPU."""
-        return self.cluster.dp * -(-self.worker.pp // self.cluster.nnodes)
+        """Engines, attention groups and stages that compute at the same time, and share a CPU's cores and RAM."""
+        return self.cluster.dp * self.worker.num_groups * -(-self.worker.pp // self.cluster.nnodes)
 
     @property
     def ranks_per_node(self) -> int:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import enum
 import functools
 import reprlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -296,6 +297,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     engines after it has computed the rows.
 
     Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
+
+    With data-parallel attention it has only ``groups``: one step for each group, which all ranks compute at once.
     """
 
     chunks: list[StepRow]  # of prompts; a chunk may have one token
@@ -311,14 +314,20 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
     pushes: list[KvPush] = []
     expects: list[KvExpect] = []
+    groups: list[Step] = []  # of all attention groups, also of those without rows; empty: there is one group
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_ids) + sum(group.num_decodes for group in self.groups)
 
     @property
     def num_rows(self) -> int:
-        return len(self.decode_ids) + len(self.chunks)
+        return self.num_decodes + len(self.chunks) + sum(len(group.chunks) for group in self.groups)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_ids) + sum(len(row.slots) for row in self.chunks)
+        chunks = sum(len(row.slots) for row in self.chunks)
+        return len(self.decode_ids) + chunks + sum(group.num_tokens for group in self.groups)
 
     @property
     def rows(self) -> list[StepRow]:
@@ -486,6 +495,20 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
         """All tokens: slower than the columns, and simpler."""
         plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
         return [*(TokenOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.detailed]
+
+
+def joined_results(results: Sequence[StepResult]) -> StepResult:
+    """The results of all attention groups as one."""
+    if len(results) == 1:
+        return results[0]
+    return StepResult(
+        [out for result in results for out in result.detailed],
+        [failure for result in results for failure in result.failed],
+        [embedding for result in results for embedding in result.embeddings],
+        np.concatenate([int64s(result.plain_req_ids) for result in results]),
+        np.concatenate([int32s(result.plain_token_ids) for result in results]),
+        max(result.launch_s for result in results),
+    )
 
 
 # httpserver -> router

@@ -15,9 +15,9 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.pinned_prompts import check_room
-from lightserve.router.policy import make_policy
+from lightserve.router.policy import Policy, make_policy
 from lightserve.router.profile_client import ProfileClient
-from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
+from lightserve.router.scheduler import LockstepScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
@@ -39,12 +39,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     outbox: Any
     inbox, outbox = _channels(child_config, has_dispatcher) if server is None else (server.link, server.link)
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
-    loras = LoraSlots(engine.lora_slots)
-    scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy, loras=loras)
+    groups = [_new_scheduler(engine, limits, policy) for _ in range(config.worker.num_groups)]
     if engine.host_kv is not None:
-        scheduler.use_tiers(engine.host_kv, await kv_identity(config, engine))
+        groups[0].use_tiers(engine.host_kv, await kv_identity(config, engine))
     if child_config.role == "decode":
-        scheduler.use_incoming(outbox.send)
+        groups[0].use_incoming(outbox.send)
+    scheduler = groups[0] if len(groups) == 1 else LockstepScheduler(groups)
 
     def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
@@ -52,8 +52,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         def report_lost(reason: str, caused_by_request: bool) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
-        rank, addresses = config.worker.answering_rank, _kv_addresses(child_config, generation)
-        return RpycModelClient(paths, report_lost, engine.lora_slots > 0, engine.host_kv, rank, addresses)
+        ranks, addresses = config.worker.answering_ranks, _kv_addresses(child_config, generation)
+        return RpycModelClient(paths, report_lost, engine.lora_slots > 0, engine.host_kv, ranks, addresses)
 
     workers = connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
@@ -73,6 +73,11 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, connect, profiled, server))
         if server is not None:
             tasks.create_task(server.run())
+
+
+def _new_scheduler(engine: EngineReady, limits: SchedulerLimits, policy: Policy) -> Scheduler:
+    pool = KvPool(engine.max_total_token_num, engine.windowed)
+    return Scheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 
 def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:

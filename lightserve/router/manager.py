@@ -40,7 +40,7 @@ from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import AnyScheduler, Scheduler
 from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
@@ -56,7 +56,7 @@ DEADLINE_CHECK_S = 0.25
 class RouterManager:
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         model: ModelClient,
         engine: EngineReady,
         inbox: Receiver[ToRouter] | Receiver[ToEngine],
@@ -96,7 +96,7 @@ class RouterManager:
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """Compute these prompts, and keep them in the prefix cache."""
-        self._reporter.pinned = PinnedPrompts(self._scheduler, prompts)
+        self._reporter.pinned = PinnedPrompts(self._only_group, prompts)
         self._compute_pinned()
 
     def _compute_pinned(self) -> None:
@@ -135,14 +135,20 @@ class RouterManager:
             else:
                 self.profiles.put(message)
 
+    @property
+    def _only_group(self) -> Scheduler:
+        """For what is refused with several attention groups: see server/parallel_checks.py."""
+        (group,) = self._scheduler.groups
+        return group
+
     def report_cached_blocks(self, send: Callable[[KvNews], None]) -> None:
         """Tell the dispatcher what the prefix cache holds."""
-        self._scheduler.pool.track_blocks()
+        self._only_group.pool.track_blocks()
         self._reporter.send_news = send
 
     def cached_blocks(self) -> KvNews | None:
         """All that the prefix cache holds."""
-        blocks = self._scheduler.pool.blocks
+        blocks = self._only_group.pool.blocks
         return None if blocks is None else blocks.all_blocks()
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
@@ -208,9 +214,9 @@ class RouterManager:
         if dispatched.output_ids:
             req.continue_from(dispatched.output_ids, time.monotonic())
         if dispatched.runs_alone:
-            self._scheduler.isolate(req)
+            self._only_group.isolate(req)
         if dispatched.target is not None:
-            self._scheduler.push_to(req, dispatched.target)
+            self._only_group.push_to(req, dispatched.target)
         if dispatched.ticket is not None and self._scheduler.incoming is not None:
             self._scheduler.incoming.offer(req, dispatched.ticket)
 

@@ -10,7 +10,16 @@ from typing import Any, Protocol
 import rpyc
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import GrammarSpec, HostKvSize, KvLoaded, LoraLoad, LoraLoaded, Step, StepResult
+from lightserve.io_struct import (
+    GrammarSpec,
+    HostKvSize,
+    KvLoaded,
+    LoraLoad,
+    LoraLoaded,
+    Step,
+    StepResult,
+    joined_results,
+)
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
 from lightserve.router.kv_inbox_client import KvInboxClient
@@ -56,7 +65,7 @@ class ModelClient(Protocol):
 
 
 class RpycModelClient:
-    """All ranks of one model behind rpyc: every rank runs every step, and one of the last stage returns the tokens.
+    """All ranks of one model behind rpyc: every rank runs every step, and some of them return the tokens.
 
     Steps and tokens cross as bytes: rpyc would send an object as a proxy, with one round trip per field. The event
     loop reads a reply when the socket has it, so a step in flight blocks nothing. ``on_restart`` gets the arguments of
@@ -69,14 +78,14 @@ class RpycModelClient:
         on_restart: Callable[[str, bool], None],
         has_adapters: bool = False,
         host_kv: HostKvSize | None = None,
-        answering_rank: int = 0,
+        answering_ranks: Sequence[int] = (0,),
         kv_addresses: Sequence[str] = (),
     ) -> None:
         self.is_lost = False
-        self._answering_rank = answering_rank
+        self._answering_ranks = answering_ranks
         self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
-        self._in_flight: set[asyncio.Future[StepResult]] = set()
+        self._in_flight: dict[asyncio.Future[StepResult], dict[int, StepResult]] = {}  # what is back, by rank
         self._connections: list[Any] = [connect(path) for path in socket_paths]
         self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
@@ -109,7 +118,7 @@ class RpycModelClient:
 
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
-        self._in_flight.add(future)
+        self._in_flight[future] = {}
         command = encode(step)
         for rank, run in enumerate(self._runs):
             try:
@@ -118,8 +127,8 @@ class RpycModelClient:
                 self._loop.remove_reader(self._filenos[rank])
                 self._mark_lost(f"model worker {rank} closed its connection")
                 break
-            if rank == self._answering_rank:
-                reply.add_callback(partial(self._on_reply, future))
+            if rank in self._answering_ranks:
+                reply.add_callback(partial(self._on_reply, future, rank))
         return future
 
     def request_restart(self, reason: str, caused_by_request: bool) -> None:
@@ -148,11 +157,14 @@ class RpycModelClient:
             self._loop.remove_reader(self._filenos[rank])
             self._mark_lost(f"model worker {rank} closed its connection")
 
-    def _on_reply(self, future: asyncio.Future[StepResult], reply: Any) -> None:
-        """The answering rank finished a step. Replies may overtake each other."""
-        self._in_flight.discard(future)
+    def _on_reply(self, future: asyncio.Future[StepResult], rank: int, reply: Any) -> None:
+        """An answering rank finished a step. Replies may overtake each other."""
+        results = self._in_flight[future]
         if not future.done():
-            future.set_result(decode_result(reply.value))
+            results[rank] = decode_result(reply.value)
+        if len(results) == len(self._answering_ranks):
+            del self._in_flight[future]
+            future.set_result(joined_results([results[rank] for rank in self._answering_ranks]))
 
     def _mark_lost(self, reason: str) -> None:
         """A worker that fails closes its connection. It reports the error to the launcher, not to the router."""

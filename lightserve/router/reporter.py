@@ -24,14 +24,14 @@ from lightserve.io_struct import (
 )
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.stats import RouterMetrics
 from lightserve.utils.channel import Sender
 from lightserve.utils.int_arrays import Int32Array, Int64Array, int32s, int64s
 
 
 class Reporter:
-    def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
+    def __init__(self, scheduler: AnyScheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
@@ -91,11 +91,15 @@ class Reporter:
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
         scheduler = self._scheduler
         waiting = scheduler.num_waiting + scheduler.num_held
-        pool, windowed = scheduler.pool, scheduler.pool.windowed
-        self.metrics.set_load(scheduler.num_running, waiting, pool.used, pool.size)
-        self.metrics.values["kv_pinned_tokens"] = pool.pinned_tokens
-        if windowed is not None:
-            self.metrics.set_windowed_load(windowed.used, windowed.size)
+        pools = [group.pool for group in scheduler.groups]
+        windowed = [pool.windowed for pool in pools if pool.windowed is not None]
+        used, size = sum(pool.used for pool in pools), sum(pool.size for pool in pools)
+        self.metrics.set_load(scheduler.num_running, waiting, used, size)
+        self.metrics.values["kv_pinned_tokens"] = sum(pool.pinned_tokens for pool in pools)
+        if len(pools) > 1:
+            self.metrics.set_groups([(group.num_running, group.pool.used) for group in scheduler.groups])
+        if windowed:
+            self.metrics.set_windowed_load(sum(pool.used for pool in windowed), sum(pool.size for pool in windowed))
         if scheduler.tiers is not None:
             for tier, values in scheduler.tiers.metrics().items():
                 self.metrics.set_tier(tier, values)
@@ -106,12 +110,13 @@ class Reporter:
         self._to_detokenization.send(stats)
 
     def _send_news(self) -> None:
-        blocks = self._scheduler.pool.blocks
-        if self.send_news is None or blocks is None:
+        if self.send_news is None:
             return
-        news = blocks.take_news()
-        if news is not None:
-            self.send_news(news)
+        for group in self._scheduler.groups:
+            blocks = group.pool.blocks
+            news = None if blocks is None else blocks.take_news()
+            if news is not None:
+                self.send_news(news)
 
     def _has_failed(self, failure: ReqFailed) -> bool:
         """Whether the request ends now. Otherwise it ended before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightserve.io_struct import MetricsSnapshot
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.utils.metrics import Recorder
@@ -108,6 +110,12 @@ class RouterMetrics:
         """Call it after ``set_load``: the usage is that of the fuller pool."""
         self.values["kv_windowed_used_tokens"] = used_tokens
         self.values["kv_cache_usage_perc"] = max(self.values["kv_cache_usage_perc"], used_tokens / total_tokens)
+
+    def set_groups(self, loads: Sequence[tuple[int, int]]) -> None:
+        """Running requests and used KV tokens of each attention group."""
+        for group, (running, used_tokens) in enumerate(loads):
+            self._recorder.labelled["attention_group_requests_running"][str(group)] = running
+            self._recorder.labelled["attention_group_kv_used_tokens"][str(group)] = used_tokens
 
     def set_tier(self, tier: str, values: dict[str, float]) -> None:
         """Present values of the metrics ``kv_tier_...`` of one tier."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightserve.io_struct import EngineReady, GrammarSpec, KvLoaded, KvReceived, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.utils.trace_recorder import TraceRecorder
 
@@ -29,7 +29,7 @@ class InFlightStep(NamedTuple):
 
 
 class StepLoop:
-    def __init__(self, scheduler: Scheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
+    def __init__(self, scheduler: AnyScheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
         self.pacer = StepPacer(engine.launch_lead_s)
         self.has_workers = True  # if not, requests wait for new ones
         self._scheduler = scheduler
@@ -112,7 +112,7 @@ class StepLoop:
             planned_s = 0.0 if self.recorder is None else time.monotonic()
             self._send(step, now)
             if self.recorder is not None:
-                self.recorder.add("plan", now, planned_s, new=len(step.new), freed=len(step.free))
+                self.recorder.add("plan", now, planned_s, **_changes(step))
                 self.recorder.add("send", planned_s, time.monotonic(), requests=step.num_rows)
 
     @property
@@ -132,10 +132,10 @@ class StepLoop:
 
     def _plan(self, now: float) -> Step | None:
         scheduler, metrics = self._scheduler, self._reporter.metrics
-        preemptions, evicted = scheduler.num_preemptions, scheduler.pool.num_evicted
+        preemptions, evicted = scheduler.num_preemptions, _num_evicted(scheduler)
         step = scheduler.next_step(now)
         metrics.preempted(scheduler.num_preemptions - preemptions)
-        metrics.evicted(scheduler.pool.num_evicted - evicted)
+        metrics.evicted(_num_evicted(scheduler) - evicted)
         deadline_s = None if scheduler.tiers is None else scheduler.tiers.next_deadline_s()
         if deadline_s is not None and deadline_s > now:  # requests that wait for loads compute from then on
             asyncio.get_running_loop().call_later(deadline_s - now, self.wake)
@@ -145,7 +145,7 @@ class StepLoop:
         count = step.num_tokens
         result = self._model.run(step)
         result.add_done_callback(lambda _: self.wake())
-        prompt_tokens = count - len(step.decode_ids)
+        prompt_tokens = count - step.num_decodes
         sending_s = time.monotonic() - now
         self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens, sending_s))
         self._reporter.metrics.step(count)
@@ -197,3 +197,12 @@ class StepLoop:
         if crashing_request is not None:
             self._reporter.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
         self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
+
+
+def _num_evicted(scheduler: AnyScheduler) -> int:
+    return sum(group.pool.num_evicted for group in scheduler.groups)
+
+
+def _changes(step: Step) -> dict[str, int]:
+    steps = step.groups or [step]
+    return {"new": sum(len(one.new) for one in steps), "freed": sum(len(one.free) for one in steps)}

@@ -36,7 +36,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "eos_id",
     ),
     "Memory and computation": (
-        "ep",
         "kv_dtype",
         "max_total_token_num",
         "max_windowed_token_num",
@@ -49,7 +48,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "itl_target_ms",
         "disable_chunked_prefill",
         "disable_dynamic_prompt_cache",
-        "static_prompts",
         "deterministic",
     ),
     "LoRA adapters": (
@@ -84,6 +82,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_queue_size",
         "max_queue_tokens",
         "request_timeout",
+        "static_prompts",
     ),
     "HTTP": (
         "httpserver_workers",

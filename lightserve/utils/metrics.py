@@ -71,6 +71,18 @@ METRICS = (
     _gauge(
         "kv_windowed_used_tokens", "Tokens in use of the second KV pool, which layers with a sliding window may have."
     ),
+    Metric(
+        "attention_group_requests_running",
+        Kind.GAUGE,
+        "With data-parallel attention: requests that are running in the group.",
+        label="group",
+    ),
+    Metric(
+        "attention_group_kv_used_tokens",
+        Kind.GAUGE,
+        "With data-parallel attention: tokens in use of the group's KV pool.",
+        label="group",
+    ),
     _counter("prompt_tokens_total", "Prompt tokens of admitted requests, including cached tokens."),
     _counter("generation_tokens_total", "Tokens generated."),
     _counter("forced_tokens_total", "Generated tokens that a grammar forced; they needed no sampling step."),

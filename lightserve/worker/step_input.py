@@ -35,6 +35,7 @@ class StepShape(NamedTuple):
     has_prompts: bool  # some requests compute several
     has_shared: bool = False  # some of the decodes form groups that share a prefix
     lora_slots: int = 0  # slots for adapters on the device, if some requests use one; otherwise 0
+    group_tokens: tuple[int, ...] = ()  # of each attention group; empty: there is one, or all have the same step
 
     @property
     def lora_groups(self) -> int:

@@ -34,7 +34,8 @@ class StepRunner:
         self._batch = batch
         self._ranges = device.profile(model.device).graphs
         self._graphs: Graphs[StepShape, StepOut] | None = None
-        if self._ranges is not None and model.pp.size == 1:  # a graph would wait for the other stages inside
+        # a graph would wait for other stages inside, and groups have steps of different shapes
+        if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
             self._graphs = device.graphs(self._compute)
 
     def launch_every_shape(self) -> None:
@@ -106,6 +107,12 @@ class StepRunner:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
         return self._model.local_logits(hidden), columns
 
+    def run_empty(self, group_tokens: tuple[int, ...]) -> None:
+        """Compute the experts of this rank in a step in which only other attention groups have tokens."""
+        if any(group_tokens):
+            shape = StepShape(1, 1, has_decodes=True, has_prompts=False, group_tokens=group_tokens)
+            self.hidden_states(self._batch.padding(shape), shape)
+
     def run_stage(self, inputs: np.ndarray, shape: StepShape) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
         self._model.send_to_next_stage(self.hidden_states(inputs, shape))
@@ -137,6 +144,7 @@ class StepRunner:
             is_prefill=shape.has_prompts,
             windowed=self._windowed_input(tokens, columns, attn),
             lora=_lora_rows(columns, shape),
+            group_tokens=shape.group_tokens,
         )
         return step, columns
 

@@ -62,12 +62,10 @@ class ModelWorker:
         self, config: WorkerConfig, source: ModelSource, parallel: Parallel, device_index: int | None = None
     ) -> None:
         """``device_index`` among the machine's devices; None: the rank."""
-        tp = parallel.tp
         self._platform = pick_device(config.device)
-        rank = parallel.pp.rank * tp.size + tp.rank
-        self._device = self._platform.torch_device(rank if device_index is None else device_index)
+        self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic)
-        num_ranks = tp.size * parallel.pp.size
+        num_ranks = parallel.num_ranks
         is_packed = self._platform.keeps_gguf_packed(num_ranks, config.deterministic)
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
@@ -81,6 +79,7 @@ class ModelWorker:
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
+        ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
         self.dtype_and_device = f"{self._computed_how(dtype)} on {self._platform.name}{ranks}"
         self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
@@ -261,16 +260,21 @@ class ModelWorker:
     def _launch(self, step: Step) -> GetResult:
         self._platform.set_current(self._device)
         self._batch.apply(self._collector.take_updates())
+        group_tokens = tuple(group.num_tokens for group in step.groups)
+        if step.groups:
+            step = step.groups[self._parallel.dp.rank]
         self._update_batch(step)
         if not step.num_rows:
+            self._runner.run_empty(group_tokens)
             return StepResult
         packed = self._batch.pack(step, self._runner.captured_shape)
         if not self.model.pp.is_last:
             self._runner.run_stage(packed.inputs, packed.shape)
             return StepResult  # the last stage has the tokens
+        shape = packed.shape._replace(group_tokens=group_tokens)
         plan = self._sampler.prepare(packed.reqs)
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
-        out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
+        out = self._runner.run(packed.inputs, shape, packed.prompt_logprobs(self._device), masks)
         tokens, logprobs = self._sample(plan, out, masks)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))

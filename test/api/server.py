@@ -83,9 +83,8 @@ class ServerProcess:
         found = {}
         for family in text_string_to_metric_families(self.metrics_text()):
             for sample in family.samples:
-                labels = [
-                    f"/{sample.labels[name]}" for name in ("finished_reason", "le", "tier") if name in sample.labels
-                ]
+                names = ("finished_reason", "le", "tier", "group")
+                labels = [f"/{sample.labels[name]}" for name in names if name in sample.labels]
                 found["".join([sample.name.removeprefix("lightserve_"), *labels])] = sample.value
         return found
 

@@ -1,16 +1,23 @@
-"""Experts that are divided over ranks give the same text as one rank, through the server."""
+"""Experts that are divided over ranks give the same text as one rank, through the server.
+
+The ranks compute the attention of the same requests together, or each has requests of its own.
+"""
 
 from __future__ import annotations
 
+import http.client
 import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from safetensors.torch import save_file
 
-from test.api.server import ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.api.test_restart import kill_worker, restarted
 from test.models.architectures.case import build
 from test.models.architectures.cases import CASES
@@ -18,7 +25,13 @@ from test.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.tp]
 
+COMPLETE = "/v1/completions"
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.7, "seed": 5}]
+LENGTHS = (3, 90, 7, 40)  # of prompts: ranks with requests of their own compute different numbers of tokens
+FLAGS = ("--device", "cpu", "--max_total_token_num", "2048")
+GROUPS = ("--tp", "2", "--ep", "2", "--enable_dp_attention")
+JSON = {"Content-Type": "application/json"}
+KV_USED = ("attention_group_kv_used_tokens/0", "attention_group_kv_used_tokens/1")
 
 
 def save_expert_model(folder: Path) -> str:
@@ -28,31 +41,162 @@ def save_expert_model(folder: Path) -> str:
     return str(folder)
 
 
-def answers(server: ServerProcess) -> list[list[int]]:
-    """The tokens of eight requests at once."""
-    bodies = [
-        {"prompt": [5 + i, 17, 3 + i], "max_tokens": 60, "ignore_eos": True, "return_token_ids": True} | sampling
-        for i in range(4)
-        for sampling in SAMPLING
-    ]
-    with ThreadPoolExecutor(len(bodies)) as threads:
-        responses = list(threads.map(lambda body: server.post("/v1/completions", body)[1], bodies))
-    return [response["choices"][0]["token_ids"] for response in responses]
+def body(number: int, length: int, **options: Any) -> dict[str, Any]:
+    prompt = [(5 + number + 7 * i) % 131 for i in range(length)]
+    return {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True} | options
 
 
-def test_ranks_with_experts_of_their_own_give_the_text_of_one_rank(tmp_path: Path) -> None:
-    flags = ("--model_dir", save_expert_model(tmp_path), "--device", "cpu", "--max_total_token_num", "2048")
-    with running_server(tmp_path / "one", *flags) as server:
-        alone = answers(server)
-    with running_server(tmp_path / "ep", *flags, "--tp", "2", "--ep", "2") as server:
+def bodies() -> list[dict[str, Any]]:
+    return [body(i, length, **sampling) for i, length in enumerate(LENGTHS) for sampling in SAMPLING]
+
+
+@dataclass
+class Clients:
+    """Streams of a server, and how many events they have received."""
+
+    server: ServerProcess
+    events: int = 0
+
+    def open(self, request: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        place = urlsplit(self.server.url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=RESPONSE_S)
+        connection.request("POST", COMPLETE, json.dumps(request | {"stream": True}), JSON)
+        return connection, connection.getresponse()
+
+    def answer(self, request: dict[str, Any]) -> list[int]:
+        _, response = self.open(request)
+        tokens: list[int] = []
+        for line in response:
+            if line.startswith(b"data: {"):
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+                self.events += 1
+        return tokens
+
+
+def answers(server: ServerProcess, then: Callable[[], object] = lambda: None) -> list[list[int]]:
+    """The tokens of eight requests at once. ``then``: what happens when each has some tokens on average."""
+    clients = Clients(server)
+    with ThreadPoolExecutor(len(bodies())) as threads:
+        waiting = [threads.submit(clients.answer, request) for request in bodies()]
+        wait_until(lambda: clients.events > 5 * len(waiting))
+        then()
+        return [one.result() for one in waiting]
+
+
+def answers_although_killed(server: ServerProcess, worker: str) -> list[list[int]]:
+    return answers(server, then=lambda: kill_worker(server, worker))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_expert_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one rank answers."""
+    with running_server(tmp_path_factory.mktemp("one") / "log", *FLAGS, "--model_dir", model_dir) as server:
+        return answers(server)
+
+
+@pytest.fixture(scope="module")
+def two_groups(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("two") / "log", *FLAGS, "--model_dir", model_dir, *GROUPS) as server:
+        yield server
+
+
+def test_ranks_with_experts_of_their_own_give_the_text_of_one_rank(
+    model_dir: str, of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    with running_server(tmp_path / "ep", *FLAGS, "--model_dir", model_dir, "--tp", "2", "--ep", "2") as server:
         together = answers(server)
-        with ThreadPoolExecutor(1) as thread:
-            again = thread.submit(answers, server)
-            wait_until(lambda: server.metrics()["num_requests_running"] > 0)
-            kill_worker(server, "ls-worker-1")
-            although_killed = again.result()
+        although_killed = answers_although_killed(server, "ls-worker-1")
         wait_until(restarted(server, 1))
 
-    assert [len(tokens) for tokens in alone] == [60] * 8
+    assert [len(tokens) for tokens in of_one_rank] == [60] * 8
+    assert together == of_one_rank
+    assert although_killed == of_one_rank
+
+
+def test_ranks_with_requests_of_their_own_give_the_text_of_one_rank(
+    two_groups: ServerProcess, of_one_rank: list[list[int]]
+) -> None:
+    before = two_groups.metrics()
+
+    assert answers(two_groups) == of_one_rank
+    assert "2 ranks in 2 attention groups" in two_groups.log
+    assert {name for name in before if name.startswith("attention_group_kv")} == set(KV_USED)
+
+
+def test_a_request_is_computed_while_the_other_group_has_none(
+    two_groups: ServerProcess, of_one_rank: list[list[int]]
+) -> None:
+    alone = [Clients(two_groups).answer(request) for request in bodies()[:4]]
+
+    assert alone == of_one_rank[:4]
+
+
+def test_clients_that_leave_free_the_kv_of_their_groups_and_others_get_their_text(
+    two_groups: ServerProcess, of_one_rank: list[list[int]]
+) -> None:
+    clients = Clients(two_groups)
+    opened = [clients.open(body(number, 9, max_tokens=240, n=8)) for number in range(2)]
+    for _, response in opened:
+        assert response.readline().startswith(b"data: ")
+    aborted = two_groups.metrics()["request_success_total/abort"]
+
+    meanwhile = clients.answer(bodies()[0])
+    for connection, response in opened:
+        response.close()
+        connection.close()
+
+    wait_until(lambda: two_groups.metrics()["request_success_total/abort"] == aborted + 16)
+    wait_until(lambda: all(two_groups.metrics()[name] == 0 for name in KV_USED))
+    assert meanwhile == of_one_rank[0]
+
+
+def test_a_prompt_finds_its_prefix_in_the_group_that_has_it(two_groups: ServerProcess) -> None:
+    prompts = [body(100 + number, 150, temperature=0, max_tokens=4) for number in range(4)]
+
+    first = [two_groups.post(COMPLETE, prompt)[1] for prompt in prompts]
+    again = [two_groups.post(COMPLETE, prompt)[1] for prompt in prompts]
+
+    cached = [response["usage"]["prompt_tokens_details"]["cached_tokens"] for response in again]
+    assert cached == [149] * 4
+    assert [one["choices"][0]["token_ids"] for one in again] == [one["choices"][0]["token_ids"] for one in first]
+
+
+def test_a_rank_of_a_group_that_dies_is_replaced_with_the_others_and_no_text_changes(
+    two_groups: ServerProcess, of_one_rank: list[list[int]]
+) -> None:
+    assert answers_although_killed(two_groups, "ls-worker-1") == of_one_rank
+
+    wait_until(restarted(two_groups, 1))
+    wait_until(lambda: two_groups.metrics()["kv_used_tokens"] == 0)
+
+
+def test_a_stopped_server_finishes_the_requests_of_all_groups(
+    two_groups: ServerProcess, of_one_rank: list[list[int]]
+) -> None:
+    codes: list[int] = []
+
+    last = answers(two_groups, then=lambda: codes.append(two_groups.stop()))
+
+    assert codes == [0]
+    assert last == of_one_rank
+
+
+@pytest.mark.long
+def test_groups_of_two_ranks_give_the_text_of_one_rank(tmp_path: Path) -> None:
+    tiny = build(CASES["glm4_moe"])  # 12 experts: four ranks divide them
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config_json))
+    save_file(tiny.tensors, tmp_path / "model.safetensors")
+    flags = (*FLAGS, "--model_dir", str(tmp_path))
+    with running_server(tmp_path / "one", *flags) as server:
+        alone = answers(server)
+    with running_server(tmp_path / "four", *flags, "--tp", "4", "--ep", "4", "--attention_dp", "2") as server:
+        together = answers(server)
+        although_killed = answers_although_killed(server, "ls-worker-3")
+
     assert together == alone
     assert although_killed == alone

@@ -21,6 +21,8 @@ def test_collectives_of_one_rank_return_their_input() -> None:
         assert (group.rank, group.size) == (0, 1)
         assert group.all_reduce(x) is x
         assert group.all_gather(x) is x
+        assert group.all_gather_rows(x) is x
+        assert group.reduce_scatter_rows(x) is x
         assert group.min_of_ranks(7, CPU) == 7
 
 
@@ -61,6 +63,8 @@ def _run_rank(rank: int, sizes: ParallelSizes, folder: str) -> None:
         kind: [
             group.all_reduce(torch.tensor([float(1 << rank)])),
             group.all_gather(torch.tensor([[float(rank)]])),
+            group.all_gather_rows(torch.tensor([[float(rank)], [0.5]])),
+            group.reduce_scatter_rows(torch.arange(2.0 * group.size)[:, None] + (1 << rank)),
             torch.tensor([group.rank, group.size, group.min_of_ranks(100 - rank, CPU)]),
         ]
         for kind in ("tp", "pp", "dp", "ep")
@@ -80,7 +84,12 @@ def test_collectives_reach_the_ranks_of_their_group_only(sizes: ParallelSizes, t
         results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for kind in ("tp", "pp", "dp", "ep"):
             ranks = next(group for group in sizes.groups(kind) if rank in group)
-            summed, gathered, place = results[kind]
+            summed, gathered, rows, scattered, place = results[kind]
+            first = 2 * ranks.index(rank)
             assert summed.tolist() == [sum(1 << other for other in ranks)]
             assert gathered.tolist() == [[float(other) for other in ranks]]
+            assert rows.flatten().tolist() == [value for other in ranks for value in (float(other), 0.5)]
+            assert scattered.flatten().tolist() == [
+                len(ranks) * row + sum(1 << other for other in ranks) for row in (first, first + 1)
+            ]
             assert place.tolist() == [ranks.index(rank), len(ranks), 100 - max(ranks)]

@@ -25,11 +25,13 @@ from test.faults.cases import (
     CASES,
     CORE,
     CORE_STARTS,
+    GROUP_CASES,
     SPLIT_CASES,
     STAGE_CASES,
     START_CASES,
     TIER_CASES,
     adapters,
+    groups,
     kv_tiers,
     split,
     stages,
@@ -84,6 +86,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
             outcomes += run_cases(ADAPTER_CASES, adapters.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(GROUP_CASES, groups.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:

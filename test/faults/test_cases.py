@@ -14,11 +14,13 @@ from test.faults.cases import (
     ADAPTER_CASES,
     CASES,
     CORE,
+    GROUP_CASES,
     SPLIT_CASES,
     STAGE_CASES,
     START_CASES,
     TIER_CASES,
     adapters,
+    groups,
     kv_tiers,
     split,
     stages,
@@ -55,6 +57,12 @@ def model_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 @pytest.fixture(scope="module")
 def stage_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(stages.worker_flags(tmp_path_factory.mktemp("stages"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def group_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(groups.worker_flags(tmp_path_factory.mktemp("groups"))) as pool:
         yield pool
 
 
@@ -105,6 +113,11 @@ def test_a_fault_of_prefill_and_decode_engines_causes_its_reaction(split_server_
 @pytest.mark.parametrize("case", [param(case) for case in STAGE_CASES])
 def test_a_fault_of_a_pipeline_stage_causes_its_reaction(stage_server_pool: ServerPool, case: Case) -> None:
     case.run(stage_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in GROUP_CASES])
+def test_a_fault_of_an_attention_group_causes_its_reaction(group_server_pool: ServerPool, case: Case) -> None:
+    case.run(group_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in START_CASES])

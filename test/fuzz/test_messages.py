@@ -28,6 +28,7 @@ ON_THE_WIRE: dict[str, Any] = {
 }
 AS_LINES: dict[str, Any] = {"ToChild": ToChild, "FromChild": FromChild}
 MOST = 2  # items of a list: messages are wide enough
+_open_structs: list[type] = []  # whose fields are being looked at
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
@@ -52,7 +53,8 @@ def _texts(kind: Any) -> st.SearchStrategy[str]:
 
 
 def _lists(kind: Any) -> st.SearchStrategy[list[Any]]:
-    return st.lists(values_of(kind.item_type), min_size=kind.min_length or 0, max_size=MOST)
+    items = values_of(kind.item_type)
+    return st.lists(items, min_size=kind.min_length or 0, max_size=0 if items.is_empty else MOST)
 
 
 def _tables(kind: Any) -> st.SearchStrategy[dict[Any, Any]]:
@@ -66,6 +68,17 @@ def _arrays(array_type: Any) -> st.SearchStrategy[Any]:
 
 
 def _structs(kind: Any) -> st.SearchStrategy[Any]:
+    """A struct may have lists of its own kind. Those within them are empty."""
+    if _open_structs.count(kind.cls) > 1:
+        return st.nothing()
+    _open_structs.append(kind.cls)
+    try:
+        return _struct(kind)
+    finally:
+        _open_structs.pop()
+
+
+def _struct(kind: Any) -> st.SearchStrategy[Any]:
     types = get_type_hints(kind.cls)
     fields = {
         field.name: _arrays(types[field.name]) if isinstance(field.type, inspect.CustomType) else values_of(field.type)

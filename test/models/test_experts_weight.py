@@ -23,6 +23,7 @@ from lightserve.common.basemodel import (
     RankGroup,
     WeightContext,
 )
+from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
 from lightserve.common.basemodel.layer_weights.loader import fill_dummy, load_weights
 from lightserve.common.ops import GatedSilu, RouteSpec
@@ -139,7 +140,7 @@ def test_padding_takes_no_part(moe: MoeSpec) -> None:
     padded = x.clone()
     padded[4:] = float("nan")
 
-    out = layer.ffn.forward(padded, torch.arange(6) >= 4)
+    out = layer.ffn.forward(padded, ExpertRows(torch.arange(6) >= 4))
 
     torch.testing.assert_close(out[:4], layer.ffn.forward(x, None)[:4])
 

@@ -108,6 +108,33 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
     within_deadline(scenario())
 
 
+def test_the_tokens_of_all_attention_groups_come_together_in_their_order(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    def run_group(group: int, step: Step) -> StepResult:
+        if group == 0:
+            may_end.wait(DEADLINE_S)  # the other group is back before
+        own = step.groups[group]
+        slots = [int(row.slots[0]) for row in own.rows]
+        return StepResult(echo(own).detailed, plain_req_ids=[7 + group], plain_token_ids=int32s(slots))
+
+    async def scenario() -> None:
+        paths = served(tmp_path, partial(run_group, 0), partial(run_group, 0), partial(run_group, 1))
+        client = RpycModelClient(paths, lambda reason, caused: None, answering_ranks=[0, 2])
+        step = Step([], groups=[Step([StepRow(1, [5])]), Step([StepRow(2, [6])])])
+
+        future = client.run(step)
+        is_pending = not future.done()
+        may_end.set()
+        outs = await future
+
+        assert is_pending
+        assert [(out.req_id, out.token.id) for out in outs.tokens] == [(7, 5), (8, 6), (1, 5), (2, 6)]
+        client.close()
+
+    within_deadline(scenario())
+
+
 def test_several_steps_are_in_flight_and_run_in_order(tmp_path: Path) -> None:
     may_run = threading.Event()
     order: list[int] = []

@@ -57,6 +57,13 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
         (["--ep", "2"], "ep=2: the tensor-parallel ranks divide the experts; set --tp 2 too"),
         (["--tp", "2", "--ep", "2", "--null_worker"], "ep=2: the null worker has no experts to divide"),
         (["--tp", "3", "--ep", "3"], "ep=3: a llama model has no experts; use --tp alone"),
+        (["--enable_dp_attention"], "enable_dp_attention: there is one rank; set --tp and --ep"),
+        (
+            ["--tp", "2", "--enable_dp_attention"],
+            "all ranks share the experts of the model; set --ep 2 too",
+        ),
+        (["--tp", "4", "--ep", "4", "--attention_dp", "3"], "attention_dp=3: it does not divide the 4 ranks of --tp"),
+        (["--tp", "3", "--ep", "3", "--enable_dp_attention"], "ep=3: a llama model has no experts; use --tp alone"),
         (["--pp", "31"], "pp=31: the model has 30 layers, and each stage needs one"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),
         (["--host", "203.0.113.1"], "is not an address of this machine"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from lightserve.config import WorkerConfig
+from lightserve.config import ClusterConfig, HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import OptionError
 from lightserve.models.registry import read_model_config
-from lightserve.server.parallel_checks import check_ranks
+from lightserve.server.parallel_checks import check_rank_flags, check_ranks
 
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -37,3 +39,68 @@ def test_experts_must_divide_among_the_ranks() -> None:
 def test_every_stage_has_a_layer() -> None:
     with pytest.raises(OptionError, match="pp=4: the model has 3 layers, and each stage needs one"):
         check_ranks(WorkerConfig(pp=4), read_model_config(EXPERTS, None))
+
+
+def test_attention_groups_divide_the_experts_over_all_ranks_and_the_heads_over_their_own() -> None:
+    model = read_model_config(EXPERTS | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}, None)
+
+    check_ranks(WorkerConfig(tp=2, ep=2, enable_dp_attention=True), model)
+    with pytest.raises(OptionError, match="ep=4: it does not divide the 10 experts of the model"):
+        check_ranks(WorkerConfig(tp=4, ep=4, enable_dp_attention=True), model)
+
+
+@pytest.mark.parametrize(
+    ("flags", "groups", "ranks_of_a_group", "answering"),
+    [
+        ({}, 1, 4, [0]),
+        ({"pp": 2}, 1, 4, [4]),
+        ({"enable_dp_attention": True}, 4, 1, [0, 1, 2, 3]),
+        ({"attention_dp": 2}, 2, 2, [0, 2]),
+        ({"enable_dp_attention": True, "attention_dp": 2}, 2, 2, [0, 2]),
+    ],
+)
+def test_the_first_rank_of_every_group_returns_tokens(
+    flags: dict[str, Any], groups: int, ranks_of_a_group: int, answering: list[int]
+) -> None:
+    config = WorkerConfig(tp=4, ep=4, **flags)
+
+    assert (config.num_groups, config.attention_tp, config.answering_ranks) == (groups, ranks_of_a_group, answering)
+
+
+def grouped(
+    worker: dict[str, Any], router: RouterConfig | None = None, cluster: ClusterConfig | None = None
+) -> ServerConfig:
+    return ServerConfig(
+        worker=WorkerConfig(**{"tp": 2, "ep": 2, "enable_dp_attention": True} | worker),
+        router=router or RouterConfig(),
+        http=HttpConfig(),
+        launch=LaunchConfig(),
+        cluster=cluster or ClusterConfig(),
+    )
+
+
+NODES = ClusterConfig(nnodes=2, master_addr="10.0.0.1", cluster_keys="keys")
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (grouped({"pp": 2}), "pp=2"),
+        (grouped({"max_loras": 2}), "LoRA adapters"),
+        (grouped({"kv_ram_gb": 1.0}), "kv_ram_gb"),
+        (grouped({}, RouterConfig(static_prompts="prompts.json")), "static_prompts"),
+        (grouped({}, cluster=ClusterConfig(dp=2)), "dp=2"),
+        (grouped({}, cluster=ClusterConfig(listen="tcp://127.0.0.1:9000", cluster_keys="keys")), "listen"),
+        (grouped({}, cluster=NODES), "nnodes=2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_attention_groups_cannot_do_yet_is_refused_in_one_line(config: ServerConfig, found: str) -> None:
+    with pytest.raises(OptionError, match=f"{found}: not with data-parallel attention"):
+        check_rank_flags(config, has_pooling=False)
+
+
+def test_attention_groups_are_refused_for_embedding_models_only() -> None:
+    check_rank_flags(grouped({}), has_pooling=False)
+    with pytest.raises(OptionError, match="an embedding model: not with data-parallel attention"):
+        check_rank_flags(grouped({}), has_pooling=True)

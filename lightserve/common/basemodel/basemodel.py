@@ -417,6 +417,7 @@ class TpPartBaseModel:
         """Run all layers of this pipeline stage. ``logits`` or ``send_to_next_stage`` does the rest."""
         infer_state = self.infer_state_class(step, self.mem_manager)
         infer_state.observer = self.observer
+        infer_state.groups = self.args.parallel.dp
         infer_state.init_some_extra_state(self, step.input_ids)
         forward = self._context_forward if step.is_prefill else self._token_forward
         with uses_adapters(self.lora, step.lora):

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from lightserve.common.basemodel.expert_rows import ExpertRows, expert_rows
 from lightserve.common.basemodel.spec import QueryScale
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles
+from lightserve.common.parallel import RankGroup
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.basemodel import TpPartBaseModel
@@ -42,6 +44,7 @@ class ModelInput:
     logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
     windowed: WindowedInput | None = None  # None: all layers have the same slots
     lora: LoraRows | None = None  # None: no row uses an adapter
+    group_tokens: tuple[int, ...] = ()  # of the step of each attention group; empty: all have the same
 
 
 class Observer(Protocol):
@@ -60,6 +63,7 @@ class InferStateInfo:
         self.position_ids = step.position_ids
         self.residual: Tensor | None = None  # the hidden states; a layer returns what the next norm adds to them
         self.observer: Observer | None = None
+        self.groups = RankGroup()  # attention groups, each with a step of its own
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         windowed = step.windowed
@@ -89,6 +93,11 @@ class InferStateInfo:
         """``[tokens]``: rows that only fill up the batch of a captured graph."""
         step, _ = self._pool_steps
         return step.mem_index == self.mem_manager.padding_slot
+
+    @cached_property
+    def expert_rows(self) -> ExpertRows:
+        """For layers with experts."""
+        return expert_rows(self.is_padding, self.groups, self.step.group_tokens)
 
     @property
     def may_fuse_norms(self) -> bool:

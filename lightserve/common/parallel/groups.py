@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,25 @@ class RankGroup:
         dist.all_gather(parts, x.contiguous(), group=self._connected())
         return torch.cat(parts, dim=-1)
 
+    def all_gather_rows(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, those of the first rank first. Every rank has as many."""
+        if self.size == 1:
+            return x
+        self.traffic.add(x)
+        rows = x.new_empty((self.size, *x.shape))
+        dist.all_gather(list(rows), x.contiguous(), group=self._connected())
+        return rows.flatten(0, 1)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the ranks. Every rank gets as many rows of the sum: the first rank the first ones."""
+        if self.size == 1:
+            return x
+        self.traffic.add(x)
+        parts = x.contiguous().view(self.size, len(x) // self.size, *x.shape[1:])
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, list(parts), group=self._connected())
+        return own
+
     def send_to_next(self, x: Tensor) -> dist.Work | None:
         """Start to send ``x`` to the next rank. Keep ``x`` as it is until the work is done."""
         self.traffic.add(x)
@@ -98,12 +118,23 @@ class Parallel:
 
     tp: RankGroup = ONE_RANK  # tensor parallel: ranks that split every layer
     pp: RankGroup = ONE_RANK  # pipeline parallel: ranks that hold different layers
-    dp: RankGroup = ONE_RANK  # data parallel: ranks that compute different requests
+    dp: RankGroup = ONE_RANK  # data-parallel attention: ranks that compute different requests
     ep: RankGroup = ONE_RANK  # expert parallel: ranks that hold different experts
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tp.size * self.pp.size * self.dp.size
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks: see ParallelSizes."""
+        return (self.dp.rank * self.pp.size + self.pp.rank) * self.tp.size + self.tp.rank
+
     def min_of_engine(self, value: int, device: torch.device) -> int:
-        """The least of all ranks that compute the same requests."""
-        return self.pp.min_of_ranks(self.tp.min_of_ranks(value, device), device)
+        """The least of all ranks."""
+        for group in (self.tp, self.pp, self.dp):
+            value = group.min_of_ranks(value, device)
+        return value
 
 
 @dataclass(frozen=True, slots=True)

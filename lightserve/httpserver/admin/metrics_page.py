@@ -31,6 +31,8 @@ _NOT_IN_VLLM = {
     "kv_used_tokens",
     "kv_pinned_tokens",
     "kv_windowed_used_tokens",
+    "attention_group_requests_running",
+    "attention_group_kv_used_tokens",
     "forced_tokens_total",
     "request_refused_total",
     "request_failed_total",

@@ -8,6 +8,7 @@
     decode_run.py     many steps at once that only decode, for the simulator
     batch.py          the requests that run
     scheduler.py      composes them into steps
+    lockstep.py       several schedulers whose steps are computed at once, for data-parallel attention
 
 Every step computes one token of every decoding request, and prompt chunks up to a budget. A request is admitted while
 the peak of what all requests will hold fits the pool. If that estimate was too low, the newest request is preempted
@@ -18,7 +19,18 @@ earlier step in flight still reads.
 
 from lightserve.router.scheduler.decode_run import DecodeRun
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
+from lightserve.router.scheduler.lockstep import LockstepScheduler
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.scheduler import Scheduler
 
-__all__ = ["DecodeRun", "LoraSlots", "Scheduler", "SchedulerLimits", "make_limits"]
+AnyScheduler = Scheduler | LockstepScheduler  # what the router's loop drives
+
+__all__ = [
+    "AnyScheduler",
+    "DecodeRun",
+    "LockstepScheduler",
+    "LoraSlots",
+    "Scheduler",
+    "SchedulerLimits",
+    "make_limits",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -126,6 +126,11 @@ class Scheduler:
         """Store evicted KV in the host memory of the workers, and load it from there."""
         self.tiers = self._admission.tiers = KvTiers(self.pool, size, identity)
         return self.tiers
+
+    @property
+    def groups(self) -> Sequence[Scheduler]:
+        """Of all attention groups: see LockstepScheduler."""
+        return (self,)
 
     @property
     def num_waiting(self) -> int:
@@ -306,6 +311,11 @@ class Scheduler:
             is_known[:] = False
         self._batch.add_outputs(rows[is_known], token_ids[is_known])
         return is_known
+
+    def runs(self, req_ids: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which of these requests run."""
+        is_running: npt.NDArray[np.bool_] = self._batch.rows_of(req_ids) >= 0
+        return is_running
 
     def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
         """These requests, which run, have got a token now. Returns the times since their last ones, and how often."""

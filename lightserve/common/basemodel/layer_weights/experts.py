@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ReplicatedWeight
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
@@ -82,7 +83,7 @@ class ScoreBiasWeight(Weight):
 class MoeFfnWeight(FfnWeight):
     """A router, experts, and perhaps shared experts, which every token uses."""
 
-    skips_padding = True
+    has_experts = True
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
         moe = _with_shared_apart(spec, moe)
@@ -104,14 +105,21 @@ class MoeFfnWeight(FfnWeight):
         gate = Block(f"{at}.{names.shared_gate}", 1)
         self.shared_gate = ReplicatedWeight([gate], hidden, context) if moe.has_shared_gate else None
 
-    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
-        bias = None if self.score_bias is None else self.score_bias.tensor
-        ids, weights = ops.route(logits, self._route, bias, is_padding)
-        out = self.experts.partial_forward(x, ids, weights)
+    def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
+        if rows is None:
+            out = self._routed(x, None)
+        else:
+            out = rows.scatter(self._routed(rows.gather(x), rows.is_padding), len(x))
         if self.shared is not None:
             out += self._shared(x, self.shared)
         return self._tp.all_reduce(out)
+
+    def _routed(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+        """What the experts of this rank add."""
+        logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
+        bias = None if self.score_bias is None else self.score_bias.tensor
+        ids, weights = ops.route(logits, self._route, bias, is_padding)
+        return self.experts.partial_forward(x, ids, weights)
 
     def _shared(self, x: Tensor, shared: GatedFfnWeight) -> Tensor:
         """What the shared experts add, without the parts of other ranks."""
@@ -130,11 +138,12 @@ def _route_spec(moe: MoeSpec) -> ops.RouteSpec:
 
 def _split(num_experts: int, width: int, parallel: Parallel) -> tuple[slice, slice]:
     """The experts of this rank, and the units of each that it computes."""
-    tp, ep = parallel.tp, parallel.ep
-    if ep.size == 1:
+    tp, ep, dp = parallel.tp, parallel.ep, parallel.dp
+    if ep.size == 1 and dp.size == 1:
         return slice(0, num_experts), tp.part_of(width)
-    if ep.size != tp.size:
-        raise ServerError(f"{ep.size} ranks share the experts and {tp.size} the layers; they must be the same ranks")
+    num_ranks = dp.size * tp.size
+    if ep.size != num_ranks:
+        raise ServerError(f"{ep.size} ranks share the experts and {num_ranks} the layers; they must be the same ranks")
     first, end = (rank * num_experts // ep.size for rank in (ep.rank, ep.rank + 1))
     return slice(first, end), slice(0, width)
 

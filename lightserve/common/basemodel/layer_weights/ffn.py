@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
 from lightserve.common.basemodel.layer_weights.row_map import in_blocks
@@ -34,17 +35,17 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
 class FfnWeight(WeightGroup):
     """A feed-forward: hidden states to what it adds to them, complete on every rank."""
 
-    skips_padding: ClassVar[bool] = False  # whether ``forward`` reads ``is_padding``
+    has_experts: ClassVar[bool] = False  # whether ``forward`` reads ``rows``
 
     @abstractmethod
-    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        """``is_padding`` ``[tokens]`` marks rows whose output is not used; None: there are none."""
+    def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
+        """``rows``: what experts need to know of the step; None: ``x`` has all rows and no padding."""
 
     def add_norm_forward(
-        self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: NormWeight, rows: ExpertRows | None
     ) -> tuple[Tensor, Tensor]:
         """``forward`` of ``norm.add_norm``, and the new residual; ``residual`` is not valid afterwards."""
-        return self.forward(norm.add_norm(x, residual), is_padding), residual
+        return self.forward(norm.add_norm(x, residual), rows), residual
 
 
 class DenseFfnWeight(FfnWeight):
@@ -79,7 +80,7 @@ class GatedFfnWeight(DenseFfnWeight):
         )
         self._init_down(spec, context)
 
-    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         if self._fuses_down:
             return self.down_proj.silu_and_mul_mm(self.gate_up_proj.mm(x))
         return self._down(self._gated(x))
@@ -96,7 +97,7 @@ class GatedFfnWeight(DenseFfnWeight):
         return self._activation(self.gate_up_proj.mm(x))
 
     def add_norm_forward(
-        self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: NormWeight, rows: ExpertRows | None
     ) -> tuple[Tensor, Tensor]:
         if self._fuses_down:
             gate_up, residual = self.gate_up_proj.add_norm_mm(x, residual, norm)
@@ -120,7 +121,7 @@ class PlainFfnWeight(DenseFfnWeight):
         )
         self._init_down(spec, context)
 
-    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         return self._down(self._activation(self.up_proj.mm(x)))
 
 

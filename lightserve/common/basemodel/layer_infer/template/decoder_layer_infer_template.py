@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.infer_struct import InferStateInfo
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
@@ -81,17 +82,17 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
             k.copy_(layer_weight.k_norm.norm(k))
 
     def _ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
-        return layer_weight.ffn.forward(input, _padding(infer_state, layer_weight))
+        return layer_weight.ffn.forward(input, _rows(infer_state, layer_weight))
 
     def _fused_norm_ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
         residual, norm = infer_state.residual, layer_weight.ffn_norm
         assert residual is not None
         assert norm is not None
-        is_padding = _padding(infer_state, layer_weight)
-        out, infer_state.residual = layer_weight.ffn.add_norm_forward(input, residual, norm, is_padding)
+        rows = _rows(infer_state, layer_weight)
+        out, infer_state.residual = layer_weight.ffn.add_norm_forward(input, residual, norm, rows)
         return out
 
 
-def _padding(infer_state: InferStateInfo, layer_weight: DecoderLayerWeight) -> Tensor | None:
-    """For feed-forwards that read it only: to find it takes a launch in each step."""
-    return infer_state.is_padding if layer_weight.ffn.skips_padding else None
+def _rows(infer_state: InferStateInfo, layer_weight: DecoderLayerWeight) -> ExpertRows | None:
+    """For feed-forwards that read it only: to find the padding takes a launch in each step."""
+    return infer_state.expert_rows if layer_weight.ffn.has_experts else None

@@ -1,0 +1,47 @@
+"""Ranks of data-parallel attention that die or hang. The server has a tiny model with experts in two groups."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from lightserve.benchmark.models import TINY, save_model
+from test.faults.case import Case
+from test.faults.cases.processes import send_signal
+from test.faults.cases.stages import STEP_TIMEOUT
+from test.faults.harness import STREAMING
+from test.faults.reactions import STREAMS_CONTINUE
+
+EXPERTS = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GROUPS = ("--tp", "2", "--ep", "2", "--enable_dp_attention")
+
+
+def worker_flags(base: Path) -> tuple[str, ...]:
+    """Write a model below ``base``; returns the flags of a server with it."""
+    save_model(base, None, TINY)
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | EXPERTS))
+    return ("--model_dir", str(base), "--load_format", "dummy", "--deterministic", "--device", "cpu", *GROUPS)
+
+
+CASES = [
+    Case(
+        f"{name}, streaming",
+        send_signal(worker, number),
+        STREAMS_CONTINUE,
+        STREAMING,
+        flags=STEP_TIMEOUT,
+        restarts=1,
+        is_long=True,
+    )
+    for name, worker, number in (
+        ("kill -9 a rank of a group", "ls-worker-1", signal.SIGKILL),
+        ("a rank of a group is stopped", "ls-worker-1", signal.SIGSTOP),
+    )
+]
