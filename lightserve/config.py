@@ -168,6 +168,11 @@ class WorkerConfig:
     merge_lora: str | None = option(
         None, "folder of an adapter that is added to the weights while they are loaded; requests always use it"
     )
+    disable_custom_allreduce: bool = option(
+        False,
+        "sums over --tp ranks always go through NCCL; else GPUs of one node read few rows from each other's memory",
+        "disable_custom_all_reduce",
+    )
     deterministic: bool = option(
         False, "bit-identical results, independent of batch, prefix cache and prefill chunks; slower"
     )

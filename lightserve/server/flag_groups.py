@@ -58,7 +58,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_cpu_loras",
         "merge_lora",
     ),
-    "Several machines": (
+    "Several devices or machines": (
+        "ep",
+        "enable_dp_attention",
+        "attention_dp",
+        "disable_custom_allreduce",
         "engines",
         "engines_file",
         "listen",

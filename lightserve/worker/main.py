@@ -43,8 +43,9 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
             if child_config.store_port is not None:
                 store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)
-            sizes = ParallelSizes(tp=config.tp, pp=config.pp, ep=config.ep)
-            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s)
+            sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
+            gpu = _gpu_for_peers(child_config, platform)
+            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_host_tier(config, child_config.config.cluster.dp)
             if child_config.role != "normal":
@@ -78,6 +79,12 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     if worker.kv_split.receiver is not None:
         others += [KvInboxRpc(worker.kv_split.receiver) for _ in KV_INBOX_METHODS]
     server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora, others)
+
+
+def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
+    """The device whose memory other ranks may read, or None. Ranks that meet at a port are on several nodes."""
+    is_allowed = not child_config.config.worker.disable_custom_allreduce and child_config.store_port is None
+    return platform.torch_device(child_config.device) if platform.reads_peers and is_allowed else None
 
 
 def _split_args(child_config: ChildConfig) -> Any:

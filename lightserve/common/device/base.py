@@ -77,6 +77,7 @@ class Device(ABC):
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
+    reads_peers: ClassVar[bool] = False  # whether devices of a node may be able to read each other's memory
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
 
     # which devices there are

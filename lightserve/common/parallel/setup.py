@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # where their types are known
 
@@ -24,11 +25,17 @@ def tcp_store(port: int, listen_fd: int | None, timeout_s: float) -> Store:
 
 
 def connect_ranks(
-    rank: int, sizes: ParallelSizes, rendezvous: str | Store, comm: str, timeout_s: float | None = None
+    rank: int,
+    sizes: ParallelSizes,
+    rendezvous: str | Store,
+    comm: str,
+    timeout_s: float | None = None,
+    one_shot_gpu: torch.device | None = None,
 ) -> Parallel:
     """Join the other ranks at ``rendezvous`` (a file or a store) with the device's collective library.
 
     ``timeout_s``: for all ranks of a store to connect to each other; None: torch's own limit, half an hour for gloo.
+    ``one_shot_gpu``: if given, tensor-parallel ranks, all on one node, read few rows from each other's memory.
     Every group has a process group of its own. A collective over torch's default group would reach all ranks.
     """
     if sizes.world == 1:
@@ -38,7 +45,13 @@ def connect_ranks(
     else:  # the default group connects all ranks, so it is the one that finds a closed network
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         dist.init_process_group(comm, store=rendezvous, rank=rank, world_size=sizes.world, timeout=timeout)
-    return Parallel(**{field.name: _own_group(rank, sizes.groups(field.name)) for field in fields(Parallel)})
+    parallel = Parallel(**{field.name: _own_group(rank, sizes.groups(field.name)) for field in fields(Parallel)})
+    if one_shot_gpu is None or parallel.tp.size == 1:
+        return parallel
+    from lightserve.common.parallel.one_shot import connect_one_shot  # a CPU has no use for it
+
+    one_shot = connect_one_shot(parallel.tp, one_shot_gpu)
+    return replace(parallel, tp=replace(parallel.tp, one_shot=one_shot))
 
 
 def _own_group(rank: int, groups: list[list[int]]) -> RankGroup:
