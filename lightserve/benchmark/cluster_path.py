@@ -3,14 +3,16 @@
     python -m lightserve.benchmark.cluster_path --streams 64 --step_ms 10
     python -m lightserve.benchmark.cluster_path --curve
 
-The first measures a plain server, --dp 2, and a gateway with one and with two engines, all on this machine: tokens
-per second, CPU time per token of each process, and the time to the first token of a request that is alone.
+The first measures a plain server, --dp 2, a gateway with one and with two engines, and HAProxy in front of gateways,
+all on this machine: tokens per second, CPU time per token of each process, and the time to the first token of a request
+that is alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 import statistics
 import tempfile
@@ -18,51 +20,73 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import zmq
 
 from lightserve.benchmark.server import Server
 from lightserve.benchmark.serving_path import Load, drive
+from lightserve.cluster.proxy.haproxy_config import ProxySettings
 from lightserve.cluster.tcp.keys import generate
 
 NULL = ["--null_worker", "--null_step_ms"]
 FIRST_TOKENS = 100  # requests, one after the other
 MESSAGES = {"64 tokens of a step": (1000, 20_000), "a prompt of 8,000 tokens": (33_000, 1000), "1 MB": (1_000_000, 40)}
+
+
+class Case(NamedTuple):
+    engines: int
+    gateways: int = 0  # 0: the engines are in the server's own processes
+    has_proxy: bool = False
+
+
 CASES = {
-    "plain server": (1, False),
-    "--dp 2": (2, False),
-    "gateway, 1 engine": (1, True),
-    "gateway, 2 engines": (2, True),
+    "plain server": Case(1),
+    "--dp 2": Case(2),
+    "gateway, 1 engine": Case(1, 1),
+    "gateway, 2 engines": Case(2, 1),
+    "HAProxy, 1 gateway, 1 engine": Case(1, 1, True),
+    "HAProxy, 2 gateways, 2 engines": Case(2, 2, True),
 }
 
 
 @contextlib.contextmanager
-def running(engines: int, is_remote: bool, step_ms: float) -> Iterator[tuple[str, list[Server]]]:
+def running(case: Case, step_ms: float) -> Iterator[tuple[str, list[Server]]]:
     """The URL of a server, and all that runs for it."""
     servers: list[Server] = []
     null = [*NULL, str(step_ms)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if is_remote:
-                generate(Path(folder))
-                keys = ["--cluster_keys", folder]
-                addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(engines)]
+            if case.gateways:
+                generate(Path(folder) / "keys")
+                keys = ["--cluster_keys", f"{folder}/keys"]
+                addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(case.engines)]
                 servers += [Server([*null, *keys, "--listen", one], has_http=False) for one in addresses]
-                servers.append(Server([*keys, "--engines", ",".join(addresses)]))
+                servers += [Server([*keys, "--engines", ",".join(addresses)]) for _ in range(case.gateways)]
             else:
-                servers.append(Server([*null, *(["--dp", str(engines)] if engines > 1 else [])]))
-            for server in servers:
-                url = server.wait_until_ready()
-            yield url, servers
+                servers.append(Server([*null, *(["--dp", str(case.engines)] if case.engines > 1 else [])]))
+            urls = [server.wait_until_ready() for server in servers]
+            if case.has_proxy:
+                servers.append(_start_proxy(urls[case.engines :], Path(folder)))
+                urls.append(servers[-1].wait_until_ready())
+            yield urls[-1], servers
         finally:
             for server in reversed(servers):
                 server.stop()
 
 
+def _start_proxy(urls: list[str], folder: Path) -> Server:
+    settings = ProxySettings("127.0.0.1", 0, len(urls))
+    (folder / "proxy.json").write_bytes(msgspec.json.encode(settings))
+    (folder / "gateways.json").write_bytes(msgspec.json.encode(urls))
+    return Server([str(os.getpid()), str(folder)], has_http=False, module="lightserve.cluster.proxy.main")
+
+
 def measure(name: str, load: Load, step_ms: float) -> str:
     import uvloop
 
-    with running(*CASES[name], step_ms) as (url, servers):
+    with running(CASES[name], step_ms) as (url, servers):
         uvloop.run(drive(replace(load, rounds=1, tokens=load.tokens // 4), url))  # every process has met the load once
         before = _cpu_s(servers)
         seconds = uvloop.run(drive(load, url)).seconds

@@ -18,9 +18,9 @@ START_S = 60.0
 class Server:
     """A real server in its own processes. Its log goes to a temporary file."""
 
-    def __init__(self, flags: list[str], has_http: bool = True) -> None:
+    def __init__(self, flags: list[str], has_http: bool = True, module: str = "lightserve.server.api_server") -> None:
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115  closed in stop
-        command = [sys.executable, "-m", "lightserve.server.api_server", *flags]
+        command = [sys.executable, "-m", module, *flags]
         if has_http:  # an engine of a cluster has none
             command += ["--port", "0", "--disable_log_requests"]
         self._process = subprocess.Popen(command, stderr=self._log)
@@ -44,7 +44,7 @@ class Server:
                 name, _, rest = path.read_text().partition("(")[2].rpartition(")")
             except OSError:  # it has just exited
                 continue
-            if name.startswith("ls-") and int(rest.split()[1]) == self._process.pid:
+            if (name.startswith("ls-") or name == "haproxy") and int(rest.split()[1]) == self._process.pid:
                 yield int(path.parent.name), name
 
     def cpu_s(self) -> dict[str, float]:

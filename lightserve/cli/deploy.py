@@ -26,6 +26,9 @@ def _add_own(parser: Parser) -> None:
     group.add_argument(
         "--replicas", default="1", metavar="N|MIN:MAX", help="number of engines; MIN:MAX: as many as the load needs"
     )
+    group.add_argument(
+        "--gateways", type=int, default=1, metavar="N", help="HTTP servers; several: on other nodes too, behind HAProxy"
+    )
     group.add_argument("--dry_run", "--dry-run", action="store_true", help="print the placement, and deploy nothing")
     group.add_argument(
         *("--cpus_per_replica", "--cpus-per-replica"),
@@ -66,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_server(rest, PROG)
     from lightserve.ray import client, cluster, flags  # here, because Ray is an extra
 
-    deployment = flags.make_deployment(config, own.name, own.replicas)
+    deployment = flags.make_deployment(config, own.name, own.replicas, own.gateways)
     cluster.connect(own.ray_address)
     nodes = cluster.nodes()
     deployment = flags.with_resources(deployment, flags.bundle_of(config, nodes, own.cpus_per_replica))

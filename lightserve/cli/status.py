@@ -9,7 +9,7 @@ from lightserve.cli.ray_flags import add_cluster_flags
 from lightserve.server.args import Parser
 
 if TYPE_CHECKING:
-    from lightserve.ray.messages import DeploymentStatus
+    from lightserve.ray.messages import DeploymentStatus, GatewayStatus
 
 COLUMNS = "{:16} {:10} {:28} {:9} {:>8}  {}"
 
@@ -33,10 +33,13 @@ def lines(status: DeploymentStatus) -> list[str]:
     gateway, load = status.gateway.process, status.gateway.load
     serving = sum(one.takes_requests for one in status.replicas)
     limits = "" if status.min_replicas == status.max_replicas else f" ({status.min_replicas}:{status.max_replicas})"
+    several = status.gateways if len(status.gateways) > 1 else []
+    front = "HAProxy" if several else "gateway"
     found = [
         f"{status.name}: {serving} of {status.wanted}{limits} replicas serve, version {status.version}",
-        f"gateway {gateway.state} at {gateway.address or '-'} {gateway.reason}".rstrip(),
+        f"{front} {gateway.state} at {gateway.address or '-'} {gateway.reason}".rstrip(),
         f"requests: {load.running:g} running, {load.waiting:g} waiting; KV {load.kv_usage:.0%}",
+        *(_gateway_line(number, one) for number, one in enumerate(several)),
         COLUMNS.format("replica", "node", "address", "state", "restarts", "").rstrip(),
     ]
     for one in status.replicas:
@@ -45,3 +48,9 @@ def lines(status: DeploymentStatus) -> list[str]:
         found.append(COLUMNS.format(*row, one.process.reason).rstrip())
     found += [f"node {node[:8]} is drained" for node in status.drained_nodes]
     return found
+
+
+def _gateway_line(number: int, gateway: GatewayStatus) -> str:
+    process = gateway.process
+    place = f"on node {gateway.node[:8]}" if gateway.node else "without a node"
+    return f"gateway {number} {process.state} at {process.address or '-'} {place} {process.reason}".rstrip()

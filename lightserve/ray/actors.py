@@ -1,4 +1,4 @@
-"""The actors on the nodes: a replica keeps an engine running, a gateway keeps the HTTP server running.
+"""The actors on the nodes: a replica keeps an engine running, a gateway an HTTP server, and a proxy HAProxy.
 
 Ray restarts an actor that dies, elsewhere if its node is lost. An actor restarts its own process. When an actor is
 killed, the kernel kills its process with it.
@@ -6,18 +6,24 @@ killed, the kernel kills its process with it.
 
 from __future__ import annotations
 
-import ssl
+import os
+import sys
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from lightserve.cluster.proxy.haproxy_config import ProxySettings
 from lightserve.cluster.tcp.engines_file import write_engines_file
-from lightserve.ray.kept_process import KeptProcess
-from lightserve.ray.messages import Deployment, GatewayStatus, Kept, Load, pack, unpack
-from lightserve.ray.node_folder import free_port, make_folder, tcp_address, write_flags, write_keys
+from lightserve.config import HttpConfig
+from lightserve.ray.kept_process import KeptProcess, lightserve_command
+from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Kept, Load, pack, unpack
+from lightserve.ray.node_folder import free_port, make_folder, tcp_address, write_flags, write_json, write_keys
+from lightserve.utils.tls import trust_exactly
 
+OF_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile")  # flags of HAProxy, if there is one
 METRICS_S = 5.0  # until /metrics must have answered
 
 
@@ -32,7 +38,7 @@ class ReplicaActor:
     def _command(self) -> list[str]:
         host = ray.util.get_node_ip_address()
         flags = ["--config", str(self._folder / "engine.yaml"), "--cluster_keys", str(self._folder)]
-        return ["engine", *flags, "--listen", tcp_address(host, free_port(host))]
+        return lightserve_command("engine", *flags, "--listen", tcp_address(host, free_port(host)))
 
     def status(self) -> tuple[str, bytes]:
         """The node, and the ProcessStatus."""
@@ -47,16 +53,23 @@ class GatewayActor:
         deployment = unpack(raw, Deployment)
         self._kept = Kept(deployment)
         self._flags = deployment.gateway_flags
+        self._port = 0  # behind HAProxy, which serves HTTPS if clients want it
+        if deployment.num_gateways > 1:
+            self._flags = {name: value for name, value in self._flags.items() if name not in OF_PROXY}
         self._folder = make_folder()
         self._engines_file: Path = self._folder / "engines"
         write_engines_file(self._engines_file, [])
         write_keys(self._folder, deployment.keys)
-        write_flags(self._folder / "gateway.yaml", deployment.gateway_flags)
+        write_flags(self._folder / "gateway.yaml", self._flags)
         self._process = KeptProcess(self._command)
 
     def _command(self) -> list[str]:
         flags = ["--config", str(self._folder / "gateway.yaml"), "--cluster_keys", str(self._folder)]
-        return ["serve", *flags, "--engines_file", str(self._engines_file)]
+        if self._kept.deployment.num_gateways > 1:
+            host = ray.util.get_node_ip_address()
+            self._port = free_port(host, self._port)
+            flags += ["--host", host, "--port", str(self._port)]
+        return lightserve_command("serve", *flags, "--engines_file", str(self._engines_file))
 
     def use(self, raw: bytes) -> None:
         """Use these engines, and keep all of it for a controller that is restarted."""
@@ -69,14 +82,14 @@ class GatewayActor:
         return pack(self._kept)
 
     def status(self) -> bytes:
-        process = self._process.status()
+        process, node = self._process.status(), ray.get_runtime_context().get_node_id()
         if process.state not in ("serving", "draining"):
-            return pack(GatewayStatus(process))
+            return pack(GatewayStatus(process, node=node))
         try:
             load, taking = read_metrics(process.address, self._key(), self._flags.get("ssl_certfile"))
         except OSError:  # it is busy, or has just ended
-            return pack(GatewayStatus(process))
-        return pack(GatewayStatus(process, load, taking))
+            return pack(GatewayStatus(process, node=node))
+        return pack(GatewayStatus(process, load, taking, node))
 
     def drain(self) -> None:
         self._process.drain()
@@ -86,10 +99,52 @@ class GatewayActor:
         return keys[0] if keys else None
 
 
+class ProxyActor:
+    """HAProxy, in front of the gateways."""
+
+    def __init__(self, raw: bytes) -> None:
+        deployment = unpack(raw, Deployment)
+        settings = proxy_settings(deployment)
+        if not settings.port:  # its restarts keep the port
+            settings = msgspec.structs.replace(settings, port=free_port(settings.host))
+        self._folder = make_folder()
+        self._urls = [""] * deployment.num_gateways
+        write_json(self._folder / "proxy.json", msgspec.to_builtins(settings))
+        write_json(self._folder / "gateways.json", self._urls)
+        self._process = KeptProcess(self._command)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "lightserve.cluster.proxy.main", str(os.getpid()), str(self._folder)]
+
+    def use(self, raw: bytes) -> None:
+        """Send requests to these gateways."""
+        found = unpack(raw, GatewayUrls).urls
+        urls = [old if new is None else new for old, new in zip(self._urls, found, strict=True)]
+        if urls != self._urls:
+            write_json(self._folder / "gateways.json", urls)
+            self._urls = urls
+
+    def status(self) -> bytes:
+        return pack(self._process.status())
+
+
+def proxy_settings(deployment: Deployment) -> ProxySettings:
+    flags, default = deployment.gateway_flags, HttpConfig()
+    return ProxySettings(
+        flags.get("host", default.host),
+        flags.get("port", default.port),
+        deployment.num_gateways,
+        has_keys=bool(flags.get("api_key") or flags.get("admin_key")),
+        certfile=flags.get("ssl_certfile"),
+        keyfile=flags.get("ssl_keyfile"),
+        root_path=flags.get("root_path", ""),
+    )
+
+
 def read_metrics(url: str, key: str | None, certificate: str | None) -> tuple[Load, list[str]]:
     """The load, and the engines that get requests. Raises OSError."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    context = None if certificate is None else _trusting(certificate)
+    context = None if certificate is None else trust_exactly(certificate)
     request = urllib.request.Request(f"{url}/metrics", headers=headers)
     with urllib.request.urlopen(request, timeout=METRICS_S, context=context) as response:
         text = response.read().decode()
@@ -105,11 +160,3 @@ def read_metrics(url: str, key: str | None, certificate: str | None) -> tuple[Lo
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     )
     return Load(running, waiting, kv_usage), taking
-
-
-def _trusting(certificate: str) -> ssl.SSLContext:
-    """The gateway on this node, which has this certificate. Its name is not that of the node's address."""
-    context = ssl.create_default_context(cafile=certificate)
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.check_hostname = False
-    return context

@@ -15,7 +15,7 @@ from lightserve.errors import OptionError, ServerError
 from lightserve.ray import cluster
 from lightserve.ray.controller import Controller, new_version
 from lightserve.ray.messages import Deployment, DeploymentStatus, pack, unpack
-from lightserve.ray.placement import Node, plan_lines
+from lightserve.ray.placement import Node, place_gateways, plan_lines
 from lightserve.utils.process import EXIT_CONFIG_ERROR
 
 WAIT_S = 0.25
@@ -74,6 +74,9 @@ def check_change(old: Deployment, new: Deployment) -> None:
         if values[0] != values[1]:
             found = f"deployment {old.name!r} has {name}={values[0]}, not {values[1]}"
             raise OptionError(f"{found}: replicas of both cannot serve together; undeploy it, or choose another --name")
+    if old.num_gateways != new.num_gateways:
+        found = f"deployment {old.name!r} has gateways={old.num_gateways}, not {new.num_gateways}"
+        raise OptionError(f"{found}: their number cannot change while they serve; undeploy it first")
     if old.gateway_flags != new.gateway_flags:
         names = sorted(set(old.gateway_flags) | set(new.gateway_flags))
         changed = [one for one in names if old.gateway_flags.get(one) != new.gateway_flags.get(one)]
@@ -95,13 +98,16 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
         found = status(name)
         current = [one for one in found.replicas if one.version == found.version]
         serving = sum(one.takes_requests for one in current)
-        if serving >= found.wanted and len(found.replicas) == len(current):
+        processes = [found.gateway.process, *(one.process for one in found.gateways)]
+        is_up = all(one.state == "serving" for one in processes) and all(one.taking for one in found.gateways)
+        if is_up and serving >= found.wanted and len(found.replicas) == len(current):
             return found
         failed = [one.process for one in current if one.process.state == "failed"]
         if not serving and any(one.exit_code == EXIT_CONFIG_ERROR for one in failed):
             raise CannotStartError(f"replicas do not start: {failed[0].reason}")
-        if found.gateway.process.exit_code == EXIT_CONFIG_ERROR and found.gateway.process.state == "failed":
-            raise CannotStartError(f"the gateway does not start: {found.gateway.process.reason}")
+        for one in processes:
+            if one.exit_code == EXIT_CONFIG_ERROR and one.state == "failed":
+                raise CannotStartError(f"the gateway does not start: {one.reason}")
         line = f"{serving} of {found.wanted} replicas serve"
         if line != shown:
             show(line)
@@ -133,7 +139,8 @@ def undeploy(name: str, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     while unpack(cluster.call(controller.status.remote()), DeploymentStatus).replicas and time.monotonic() < end_s:
         time.sleep(WAIT_S)
-    for actor in (cluster.get_actor(f"{name}/gateway"), controller):
+    front = [*cluster.actor_names(f"{name}/proxy"), *cluster.actor_names(f"{name}/gateway")]
+    for actor in (*(cluster.get_actor(one) for one in front), controller):
         if actor is not None:
             cluster.kill(actor)
     for left in cluster.actor_names(f"{name}/replica-"):
@@ -144,6 +151,10 @@ def undeploy(name: str, timeout_s: float) -> None:
 
 def dry_run(nodes: list[Node], deployment: Deployment) -> list[str]:
     lines = [f"gateway: head node, {_url(deployment)}"]
+    if deployment.num_gateways > 1:
+        places = enumerate(place_gateways(nodes, deployment.num_gateways))
+        lines = [f"HAProxy: head node, {_url(deployment)}"]
+        lines += [f"gateway {number}: {f'node {node[:8]}' if node else 'head node'}" for number, node in places]
     return [*lines, *plan_lines(nodes, deployment.bundle, deployment.min_replicas)]
 
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightserve.errors import OptionError, ServerError
-from lightserve.ray.placement import Node
+from lightserve.ray.placement import HEAD_RESOURCE, Node
 
 try:
     import ray
     from ray.util.placement_group import PlacementGroup
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise OptionError("this command needs Ray; install it with: pip install 'lightserve[ray]'") from error
 
 NAMESPACE = "lightserve"
-HEAD = {"node:__internal_head__": 0.001}  # a resource that the head node alone has
+HEAD = {HEAD_RESOURCE: 0.001}
 FOREVER: dict[str, Any] = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
 CALL_S = 60.0  # until an actor must have answered a command
 
@@ -68,9 +68,23 @@ def start_controller(controller: type, name: str, *args: Any) -> Any:
     return ray.remote(controller).options(name=f"{name}/controller", **options).remote(*args)
 
 
-def start_gateway(gateway: type, name: str, raw: bytes) -> Any:
+def gateway_names(name: str, count: int) -> list[str]:
+    return [f"{name}/gateway{f'-{number}' if number else ''}" for number in range(count)]
+
+
+def start_gateway(gateway: type, name: str, raw: bytes, node: str | None) -> Any:
+    """On ``node``, or elsewhere when that is lost; None: on the head node."""
+    options = FOREVER | {"max_concurrency": 4}
+    if node is None:
+        options["resources"] = HEAD
+    else:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+    return ray.remote(gateway).options(name=name, **options).remote(raw)
+
+
+def start_proxy(proxy: type, name: str, raw: bytes) -> Any:
     options = FOREVER | {"resources": HEAD, "max_concurrency": 4}
-    return ray.remote(gateway).options(name=f"{name}/gateway", **options).remote(raw)
+    return ray.remote(proxy).options(name=f"{name}/proxy", **options).remote(raw)
 
 
 def start_replica(replica: type, name: str, raw: bytes, bundle: dict[str, float], node: str | None) -> Any:

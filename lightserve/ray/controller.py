@@ -1,9 +1,10 @@
 """The controller of a deployment: an actor that keeps the wanted number of replicas, and the gateway's list of them.
 
     operator ──Deployment──▶ controller ──▶ replica actors ──▶ lightserve engine
-                                  └───────▶ gateway actor  ──▶ lightserve serve --engines_file
+                                  ├───────▶ gateway actors ──▶ lightserve serve --engines_file
+                                  └───────▶ proxy actor    ──▶ HAProxy, if there are several gateways
 
-It is not on the path of a request: while it is away, the gateway serves with the engines that it has. Ray restarts it,
+It is not on the path of a request: while it is away, gateways serve with the engines that they have. Ray restarts it,
 and it finds the actors again by their names.
 """
 
@@ -17,12 +18,12 @@ from typing import Any
 import msgspec
 
 from lightserve.ray import cluster
-from lightserve.ray.actors import GatewayActor, ReplicaActor
+from lightserve.ray.actors import GatewayActor, ProxyActor, ReplicaActor
 from lightserve.ray.autoscaling import Autoscaler
+from lightserve.ray.gateway_group import GatewayGroup
 from lightserve.ray.messages import (
     Deployment,
     DeploymentStatus,
-    GatewayStatus,
     Kept,
     ProcessStatus,
     ReplicaStatus,
@@ -62,7 +63,6 @@ class Controller:
         self._lock = threading.RLock()  # calls of Ray and the thread
         self._deployment = unpack(raw, Deployment)
         self._replicas: dict[str, _Replica] = {}
-        self._gateway_status = GatewayStatus(STARTING)
         self._drained_nodes: set[str] = set()
         self._is_ending = False
         self._next_number = 0
@@ -83,7 +83,8 @@ class Controller:
 
     def status(self) -> bytes:
         with self._lock:
-            taking = set(self._gateway_status.taking)
+            gateway = self._gateways.status()
+            taking = set(gateway.taking)
             replicas = [
                 ReplicaStatus(
                     one.short_name, one.version, one.node, _shown(one), _address(one) in taking and not one.is_draining
@@ -98,9 +99,10 @@ class Controller:
                     self._autoscaler.wanted,
                     wanted.min_replicas,
                     wanted.max_replicas,
-                    self._gateway_status,
+                    gateway,
                     replicas,
                     sorted(self._drained_nodes),
+                    self._gateways.statuses,
                 )
             )
 
@@ -125,22 +127,19 @@ class Controller:
             return bool(found)
 
     def end(self) -> None:
-        """Drain the gateway, then end everything but this actor. ``status`` shows when nothing is left."""
+        """Drain the gateways, then end everything but this actor. ``status`` shows when nothing is left."""
         with self._lock:
             self._is_ending = True
-            self._gateway.actor.drain.remote()
+            self._gateways.drain()
 
     # the loop
 
     def _find_actors(self, raw: bytes) -> None:
-        """At the first start there are none. After a restart, the gateway's actor has kept what the last one knew."""
-        name = self._deployment.name
-        gateway = cluster.get_actor(f"{name}/gateway")
-        engines: dict[str, str] = {}
-        if gateway is not None:
-            kept = unpack(cluster.call(gateway.kept.remote()), Kept)
+        """At the first start there are none. After a restart, gateways' actors have kept what the last one knew."""
+        name, engines = self._deployment.name, {}
+        self._gateways = GatewayGroup(self._deployment, raw, (GatewayActor, ProxyActor))
+        if (kept := self._gateways.kept()) is not None:
             self._deployment, engines, self._drained_nodes = kept.deployment, kept.engines, set(kept.drained_nodes)
-        self._gateway = PolledActor(gateway or cluster.start_gateway(GatewayActor, name, raw))
         for found in cluster.actor_names(f"{name}/replica-"):
             actor = cluster.get_actor(found)
             version, number = map(int, found.rpartition("-v")[2].split("."))
@@ -165,15 +164,13 @@ class Controller:
             self._end_step()
             return
         engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
-        self._gateway.actor.use.remote(pack(Kept(self._deployment, engines, sorted(self._drained_nodes))))
+        self._gateways.use(Kept(self._deployment, engines, sorted(self._drained_nodes)))
         self._remove_ended()
-        wanted = self._autoscaler.update(self._gateway_status.load, now_s)
+        wanted = self._autoscaler.update(self._gateways.status().load, now_s)
         self._change(wanted)
 
     def _poll(self) -> None:
-        raw = self._gateway.poll()
-        if raw is not None:
-            self._gateway_status = unpack(raw, GatewayStatus)
+        self._gateways.poll()
         for replica in self._replicas.values():
             answer = replica.polled.poll()
             if answer is not None:
@@ -192,7 +189,7 @@ class Controller:
     def _change(self, wanted: int) -> None:
         nodes = cluster.nodes(without=self._drained_nodes)
         used = [one.node for one in self._replicas.values()]
-        taking = set(self._gateway_status.taking)
+        taking = set(self._gateways.status().taking)
         views = [self._view(one, taking) for one in self._replicas.values()]
         has_room = place(nodes, self._deployment.bundle, 1, used) != [None]
         changes = next_changes(views, wanted, has_room)
@@ -220,8 +217,8 @@ class Controller:
         logger.info("%s starts", name)
 
     def _end_step(self) -> None:
-        """Replicas end after the gateway: it finishes its requests."""
-        if self._gateway_status.process.state != "stopped" and not self._gateway.is_lost:
+        """Replicas end after the gateways, which finish their requests."""
+        if not self._gateways.have_ended():
             return
         for replica in self._replicas.values():
             cluster.end_replica(replica.name, replica.polled.actor)

@@ -15,6 +15,7 @@ from lightserve.ray.placement import Node
 from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
 from lightserve.server.keys import with_keys
 
+MAX_GATEWAYS = 64
 SPLIT = ("roles", "role", "kv_listen", "min_split_tokens")
 NODES = ("nnodes", "node_rank", "master_addr", "master_port", "node_timeout")
 OF_DEPLOY = ("dp", "engines", "engines_file", "listen", "cluster_keys", *NODES)
@@ -79,12 +80,15 @@ def bundle_of(config: ServerConfig, nodes: Sequence[Node], cpus: float | None) -
     return {"CPU": float(ranks) if cpus is None else cpus}
 
 
-def make_deployment(config: ServerConfig, name: str, replicas: str) -> Deployment:
+def make_deployment(config: ServerConfig, name: str, replicas: str, gateways: int = 1) -> Deployment:
     check(config)
+    if not 1 <= gateways <= MAX_GATEWAYS:
+        raise OptionError(f"gateways={gateways}: must be at least 1 and at most {MAX_GATEWAYS}")
     if not name or "/" in name:
         raise OptionError(f"name={name!r}: must not be empty and must not have a /")
     least, most = parse_replicas(replicas)
-    return Deployment(name, 1, engine_flags(config), gateway_flags(config), {}, {}, least, most)
+    flags = engine_flags(config), gateway_flags(config)
+    return Deployment(name, 1, *flags, {}, {}, least, most, num_gateways=gateways)
 
 
 def with_resources(deployment: Deployment, bundle: dict[str, float]) -> Deployment:

@@ -1,4 +1,4 @@
-"""A lightserve process that an actor starts, watches and starts again when it dies. Knows nothing of Ray."""
+"""A process that an actor starts, watches and starts again when it dies. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0  # the time between two starts doubles
 KEPT_LINES = 20
 
 
+def lightserve_command(*args: str) -> list[str]:
+    """The lightserve command, as a process that ends with this one."""
+    return [sys.executable, "-m", "lightserve.cli.child", str(os.getpid()), *args]
+
+
 class KeptProcess:
-    """``command`` makes the arguments of each start: a new port for each."""
+    """``command`` makes the command of each start: a new port for each."""
 
     def __init__(self, command: Callable[[], list[str]]) -> None:
         self._command = command
@@ -93,8 +98,7 @@ class KeptProcess:
         return code, next((line for line in reversed(lines) if line.strip()), "")
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "lightserve.cli.child", str(os.getpid()), *self._command()]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def _read(self, process: subprocess.Popen[str], lines: deque[str]) -> None:
         """Its log becomes a part of this process's log, which Ray collects."""

@@ -23,11 +23,12 @@ class Deployment(msgspec.Struct, frozen=True):
     max_replicas: int
     target_queue: float = 4.0  # requests that may wait for each replica before one is added
     scale_down_s: float = 300.0  # that the load must fit into fewer replicas before one is drained
+    num_gateways: int = 1  # more than one: HAProxy is in front of them
     owner: str = ""  # the application of Ray Serve that made it
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What the gateway's actor keeps for a controller that is restarted."""
+    """What the actors of gateways keep for a controller that is restarted."""
 
     deployment: Deployment
     engines: dict[str, str] = {}  # address by replica
@@ -38,7 +39,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """One process that an actor keeps running."""
 
     state: State
-    address: str = ""  # of an engine; of a gateway, its URL
+    address: str = ""  # of an engine; of a gateway or HAProxy, its URL
     reason: str = ""  # why it failed
     restarts: int = 0
     exit_code: int | None = None  # of its last end
@@ -56,6 +57,13 @@ class GatewayStatus(msgspec.Struct, frozen=True):
     process: ProcessStatus
     load: Load = Load()
     taking: list[str] = []  # addresses of engines that get new requests
+    node: str = ""  # Ray's id of it
+
+
+class GatewayUrls(msgspec.Struct, frozen=True):
+    """For HAProxy, in the order of the gateways. "": it does not serve now. None: as before."""
+
+    urls: list[str | None]
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -74,9 +82,10 @@ class DeploymentStatus(msgspec.Struct, frozen=True):
     wanted: int
     min_replicas: int
     max_replicas: int
-    gateway: GatewayStatus
+    gateway: GatewayStatus  # with several, their sum: its process is HAProxy
     replicas: list[ReplicaStatus]
     drained_nodes: list[str]
+    gateways: list[GatewayStatus] = []
 
 
 def pack(message: msgspec.Struct) -> bytes:

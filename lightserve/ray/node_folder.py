@@ -35,6 +35,12 @@ def write_flags(path: Path, flags: Mapping[str, Any]) -> None:
     write_secret(path, json.dumps(flags).encode())
 
 
+def write_json(path: Path, value: Any) -> None:
+    """At once: another process reads it at any time."""
+    write_secret(path.with_suffix(".new"), json.dumps(value).encode())
+    path.with_suffix(".new").replace(path)
+
+
 def write_secret(path: Path, content: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
@@ -43,11 +49,15 @@ def write_secret(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def free_port(host: str) -> int:
-    """A port that is free now. If another process takes it first, the next start gets another one."""
+def free_port(host: str, last: int = 0) -> int:
+    """A port that is free now: ``last`` if it is. If another process takes it first, the next start gets another."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.bind((host, 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last process may linger
+        try:
+            sock.bind((host, last))
+        except OSError:
+            sock.bind((host, 0))
         port: int = sock.getsockname()[1]
         return port
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives to the head node alone
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -34,6 +36,12 @@ def place(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, used: 
             free[best][resource] -= amount
         found.append(best)
     return found
+
+
+def place_gateways(nodes: Sequence[Node], count: int) -> list[str | None]:
+    """The node of each gateway; None: the head node. The others go round the other nodes."""
+    others = [node.id for node in nodes if HEAD_RESOURCE not in node.total]
+    return [None, *(others[number % len(others)] if others else None for number in range(count - 1))]
 
 
 def fits(bundle: Mapping[str, float], free: Mapping[str, float]) -> bool:

@@ -20,7 +20,7 @@ from lightserve.ray.flags import bundle_of, make_deployment
 from lightserve.server.args import parse_server
 
 START_S, END_S = 1800.0, 60.0
-OWN = ("name", "replicas")
+OWN = ("name", "replicas", "gateways")
 
 
 class Ingress:
@@ -28,7 +28,7 @@ class Ingress:
         self._name = args.get("name", "lightserve")
         self._owner = secrets.token_hex(8)
         config = parse_server(server_flags(args), "lightserve.ray:app")
-        made = make_deployment(config, self._name, str(args.get("replicas", "1")))
+        made = make_deployment(config, self._name, str(args.get("replicas", "1")), int(args.get("gateways", "1")))
         bundle = bundle_of(config, cluster.nodes(), None)
         client.apply(msgspec.structs.replace(made, bundle=bundle, owner=self._owner))
         client.wait_until_serving(self._name, START_S, print)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
@@ -29,6 +30,15 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
+
+
+def takes_connections(url: str) -> bool:
+    place = urlsplit(url)
+    try:
+        socket.create_connection((place.hostname, place.port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def hello_of(name: str, epoch: int, **changes: Any) -> EngineHello:

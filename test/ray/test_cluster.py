@@ -25,7 +25,7 @@ from lightserve.ray import app, cluster as ray_cluster
 from test.api.server import ServerProcess
 from test.api.test_dp import COMPLETE, bodies, expected, model, one
 from test.api.test_restart import Clients
-from test.cluster.tcp_cluster import free_port
+from test.cluster.tcp_cluster import free_port, takes_connections
 from test.ray.ray_nodes import CHANGE_S, RayNodes, is_up, ray_nodes, status, wait_serving
 from test.waiting import wait_until
 
@@ -35,7 +35,7 @@ __all__ = ["expected", "model", "one"]  # fixtures
 STREAMS, STREAMS_LONG = 30, 200
 FLAGS = ("--deterministic", "--max_total_token_num", "8192", "--port", "0", "--device", "cpu", "--drain_timeout", "300")
 NEW_FLAGS = (*FLAGS, "--running_max_req_size", "4")
-PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 12, 512, 8  # round_robin finds 82 % of one server's hits
+PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 16, 512, 8  # round_robin finds 87 % of one server's hits
 
 
 class Gateway(ServerProcess):
@@ -59,7 +59,7 @@ def nodes() -> Iterator[RayNodes]:
 def deployed(nodes: RayNodes, model: Path) -> Iterator[Gateway]:
     printed = nodes.run("deploy", str(model), "--replicas", "3", *FLAGS)
     yield Gateway(printed.split()[0])
-    nodes.run("undeploy")
+    nodes.call("undeploy")
     assert not ray_cluster.actor_names("lightserve/")
 
 
@@ -68,13 +68,19 @@ def streams(request: pytest.FixtureRequest) -> int:
     return STREAMS_LONG if request.config.getoption("--long") else STREAMS
 
 
+@pytest.fixture
+def fewer(request: pytest.FixtureRequest) -> int:
+    """Replicas of the tests that start every one of them anew."""
+    return 3 if request.config.getoption("--long") else 2
+
+
 def ask_while(gateway: Gateway, streams: int, break_it: Callable[[], Any]) -> list[Any]:
     """The answers to many requests at once. Something breaks in the middle of them."""
     kinds = bodies()
     with ThreadPoolExecutor(streams) as threads:
         clients = Clients(gateway, threads)
         asked = clients.ask([kinds[index % len(kinds)] for index in range(streams)])
-        wait_until(lambda: clients.events > 10 * streams, CHANGE_S)
+        wait_until(lambda: clients.events > 10 * streams or all(answer.done() for answer in asked), CHANGE_S)
         break_it()
         return [answer.result() for answer in asked]
 
@@ -95,14 +101,14 @@ def test_deploy_places_a_replica_on_each_node_and_all_serve_the_same_text(
     assert len({one.node for one in found.replicas}) == 3
     assert found.gateway.process.address == deployed.url
     assert ask_while(deployed, streams, lambda: None) == repeated(expected, streams)
-    shown = nodes.run("status")
+    shown = nodes.call("status")
     assert "3 of 3 replicas serve" in shown
     assert shown.count(" serving ") == 3 + 1
-    wrong = nodes.run("deploy", "/no/such/model", "--name", "wrong", *FLAGS, code=2)
+    wrong = nodes.call("deploy", "/no/such/model", "--name", "wrong", *FLAGS, code=2)
     assert "the gateway does not start: exit code 2: lightserve: " in wrong
     assert "no/such/model" in wrong
     assert not ray_cluster.actor_names("wrong/")
-    assert "no deployment 'wrong'" in nodes.run("status", "--name", "wrong", code=2)
+    assert "no deployment 'wrong'" in nodes.call("status", "--name", "wrong", code=2)
 
 
 def test_a_killed_replica_loses_no_stream_and_ray_restarts_it(
@@ -140,18 +146,18 @@ def test_a_killed_node_loses_no_stream_and_a_new_node_takes_its_replica(
 
 
 def prefix_hits(server: ServerProcess) -> float:
-    """The share of prompt tokens that were cached: several clients at once, each with a prefix of its own."""
+    """The share of prompt tokens that were cached: several clients at once, and any client asks for any prefix."""
     choice = random.Random(5)
     prefixes = [[choice.randrange(40) for _ in range(PREFIX_LEN)] for _ in range(PREFIXES)]
     suffixes = [[choice.randrange(40) for _ in range(SUFFIX_LEN)] for _ in range(PER_PREFIX)]
+    prompts = [prefix + suffix for suffix in suffixes for prefix in prefixes]
 
-    def ask(prefix: list[int]) -> set[int]:
-        bodies = [{"prompt": prefix + suffix, "max_tokens": 8, "cache_salt": "hits"} for suffix in suffixes]
-        return {server.post(COMPLETE, body)[0] for body in bodies}
+    def ask(prompt: list[int]) -> int:
+        return server.post(COMPLETE, {"prompt": prompt, "max_tokens": 8, "cache_salt": "hits"})[0]
 
     before = server.settled_metrics()
     with ThreadPoolExecutor(PREFIXES) as threads:
-        assert set().union(*threads.map(ask, prefixes)) == {200}
+        assert set(threads.map(ask, prompts)) == {200}
     after = server.settled_metrics()
     hits, queries = (after[name] - before[name] for name in ("prefix_cache_hits_total", "prefix_cache_queries_total"))
     return hits / queries
@@ -166,39 +172,41 @@ def test_three_replicas_find_nearly_as_many_prefixes_cached_as_one_server(
     assert together >= 0.9 * alone
 
 
+@pytest.mark.long
 def test_a_drained_node_loses_no_stream_and_gets_no_replica_until_it_is_used_again(
     nodes: RayNodes, deployed: Gateway, expected: list[Any], streams: int
 ) -> None:
     before, drained = moved(deployed), status().replicas[0]
 
-    found = ask_while(deployed, streams, lambda: nodes.run("drain", drained.node[:12]))
+    found = ask_while(deployed, streams, lambda: nodes.call("drain", drained.node[:12]))
 
     assert found == repeated(expected, streams)
     wait_serving(2)
     assert moved(deployed) == before
-    assert "is drained" in nodes.run("status")
+    assert "is drained" in nodes.call("status")
     assert drained.node not in {replica.node for replica in status().replicas}
-    nodes.run("drain", drained.node, "--undo")
+    nodes.call("drain", drained.node, "--undo")
     assert drained.node in {replica.node for replica in wait_serving(3).replicas}
-    assert "neither a replica nor" in nodes.run("drain", "zzz", code=2)
+    assert "neither a replica nor" in nodes.call("drain", "zzz", code=2)
 
 
+@pytest.mark.long
 def test_new_flags_replace_every_replica_and_no_stream_notices(
-    nodes: RayNodes, deployed: Gateway, model: Path, expected: list[Any], streams: int
+    nodes: RayNodes, deployed: Gateway, model: Path, expected: list[Any], streams: int, fewer: int
 ) -> None:
     before, old = moved(deployed), {replica.replica for replica in status().replicas}
+    new = ("deploy", str(model), "--replicas", str(fewer), *NEW_FLAGS)
 
-    found = ask_while(deployed, streams, lambda: nodes.run("deploy", str(model), "--replicas", "3", *NEW_FLAGS))
+    found = ask_while(deployed, streams, lambda: nodes.call(*new))
 
     assert found == repeated(expected, streams)
     assert moved(deployed) == before
-    now = wait_serving(3)
+    now = wait_serving(fewer)
     assert now.version == 2
     assert not old & {replica.replica for replica in now.replicas}
-    other = nodes.run("deploy", str(model), "--replicas", "3", *NEW_FLAGS, "--data_type", "bfloat16", code=2)
+    other = nodes.call(*new, "--data_type", "bfloat16", code=2)
     assert "data_type=None, not bfloat16: replicas of both cannot serve together" in other
-    other = nodes.run("deploy", str(model), "--replicas", "3", *NEW_FLAGS, "--no_web", code=2)
-    assert "no_web: these belong to the gateway" in other
+    assert "no_web: these belong to the gateway" in nodes.call(*new, "--no_web", code=2)
 
 
 def test_a_killed_controller_finds_its_replicas_again(deployed: Gateway) -> None:
@@ -210,7 +218,7 @@ def test_a_killed_controller_finds_its_replicas_again(deployed: Gateway) -> None
     ray.kill(controller, no_restart=False)
     wait_until(lambda: bool(controllers()) and not old & controllers() and _answers(controller), CHANGE_S)
 
-    after = wait_serving(3)
+    after = wait_serving(len(before.replicas))
     assert after.version == before.version
     assert {one.process.address for one in after.replicas} == {one.process.address for one in before.replicas}
     assert is_up(deployed.url)
@@ -235,23 +243,25 @@ def _answers(actor: Any) -> bool:
     return True
 
 
-def test_replicas_come_with_the_load_and_go_without_it(nodes: RayNodes, deployed: Gateway, model: Path) -> None:
-    limits = ("--replicas", "1:3", "--target_queue", "1", "--scale_down_s", "1", "--wait_s", "0")
-    nodes.run("deploy", str(model), *limits, *NEW_FLAGS)
+def test_replicas_come_with_the_load_and_go_without_it(
+    nodes: RayNodes, deployed: Gateway, model: Path, fewer: int
+) -> None:
+    limits = ("--replicas", f"1:{fewer}", "--target_queue", "1", "--scale_down_s", "1", "--wait_s", "0")
+    nodes.call("deploy", str(model), *limits, *NEW_FLAGS)
     wait_serving(1)  # there is no load
 
     def ask(seed: int) -> int:
-        body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "seed": seed}
+        body = {"prompt": [1, 2, 3], "max_tokens": 80, "ignore_eos": True, "seed": seed}
         while not is_full.is_set():
             code, answer = deployed.post(COMPLETE, body)
-            assert (code, answer["usage"]["completion_tokens"]) == (200, 200)
+            assert (code, answer["usage"]["completion_tokens"]) == (200, 80)
         return 1
 
     is_full = threading.Event()
     with ThreadPoolExecutor(24) as threads:
         asked = [threads.submit(ask, seed) for seed in range(24)]
         try:
-            wait_serving(3)
+            wait_serving(fewer)
         finally:
             is_full.set()
         assert sum(one.result() for one in asked) == 24
@@ -259,6 +269,31 @@ def test_replicas_come_with_the_load_and_go_without_it(nodes: RayNodes, deployed
     wait_serving(1)
 
 
+def test_several_gateways_are_one_server_for_clients(
+    nodes: RayNodes, deployed: Gateway, model: Path, expected: list[Any]
+) -> None:
+    """HAProxy is in front of them. One that is killed costs nobody else anything."""
+    name = ("--name", "several")
+    printed = nodes.call("deploy", str(model), "--gateways", "2", *FLAGS, *name)
+    several, found = Gateway(printed.split()[0]), status("several")
+
+    assert all(one.node for one in found.gateways)  # Ray may place both on the head node if another one is late
+    assert several.url not in {one.process.address for one in found.gateways}
+    assert ask_while(several, 2 * len(expected), lambda: None) == repeated(expected, 2 * len(expected))
+    killed = found.gateways[1].process
+    ray.kill(ray_cluster.get_actor("several/gateway-1"), no_restart=False)
+    wait_until(lambda: not takes_connections(killed.address))
+    answers = [several.post(COMPLETE, {"prompt": [1, 2, 3], "max_tokens": 4})[0] for _ in range(10)]
+    assert answers == [200] * 10
+    wait_until(lambda: status("several").gateways[1].process.address not in ("", killed.address), CHANGE_S)
+    assert status("several").gateway.process.address == several.url
+    assert "gateway 1 " in nodes.call("status", *name)
+    nodes.call("undeploy", *name)
+    assert not ray_cluster.actor_names("several/")
+    wait_until(lambda: not is_up(several.url))
+
+
+@pytest.mark.long
 def test_ray_serve_makes_a_deployment_and_ends_it(nodes: RayNodes, deployed: Gateway, model: Path) -> None:
     """Its port shows the state, and sends clients to the gateway."""
     flags = {"model_dir": str(model), "max_total_token_num": "2048", "port": "0", "device": "cpu", "name": "served"}

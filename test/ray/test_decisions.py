@@ -7,8 +7,9 @@ import random
 import pytest
 
 from lightserve.ray.autoscaling import Autoscaler, replicas_for
-from lightserve.ray.messages import Deployment, Load, pack, unpack
-from lightserve.ray.placement import Node, place, plan_lines
+from lightserve.ray.gateway_load import taken_by_all, total_load, url_for_proxy
+from lightserve.ray.messages import Deployment, GatewayStatus, Load, ProcessStatus, pack, unpack
+from lightserve.ray.placement import HEAD_RESOURCE, Node, place, place_gateways, plan_lines
 from lightserve.ray.replica_changes import Changes, ReplicaView, next_changes
 
 GPU_NODE = {"GPU": 4.0, "CPU": 8.0}
@@ -33,6 +34,14 @@ def test_replicas_are_spread_over_the_nodes_that_have_room() -> None:
     assert place(nodes, BUNDLE, 4) == ["1", "2", "1", None]
     assert place(nodes, BUNDLE, 1, used=["1"]) == ["2"]
     assert place([], BUNDLE, 1) == [None]
+
+
+def test_the_first_gateway_is_on_the_head_node_and_the_others_are_spread() -> None:
+    head = Node("head", "10.0.0.9", {}, {HEAD_RESOURCE: 1.0})
+    nodes = [node("1"), head, node("2")]
+
+    assert place_gateways(nodes, 4) == [None, "1", "2", "1"]
+    assert place_gateways([head], 2) == [None, None]
 
 
 def test_the_plan_says_why_a_replica_has_no_place() -> None:
@@ -134,6 +143,26 @@ def test_replicas_are_added_at_once_and_removed_one_by_one_after_a_while() -> No
     assert scaler.update(Load(running=8, waiting=1), 69.5) == 4  # the time begins again
     assert [scaler.update(idle, now_s) for now_s in (70.0, 129.0, 130.0, 131.0, 191.0)] == [4, 4, 3, 3, 2]
     assert [scaler.update(idle, float(now_s)) for now_s in range(192, 400)][-1] == 1
+
+
+def test_a_replica_takes_requests_if_every_gateway_that_has_engines_sends_it_some() -> None:
+    serving = ProcessStatus("serving", "http://a")
+    first = GatewayStatus(serving, Load(3, 1, 0.2), ["a", "b"])
+    second = GatewayStatus(serving, Load(3, 2, 0.2), ["b", "c"])
+    new = GatewayStatus(serving)
+
+    assert taken_by_all([first, second, new]) == ["b"]
+    assert taken_by_all([new]) == []
+    assert total_load([first, second, new]) == Load(3, 2, 0.2)
+
+
+def test_haproxy_gets_a_gateway_when_it_has_an_engine_and_keeps_it_while_nothing_is_known() -> None:
+    serving, starting = ProcessStatus("serving", "http://a"), ProcessStatus("starting", "http://a")
+
+    assert url_for_proxy(GatewayStatus(serving, taking=["e"], node="n")) == "http://a"
+    assert url_for_proxy(GatewayStatus(starting, taking=["e"], node="n")) == ""
+    assert url_for_proxy(GatewayStatus(serving, node="n")) is None  # no engine yet, or it was too busy to say
+    assert url_for_proxy(GatewayStatus(starting)) is None  # the controller has just started
 
 
 def test_new_limits_count_at_once() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import lightserve.ray
 from lightserve.cli.main import main
 from lightserve.errors import OptionError
 from lightserve.ray.flags import bundle_of, make_deployment, parse_replicas
-from lightserve.ray.kept_process import KeptProcess
+from lightserve.ray.kept_process import KeptProcess, lightserve_command
 from lightserve.ray.node_folder import make_folder, write_flags
 from lightserve.ray.placement import Node
 from lightserve.server.args import parse_server
@@ -78,15 +79,16 @@ def test_a_command_without_ray_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    for name in [one for one in sys.modules if one in ("lightserve.ray.cluster", "lightserve.ray.client")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("cluster", "client"):  # another test of this process may have imported them
+        monkeypatch.delitem(sys.modules, f"lightserve.ray.{name}", raising=False)
+        monkeypatch.delattr(lightserve.ray, name, raising=False)
 
     assert main(["status"]) == 2
     assert "this command needs Ray; install it with: pip install 'lightserve[ray]'" in capsys.readouterr().err
 
 
 def test_a_process_that_fails_is_started_again_until_it_is_drained() -> None:
-    kept = KeptProcess(lambda: ["engine", "/no/model"])  # without --listen
+    kept = KeptProcess(lambda: lightserve_command("engine", "/no/model"))  # without --listen
 
     wait_until(lambda: kept.status().restarts > 0)
     found = kept.status()
