@@ -38,6 +38,7 @@ from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.simulate.capacity import arguments as capacity_arguments
+from lightserve.simulate.split import arguments as split_arguments
 from lightserve.simulate.tiers import arguments as tiers_arguments
 from lightserve.utils.metrics import METRICS
 from test.httpserver.app_client import served
@@ -232,7 +233,7 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
     """Of the commands of ``lightserve``, and of the simulator."""
-    parsers = simulate_arguments(), capacity_arguments(), tiers_arguments(), comparison_arguments()
+    parsers = simulate_arguments(), capacity_arguments(), split_arguments(), tiers_arguments(), comparison_arguments()
     simulator = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     commands = {spelling for command in all_commands() for flag in command.flags for spelling in flag.spellings}
     return {*commands, *simulator, "--version"}

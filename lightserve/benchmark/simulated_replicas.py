@@ -1,6 +1,7 @@
 """The simulator beside real processes: the same requests at the same times, on several engines with null workers.
 
     python -m lightserve.benchmark.simulated_replicas --replicas 3 --runs 3
+    python -m lightserve.benchmark.simulated_replicas --replicas 3 --runs 3 --load sessions
 
 A step of a null worker takes --step_ms, and --token_us more for each token. The simulator gets these times, and two
 more that a request which is alone shows: what a step takes beyond its own time, and what a first token takes on its way
@@ -34,6 +35,11 @@ LOAD = Load(
     lognormal(60, 0.8, 400), lognormal(40, 0.6, 120), count=200, rate=8.0, max_new_tokens=120, ends_by_length=True,
     num_prefixes=12, prefix_len=512,
 )  # fmt: skip
+SESSIONS = Load(  # 24 requests/s are two thirds of what three engines can do
+    lognormal(60, 0.8, 400), lognormal(40, 0.6, 120), count=600, rate=24.0, max_new_tokens=120, ends_by_length=True,
+    num_prefixes=4, prefix_len=128, turns=3, think_s=4.0,
+)  # fmt: skip
+LOADS = {"shared": LOAD, "sessions": SESSIONS}
 ALONE = Load(fixed(64), fixed(24), count=8, max_new_tokens=24, ends_by_length=True, seed=1_000_000)
 LIMITS = SchedulerLimits(64, 512, 256)
 POOL_SIZE = 8_000  # tokens of an engine: not all prefixes fit
@@ -198,8 +204,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--cluster_policy", choices=POLICIES, default=DEFAULT_POLICY)
     parser.add_argument("--step_ms", type=float, default=40.0)
     parser.add_argument("--token_us", type=float, default=100.0)
-    parser.add_argument("--requests", type=int, default=LOAD.count)
-    parser.add_argument("--rate", type=float, default=LOAD.rate, help="requests per second")
+    parser.add_argument("--load", choices=LOADS, default="shared", help="shared prefixes, or sessions of several turns")
+    parser.add_argument("--requests", type=int, help="instead of the load's")
+    parser.add_argument("--rate", type=float, help="requests per second, instead of the load's")
     parser.add_argument("--runs", type=int, default=3, help="the table has the medians")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -208,7 +215,8 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     args, flags = arguments().parse_known_args()
     times = Times(args.step_ms / 1e3, args.token_us / 1e6)
-    load = replace(LOAD, count=args.requests, rate=args.rate, seed=args.seed)
+    load = LOADS[args.load]
+    load = replace(load, count=args.requests or load.count, rate=args.rate or load.rate, seed=args.seed)
     print(table(*compare(times, load, args.replicas, args.cluster_policy, args.runs, flags)))
 
 

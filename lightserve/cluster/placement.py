@@ -13,10 +13,8 @@ from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import Policy, RoutedRequest
-from lightserve.cluster.split import choose_prefill, for_generation, for_prefill, timeout_s
+from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, timeout_s
 from lightserve.io_struct import KvTicket
-
-APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the same decode engine for so long
 
 
 class Placement:

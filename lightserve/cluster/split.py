@@ -15,6 +15,7 @@ from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 MIN_TIMEOUT_S = 10.0  # of a ticket: death and silence of engines are noticed earlier by other means
 MAX_TIMEOUT_S = 120.0
 TIMEOUT_FACTOR = 4.0  # times the expected duration
+APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the same decode engine for so long
 MAX_SLOWDOWN = 4.0  # a prefill engine that is so many times slower than the decode engine itself is not asked
 
 

@@ -4,6 +4,10 @@ python -m lightserve.simulate --load shared --policies fifo cache_aware --batch_
 
 python -m lightserve.simulate --load shared --policies fifo --rate 60 --replicas 4 8 --cluster_policy prefix session
 
+python -m lightserve.simulate --load long --policies fifo --rate 12 --replicas 4 --roles prefill,decode,decode,decode
+
+python -m lightserve.simulate --load sessions --policies fifo --rate 8 --pool 60000 --kv_ram_gb 20 --kv_disk_gb 200
+
 python -m lightserve.simulate --policies fifo --requests 1000000 --rate 800 --replicas 8 --cells 2
 """
 
@@ -14,18 +18,27 @@ import importlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightserve.cluster import routing as cluster_routing
+from lightserve.config import ClusterConfig
+from lightserve.errors import OptionError
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.cells import simulate_cells
+from lightserve.simulate.front import MEASURED_FRONT
+from lightserve.simulate.kv_tiers import Store, Tiers
+from lightserve.simulate.kv_transfer import NETWORK_BYTES_PER_S, Split
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.report import header, legend, plot, row_of
-from lightserve.simulate.simulation import Failure
+from lightserve.simulate.result import Result
+from lightserve.simulate.shapes import SHAPES
+from lightserve.simulate.simulation import Failure, simulate
+from lightserve.simulate.tiers import LATENCY_S, RATES, add_rate_flag
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
@@ -38,7 +51,20 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
             preferred_step_tokens=tuple(args.sizes),
             token_ratio=ratio,
         )
-        yield Setup(policy, limits, share, args.pool, args.depth)
+        cost = SHAPES[args.shape].cost(args.tp)
+        yield Setup(policy, limits, share, args.pool, args.depth, cost=cost, front=MEASURED_FRONT, tiers=tiers_of(args))
+
+
+def tiers_of(args: argparse.Namespace) -> Tiers | None:
+    """Sizes are those of a server, or of the store that all have. Host memory has the rate for every card."""
+    rates = {tier: rate * (args.tp if tier == "ram" else 1) for tier, rate in (RATES | dict(args.tier_rate)).items()}
+    sizes = {"ram": args.kv_ram_gb, "disk": args.kv_disk_gb, "remote": args.kv_remote_gb}
+    ram, *lower = (
+        Store(tier, size * 1e9, rates[tier], LATENCY_S[tier], is_shared=tier == "remote")
+        for tier, size in sizes.items()
+    )
+    used = tuple(store for store in lower if store.num_bytes)
+    return Tiers(SHAPES[args.shape].kv_bytes, ram, used) if ram.num_bytes else None
 
 
 def clusters(args: argparse.Namespace) -> Iterator[tuple[int, str | None]]:
@@ -46,6 +72,15 @@ def clusters(args: argparse.Namespace) -> Iterator[tuple[int, str | None]]:
     for replicas, policy in itertools.product(args.replicas, args.cluster_policy):
         if replicas > 1 or policy == args.cluster_policy[0]:
             yield replicas, policy if replicas > 1 else None
+
+
+def roles_of(text: str) -> tuple[str, ...]:
+    roles = text.split(",")
+    try:
+        ClusterConfig(dp=len(roles), roles=roles)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return tuple(roles)
 
 
 def failure(text: str) -> Failure:
@@ -113,8 +148,21 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--max_running", type=int, default=256, help="running_max_req_size")
     add("--pool", type=int, default=900_000, help="max_total_token_num")
+    add(
+        "--shape",
+        choices=SHAPES,
+        default="llama3-8b",
+        help="of the model; only llama3-8b was measured",
+    )
+    add("--tp", type=int, default=1, help="cards of a server")
+    add("--kv_ram_gb", type=float, default=0.0, help="host memory of a server for evicted KV")
+    add("--kv_disk_gb", type=float, default=0.0, help="disk of a server below it")
+    add("--kv_remote_gb", type=float, default=0.0, help="store of all servers below that")
+    add_rate_flag(parser, "--tier_rate")
     add("--depth", type=int, default=2, help="steps in flight at once")
     add("--replicas", type=int, nargs="+", default=[1], help="servers behind one gateway")
+    add("--roles", type=roles_of, metavar="ROLE,...", help="of the replicas: prefill, decode, both or normal")
+    add("--network_gb_s", type=float, default=NETWORK_BYTES_PER_S / 1e9, help="GB per second that a card sends or gets")
     add("--cluster_policy", nargs="+", choices=cluster_routing.POLICIES, default=[cluster_routing.DEFAULT_POLICY])
     add(
         "--cells",
@@ -134,17 +182,36 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    parser = arguments()
-    args = parser.parse_args()
+def tiers_text(result: Result) -> str:
+    """Shares of the prompt tokens that were loaded, and that were there and computed sooner."""
+    share = 100 / max(result.prompt_tokens, 1)
+    return "".join(
+        f"  {tier} {share * hits:.1f} % (+ {share * result.tier_gated[tier]:.1f})"
+        for tier, hits in result.tier_hits.items()
+    )
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if min(args.replicas) < 1:
         parser.error("--replicas: must be at least 1")
     if any(not 0 <= one.replica < min(args.replicas) for one in args.fail):
         parser.error(f"--fail: the replicas are 0 to {min(args.replicas) - 1}")
     if args.fail and min(args.replicas) == 1:
         parser.error("--fail: needs at least 2 replicas")
+    if args.roles and args.replicas != [len(args.roles)]:
+        parser.error(f"--roles: there are {len(args.roles)}; use --replicas {len(args.roles)}")
+    if args.network_gb_s <= 0:
+        parser.error("--network_gb_s: must be above 0")
+    if not args.kv_ram_gb and (args.kv_disk_gb or args.kv_remote_gb):
+        parser.error("--kv_disk_gb and --kv_remote_gb: need --kv_ram_gb, which KV passes through")
     if not 1 <= args.cells <= args.requests:
         parser.error("--cells: must be at least 1, and at most --requests")
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    check(parser, args)
     figures = None
     if args.plots:
         try:
@@ -152,15 +219,18 @@ def main() -> None:
         except ImportError:
             parser.error("--plots needs matplotlib: pip install matplotlib")
     load = load_of(args)
+    split = Split(args.roles, bytes_per_s=args.network_gb_s * 1e9) if args.roles else None
     print(header())
     runs = []
     for setup in setups(args):
         for replicas, policy in clusters(args):
-            result = simulate_cells(setup, load, args.cells, replicas, policy, args.fail)
+            run = partial(simulate, setup, replicas=replicas, policy=policy, failures=args.fail, split=split)
+            result = simulate_cells(run, load, args.cells)
             runs.append((setup, result))
             name = "" if policy is None else f"  {replicas} replicas, {policy}"
+            name += f", {','.join(args.roles)}" if args.roles else ""
             name += f", {args.cells} cells" if args.cells > 1 else ""
-            print(row_of(setup, result) + name, flush=True)
+            print(row_of(setup, result) + name + tiers_text(result), flush=True)
     print(f"\ncolumns:\n{legend()}")
     if args.plots:
         plot(args.plots, figures, runs)

@@ -20,6 +20,7 @@ import numpy as np
 
 from lightserve.cluster import routing as cluster_routing
 from lightserve.simulate.cells import processes
+from lightserve.simulate.front import MEASURED_FRONT
 from lightserve.simulate.load import LOADS, Load
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.result import Result
@@ -69,11 +70,11 @@ class Plan(NamedTuple):
         return self.tp * self.servers
 
 
-def setup_of(shape: Shape, tp: int, itl_s: float) -> Setup:
+def setup_of(shape: Shape, tp: int, itl_s: float, target: float = TARGET) -> Setup:
     """A server with ``--tp`` and ``--itl_target_ms``, a little below what 99 of 100 must not exceed."""
-    target_s = TARGET * itl_s
+    target_s = target * itl_s
     limits = replace(LIMITS, long_prompt_step_s=target_s, max_step_s=target_s)
-    return Setup("priority", limits, pool_size=shape.pool_size(tp), cost=shape.cost(tp))
+    return Setup("priority", limits, pool_size=shape.pool_size(tp), cost=shape.cost(tp), front=MEASURED_FRONT)
 
 
 def load_of(load: Load, rate: float, seconds: float) -> Load:
@@ -81,19 +82,15 @@ def load_of(load: Load, rate: float, seconds: float) -> Load:
     return replace(load, rate=rate, count=max(math.ceil(rate * seconds), MIN_REQUESTS))
 
 
-def highest_rate(setup: Setup, load: Load, slo: Slo, seconds: float) -> float:
+def highest_rate(keeps_up: Callable[[float], bool], precision: float = PRECISION) -> float:
     """Requests per second, by bisection between powers of 2; 0: not even MIN_RATE."""
-
-    def keeps_up(rate: float) -> bool:
-        return slo.is_met(simulate(setup, load_of(load, rate, seconds)))
-
     high = MIN_RATE
     while keeps_up(high):
         high *= 2
     if high == MIN_RATE:
         return 0.0
     low = high / 2
-    while high / low > PRECISION:
+    while high / low > precision:
         middle = math.sqrt(low * high)
         if keeps_up(middle):
             low = middle
@@ -102,11 +99,16 @@ def highest_rate(setup: Setup, load: Load, slo: Slo, seconds: float) -> float:
     return low
 
 
+def rate_of_one(setup: Setup, load: Load, slo: Slo, seconds: float) -> float:
+    """The highest rate that one server keeps up with."""
+    return highest_rate(lambda rate: slo.is_met(simulate(setup, load_of(load, rate, seconds))), PRECISION)
+
+
 def plan(shape: Shape, tp: int, slo: Slo, demand: Demand) -> Plan:
     """As many servers as the rate needs; more if they do not keep up, because they share the load unevenly or die."""
     load, rate, seconds, lost = demand
     setup = setup_of(shape, tp, slo.itl_s)
-    if not setup.pool_size or not (of_one := highest_rate(setup, load, slo, seconds)):
+    if not setup.pool_size or not (of_one := rate_of_one(setup, load, slo, seconds)):
         return Plan(tp, slo, 0.0, 0, None)
     servers = max(math.ceil(rate / of_one), lost + 1)
     while servers * tp <= MAX_CARDS:
@@ -150,6 +152,14 @@ def _apply(find: Callable[..., Plan], point: tuple[int, Slo]) -> Plan:
     return find(tp=tp, slo=slo)
 
 
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Flags of the SLO, and how long it is tested."""
+    add = parser.add_argument
+    add("--ttft_ms", type=float, default=1000.0, help="99 of 100 first tokens come within this time")
+    add("--itl_ms", type=float, nargs="+", default=[50.0], help="99 of 100 further tokens come so long after the last")
+    add("--seconds", type=float, default=30.0, help="simulated time in which requests arrive")
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.simulate.capacity",
@@ -160,10 +170,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama3-70b")
     add("--load", choices=LOADS, default="sharegpt")
     add("--rate", type=float, default=20.0, help="requests per second of the whole load")
-    add("--ttft_ms", type=float, default=1000.0, help="99 of 100 first tokens come within this time")
-    add("--itl_ms", type=float, nargs="+", default=[50.0], help="99 of 100 further tokens come so long after the last")
+    add_limits(parser)
     add("--tp", type=int, nargs="+", default=[1, 2, 4, 8], help="cards of a server")
-    add("--seconds", type=float, default=30.0, help="simulated time in which requests arrive")
     add("--lost", type=int, default=0, help="so many servers die after a third of that time, and the others must do")
     add("--plot", type=Path, metavar="FILE", help="write cards against ITL as a picture")
     return parser

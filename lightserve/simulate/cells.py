@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightserve.simulate.load import Load
-from lightserve.simulate.replica import Setup
 from lightserve.simulate.result import Result, merged
-from lightserve.simulate.simulation import Failure, simulate
 
 SEEDS = 2  # of a load: for its requests, and for its arrivals
 
@@ -47,16 +44,8 @@ def share_of(load: Load, cell: int, cells: int) -> Load:
     )
 
 
-def simulate_cells(
-    setup: Setup,
-    load: Load,
-    cells: int,
-    replicas: int = 1,
-    policy: str | None = None,
-    failures: Sequence[Failure] = (),
-) -> Result:
-    """``replicas``, ``policy`` and ``failures`` are those of every cluster."""
-    run = partial(simulate, setup, replicas=replicas, policy=policy, failures=failures)
+def simulate_cells(run: Callable[[Load], Result], load: Load, cells: int) -> Result:
+    """``run`` simulates one of the clusters."""
     loads = [share_of(load, cell, cells) for cell in range(cells)]
     with processes(cells) as run_all:
         return merged(list(run_all(run, loads)))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightserve.cluster.measured_load import MeasuredLoad, SharedRates
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
+from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, timeout_s
+from lightserve.io_struct import KvTicket
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
 from lightserve.utils.block_hash import Hashes, block_hashes
@@ -15,65 +19,107 @@ from lightserve.utils.block_hash import Hashes, block_hashes
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request that a replica has."""
+    """A request that a replica has, or a prompt that it computes for another one."""
 
-    replica: int
     hashes: list[int]
     tokens_to_compute: int  # before its next token; 0: it has one from this replica
     sent_s: float
 
 
+@dataclass(slots=True, eq=False)
+class Server:
+    number: int
+    role: str
+    load: MeasuredLoad
+
+
 class Gateway:
     """Knows of each replica what the dispatcher would know of it. Several replicas may be down."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, min_split_tokens: int = 1) -> None:
         self._policy = make_policy(policy)
+        self._min_split_tokens = min_split_tokens
         self._index = PrefixIndex()
         self._rates = SharedRates()
         self._output_length = OutputLength()
-        self._loads: dict[int, MeasuredLoad] = {}
-        self._sent: dict[int, Sent] = {}  # by req_id
+        self._servers: dict[int, Server] = {}
+        self._sent: dict[tuple[int, int], Sent] = {}  # by replica and req_id
+        self._tickets = itertools.count()
+        self._job_at: dict[int, int] = {}  # by req_id: the replica that computes its prompt for another one
+        self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill server
 
     def join(self, number: int, replica: Replica) -> None:
         replica.scheduler.pool.track_blocks()
         self._index.add_engine(number)
-        self._loads[number] = MeasuredLoad(number, self._rates)
-        self._loads = dict(sorted(self._loads.items()))
+        self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
+        self._servers[number] = Server(number, replica.role, MeasuredLoad(number, self._rates))
+        self._servers = dict(sorted(self._servers.items()))
 
     def leave(self, number: int) -> list[int]:
         """The replica died. Returns the ids of its requests, oldest first; each must be sent to another one."""
         self._index.remove_engine(number)
-        del self._loads[number]
-        lost = [req_id for req_id, sent in self._sent.items() if sent.replica == number]
-        for req_id in lost:
-            del self._sent[req_id]
-        return lost
+        del self._servers[number]
+        held = [req_id for replica, req_id in self._sent if replica == number]
+        for req_id in held:
+            del self._sent[number, req_id]
+        jobs = [req_id for req_id in held if self._job_at.get(req_id) == number]
+        for req_id in jobs:
+            del self._job_at[req_id]
+        return [req_id for req_id in held if req_id not in jobs]
 
-    def choose(self, req: Req, now: float) -> int:
-        """The replica that gets the request."""
+    def choose(self, req: Req, now: float) -> tuple[int, KvTicket | None]:
+        """The replica that gets the request, and a ticket if a prefill server should compute its prompt."""
         if not len(req.block_hashes):
             hashes: Hashes = block_hashes(req.prompt_ids, req.salt)
             req.block_hashes = hashes
-        blocks: list[int] = req.block_hashes.tolist()
-        cached = {number: self._index.cached_tokens(number, blocks) for number in self._loads}
-        known = len(req.prompt_ids) + req.output_len
-        expected = max(min(self._output_length.tokens, req.max_new_tokens) - req.output_len, 1.0)
-        routed = RoutedRequest(known, expected, cached, first_block=blocks[0] if blocks else 0)
-        number = self._policy.choose(routed, [load.load() for load in self._loads.values()])
-        sent = Sent(number, blocks, max(known - cached[number], 1), now)
-        self._sent[req.req_id] = sent
-        self._index.presume(number, blocks)
-        self._loads[number].add(sent.tokens_to_compute)
+        servers = for_generation(list(self._servers.values()))
+        routed = self._routed(req, servers)
+        number = self._policy.choose(routed, [server.load.load() for server in servers])
+        cached = routed.cached_tokens[number]
+        ticket = self._ticket(req, number, cached, now)
+        self._add(number, req, cached, now)
+        return number, ticket
+
+    def choose_prefill(self, req: Req, decode: int, cached: int, now: float) -> tuple[int, float] | None:
+        """The server that should compute the prompt for ``decode``, and how long that may take; None: itself."""
+        if self._servers[decode].role != "decode":
+            return None
+        servers = [
+            one
+            for one in for_prefill(list(self._servers.values()))
+            if one.number != decode and self._apart_until_s.get((decode, one.number), now) <= now
+        ]
+        routed = self._routed(req, servers)
+        routed.cached_tokens[decode] = cached
+        routed.expected_output = 0.0
+        load = self._servers[decode].load.load()
+        best = choose_prefill(routed, load, [server.load.load() for server in servers], self._min_split_tokens)
+        return None if best is None else (best.engine, timeout_s(routed, best))
+
+    def keep_apart(self, decode: int, prefill: int, now: float) -> None:
+        self._apart_until_s[decode, prefill] = now + APART_S
+
+    def add_job(self, number: int, job: Req, now: float) -> None:
+        """A replica computes this prompt for another one."""
+        self._job_at[job.req_id] = number
+        self._add(number, job, self._index.cached_tokens(number, job.block_hashes.tolist()), now)
+
+    def remove_job(self, req_id: int) -> int | None:
+        """Nobody needs the prompt of this request any more. Returns the replica that computes it; None: none does."""
+        number = self._job_at.pop(req_id, None)
+        if number is not None:
+            self._servers[number].load.count_computed(self._sent[number, req_id].tokens_to_compute)
+            self._end(number, req_id)
         return number
 
     def observe(self, number: int, replica: Replica, ended: EndedStep, now: float) -> None:
         """A step of the replica ended: what the dispatcher would see of it."""
         if (blocks := replica.scheduler.pool.blocks) is not None and (news := blocks.take_news()) is not None:
             self._index.apply(number, news)
-        load = self._loads[number]
+        load = self._servers[number].load
         prefilled, begun_s = 0, now
         for req in ended.others:
-            sent = self._sent[req.req_id]
+            sent = self._sent[number, req.req_id]
             if sent.tokens_to_compute:
                 load.count_computed(sent.tokens_to_compute)
                 prefilled, begun_s = prefilled + sent.tokens_to_compute, min(begun_s, sent.sent_s)
@@ -83,6 +129,30 @@ class Gateway:
             load.observe_step(num_tokens, prefilled, begun_s, now)
         for req in ended.others:
             if req.finish_reason is not None:
-                self._output_length.observe(req.output_len)
-                self._index.end_presumption(number, self._sent.pop(req.req_id).hashes)
-                load.remove()
+                if req.target is None:
+                    self._output_length.observe(req.output_len)
+                else:
+                    del self._job_at[req.req_id]
+                self._end(number, req.req_id)
+
+    def _routed(self, req: Req, servers: Sequence[Server]) -> RoutedRequest:
+        blocks: list[int] = req.block_hashes.tolist()
+        cached = {server.number: self._index.cached_tokens(server.number, blocks) for server in servers}
+        known = len(req.prompt_ids) + req.output_len
+        expected = max(min(self._output_length.tokens, req.max_new_tokens) - req.output_len, 1.0)
+        return RoutedRequest(known, expected, cached, first_block=blocks[0] if blocks else 0)
+
+    def _ticket(self, req: Req, decode: int, cached: int, now: float) -> KvTicket | None:
+        found = self.choose_prefill(req, decode, cached, now)
+        return None if found is None else KvTicket(next(self._tickets), found[1], self._min_split_tokens)
+
+    def _add(self, number: int, req: Req, cached: int, now: float) -> None:
+        blocks: list[int] = req.block_hashes.tolist()
+        sent = Sent(blocks, max(len(req.prompt_ids) + req.output_len - cached, 1), now)
+        self._sent[number, req.req_id] = sent
+        self._index.presume(number, blocks)
+        self._servers[number].load.add(sent.tokens_to_compute)
+
+    def _end(self, number: int, req_id: int) -> None:
+        self._index.end_presumption(number, self._sent.pop((number, req_id)).hashes)
+        self._servers[number].load.remove()

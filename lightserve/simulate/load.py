@@ -41,10 +41,12 @@ class Load:
     num_prefixes: int = 0  # system prompts, all equally likely
     prefix_len: int = 0
     urgent: float = 0.0  # share of the requests that are urgent
+    turns: int = 1  # of a session: a prompt is that of the last turn, an answer, and tokens of its own
+    think_s: float = 0.0  # from one turn to the next, on average; half of it at least
     seed: int = 0
 
     def requests(self) -> Iterator[SimulatedRequest]:
-        """Generated one by one, to save memory. Two requests share at most a system prompt."""
+        """Generated one by one, to save memory. Two sessions share at most a system prompt."""
         rng = np.random.default_rng(self.seed)
         text = rng.integers(FIRST_ID, VOCAB_SIZE, 1 << 17).astype(np.int32)
         prefixes: list[Int32Array] = [
@@ -59,18 +61,36 @@ class Load:
             (rng.random(self.count) < self.urgent).tolist(),
             strict=True,
         )
+        sessions = self._sessions()[0].tolist()
+        histories: dict[int, tuple[int, Int32Array]] = {}  # by session: turns left, tokens so far
         for number, (prompt_len, output_len, at, prefix, is_urgent) in enumerate(rows):
             own = text[at : at + prompt_len - 1]
-            prompt_ids = np.concatenate((prefixes[prefix], int32s([VOCAB_SIZE + number]), own))
+            left, before = histories.pop(sessions[number], (self.turns, prefixes[prefix]))
+            prompt_ids = np.concatenate((before, int32s([VOCAB_SIZE + number]), own))
+            if left > 1:
+                answer = text[-output_len:]  # not the tokens that the model generates: a client edits or cuts them
+                histories[sessions[number]] = left - 1, np.concatenate((prompt_ids, answer))
             yield SimulatedRequest(prompt_ids, output_len, URGENT if is_urgent else 0)
 
     def arrivals(self) -> Iterator[float]:
         """Arrival times. With streams, only those of the first request of each stream."""
         if self.rate is None:
             return itertools.repeat(0.0, min(self.streams, self.count))
-        gaps = np.random.default_rng(self.seed + 1).exponential(1 / self.rate, self.count)
-        times: Iterator[float] = iter(np.cumsum(gaps).tolist())
+        times: Iterator[float] = iter(self._sessions()[1].tolist())
         return times
+
+    def _sessions(self) -> tuple[Lengths, npt.NDArray[np.float64]]:
+        """The session and the arrival time of every request, in the order of time."""
+        rng = np.random.default_rng(self.seed + 1)
+        count = -(-self.count // self.turns)
+        begins_s = np.cumsum(rng.exponential(self.turns / (self.rate or 1.0), count))
+        if self.turns == 1:
+            return np.arange(count), begins_s
+        gaps_s = self.think_s * (0.5 + rng.exponential(0.5, (count, self.turns)))
+        gaps_s[:, 0] = begins_s
+        times_s = np.cumsum(gaps_s, axis=1).ravel()
+        order = np.argsort(times_s)[: self.count]
+        return order // self.turns, times_s[order]
 
 
 def fixed(length: int) -> SampleLengths:
@@ -105,4 +125,5 @@ LOADS = {
     "fixed": Load(fixed(1024), fixed(256), max_new_tokens=256),
     "long": Load(mixed(CHAT_PROMPT, lognormal(12_000, 0.4, 30_000), 0.05), CHAT_OUTPUT),
     "shared": Load(CHAT_PROMPT, lognormal(60, 0.8, 500), num_prefixes=64, prefix_len=2048),
+    "sessions": Load(CHAT_PROMPT, CHAT_OUTPUT, turns=6, think_s=20.0),
 }

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.io_struct import Token, TokenOut
+from lightserve.io_struct import (
+    KvExpect,
+    KvMissing,
+    KvPush,
+    KvReceived,
+    KvTarget,
+    KvTicket,
+    KvWanted,
+    Token,
+    TokenOut,
+)
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import DecodeRun, Scheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
+from lightserve.simulate.front import NO_FRONT, Front
 from lightserve.simulate.gpu import H200, OTHER, CostModel, StepTokens, Worker
+from lightserve.simulate.kv_tiers import SimulatedTiers, StoreBlocks, Tiers
 from lightserve.utils.int_arrays import NO_INT32, NO_INT64
 
 MIN_DECODES = 2  # steps: fewer are planned one by one
@@ -40,8 +53,10 @@ class Setup:
     quantile: float = QUANTILE
     pool_size: int = 900_000  # tokens: 0.9 of an H200's memory less the weights
     depth: int = 2  # steps in flight at once
-    lead_s: float = 3e-3  # the next step is sent so long before the end of a step: the launch lead of an H200
+    lead_s: float = 3e-3  # from planning a step to its begin; steps are planned so early: the launch lead of an H200
     cost: CostModel = H200
+    front: Front = NO_FRONT
+    tiers: Tiers | None = None  # for KV that leaves the pool
     skips_planning: bool = True  # of steps that only decode; the figures are the same without it, and take longer
 
     def scheduler(self) -> Scheduler:
@@ -55,19 +70,41 @@ class EndedStep(NamedTuple):
     gaps: list[float]  # seconds since the last token of requests that go on
     gap_counts: list[int]  # so many requests have that gap
     others: list[Req]  # requests that got their first token, or perhaps their last
+    pushes: Sequence[KvPush] = ()  # KV that it computed for other servers
 
 
 class _InFlight(NamedTuple):
     end_s: float
     seconds: float
     tokens: StepTokens | None  # None: the step belongs to the run of decodes
+    pushes: Sequence[KvPush] = ()
+    prompt_tokens: int = 0
+
+
+class Inbox:
+    """The workers of a decode server. The simulation knows which KV is on its way, and ends tickets itself."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    def cancel(self, ticket: int) -> None:
+        """Nothing to do."""
 
 
 class Replica:
     """Call ``run`` when a request was added, and at ``due_s``."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, role: str = "normal", shared_stores: dict[str, StoreBlocks] | None = None) -> None:
+        """``shared_stores``: tiers that all servers have together, by name."""
         self.scheduler = setup.scheduler()
+        self.role = role
+        self._tiers: SimulatedTiers | None = None
+        if setup.tiers is not None:
+            self._tiers = SimulatedTiers(setup.tiers, self.scheduler, {} if shared_stores is None else shared_stores)
+        self.messages: list[KvWanted | KvMissing] = []  # to the gateway
+        self.expects: list[KvExpect] = []  # that its steps have begun
+        if role == "decode":
+            self.scheduler.use_incoming(self.messages.append).connect(Inbox())
         self.due_s = math.inf  # when a step ends next, if no request is added
         self.steps = 0
         self.peak_used = 0
@@ -85,11 +122,33 @@ class Replica:
         self._kv_read = 0  # by the next one of them
         self._last_end_s = 0.0  # of a step
 
-    def add(self, req: Req, output_len: int, now: float) -> None:
-        """The simulated model generates ``output_len`` more tokens."""
+    def add(self, req: Req, output_len: int, now: float, ticket: KvTicket | None = None) -> None:
+        """The simulated model generates ``output_len`` more tokens. ``ticket``: KV of its prompt may come."""
         self.settle(now)
         self._worker.add(req.req_id, output_len)
+        if ticket is not None and self.scheduler.incoming is not None:
+            self.scheduler.incoming.offer(req, ticket)
         self.scheduler.add(req)
+
+    def add_job(self, job: Req, target: KvTarget, now: float) -> None:
+        """Compute a prompt for another server."""
+        self.scheduler.push_to(job, target)
+        self.add(job, 1, now)
+
+    def receive(self, received: KvReceived, now: float) -> None:
+        """A ticket has ended: its KV has come, or as much of it as will."""
+        self.settle(now)
+        if self.scheduler.incoming is not None:
+            self.scheduler.incoming.finish(received)
+
+    def cancel_ticket(self, req_id: int, ticket: int) -> None:
+        """Nobody computes the prompt."""
+        if self.scheduler.incoming is not None:
+            self.scheduler.incoming.cancel(req_id, ticket)
+
+    def abort(self, req_id: int, now: float) -> None:
+        self.settle(now)
+        self.scheduler.abort(req_id)
 
     def settle(self, now: float) -> None:
         """Let the scheduler know all that has happened until now."""
@@ -99,9 +158,13 @@ class Replica:
     def end_step(self, now: float) -> EndedStep | None:
         """Give the tokens of the step that ends now to their requests; None: no step does."""
         self._plan_until(now)
+        if self._tiers is not None:
+            self._tiers.advance(now)
         if not self._in_flight or self._in_flight[0].end_s != now:
             return None
-        _, seconds, tokens = self._in_flight.popleft()
+        _, seconds, tokens, pushes, prompt_tokens = self._in_flight.popleft()
+        if self._tiers is not None:
+            self._tiers.observe_step(prompt_tokens, seconds)
         last_end_s, self._last_end_s = self._last_end_s, now
         if tokens is None and self._decodes is not None:
             self._ended_decodes += 1
@@ -112,14 +175,18 @@ class Replica:
         gaps = self.scheduler.observe_gaps(req_ids[is_known], now)
         others = zip(req_ids[~is_known].tolist(), token_ids[~is_known].tolist(), strict=True)
         reqs = [self.scheduler.process_token(TokenOut(req_id, Token(token_id))) for req_id, token_id in others]
-        return EndedStep(*gaps, [req for req in reqs if req is not None])
+        return EndedStep(*gaps, [req for req in reqs if req is not None], pushes)
 
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
+        if self._tiers is not None:
+            self._tiers.advance(now)
         while len(self._in_flight) < self._depth and not self._is_early(now):
             if not (self._plan_decode(now) or self._plan(now)):
                 break
         self.due_s = self._in_flight[0].end_s if self._in_flight else math.inf
+        if self._tiers is not None:
+            self.due_s = min(self.due_s, self._tiers.next_s)
 
     def _plan_until(self, now: float) -> None:
         """Plan the steps that were due before now. Nothing has happened here since then."""
@@ -136,7 +203,11 @@ class Replica:
         step = self.scheduler.next_step(now)
         if step is None:
             return False
-        self._send(now, *self._worker.run(step))
+        seconds, tokens = self._worker.run(step)
+        self._send(now, _InFlight(0.0, seconds, tokens, step.pushes, step.num_tokens - len(step.decode_ids)))
+        self.expects += step.expects
+        if self._tiers is not None:
+            self._tiers.load(step.loads)
         return True
 
     def _plan_decode(self, now: float) -> bool:
@@ -144,13 +215,14 @@ class Replica:
         run = self._decodes or self._begin_decodes()
         if run is None or len(run) == self._max_decodes or not run.plan():
             return False
-        self._send(now, self._cost.step_s(len(run.rows), self._kv_read, 0.0), None)
+        self._send(now, _InFlight(0.0, self._cost.step_s(len(run.rows), self._kv_read, 0.0), None))
         self._kv_read += len(run.rows)
         return True
 
-    def _send(self, now: float, seconds: float, tokens: StepTokens | None) -> None:
-        self._free_s = max(now, self._free_s) + seconds
-        self._in_flight.append(_InFlight(self._free_s, seconds, tokens))
+    def _send(self, now: float, step: _InFlight) -> None:
+        """It begins when it is launched and the step before has ended."""
+        self._free_s = max(now + self._lead_s, self._free_s) + step.seconds
+        self._in_flight.append(step._replace(end_s=self._free_s))
         self._was_full = self.scheduler.num_waiting > 0
         self.steps += 1
         self.peak_used = max(self.peak_used, self.scheduler.pool.used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 SUMS = (
     "cpu_s", "steps", "requests", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions", "ttft",
-    "urgent_ttft", "gaps", "gap_counts",
+    "urgent_ttft", "gaps", "gap_counts", "moved_tokens", "tier_hits", "tier_gated",
 )  # fmt: skip
 
 
@@ -26,6 +27,9 @@ class Result:
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     peak_used: int = 0
     preemptions: int = 0
+    moved_tokens: int = 0  # whose KV prefill servers sent to decode servers
+    tier_hits: Counter[str] = field(default_factory=Counter)  # tokens that were loaded, by tier
+    tier_gated: Counter[str] = field(default_factory=Counter)  # tokens that were there, and computed sooner
     ttft: array[float] = field(default_factory=lambda: array("d"))
     urgent_ttft: array[float] = field(default_factory=lambda: array("d"))
     gaps: array[float] = field(default_factory=lambda: array("d"))  # seconds between two tokens of a request

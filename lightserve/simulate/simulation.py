@@ -11,12 +11,18 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightserve.io_struct import GenerationParams, KvMissing, KvReceived, KvTarget, KvWanted
 from lightserve.router.req import Req
 from lightserve.simulate.client import Client, NewRequest
 from lightserve.simulate.gateway import Gateway
+from lightserve.simulate.kv_tiers import StoreBlocks
+from lightserve.simulate.kv_transfer import KvTransfers, Split, Ticket
 from lightserve.simulate.load import Load
 from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
+from lightserve.utils.block_hash import BLOCK_TOKENS
+
+JOB = GenerationParams.of(max_new_tokens=1, temperature=0.0, seed=0)  # of a prompt that is computed for another server
 
 
 class Failure(NamedTuple):
@@ -28,7 +34,7 @@ class Failure(NamedTuple):
 
 
 class Simulation:
-    """``policy``: of the gateway; None: there is one server, and no gateway."""
+    """``policy``: of the gateway; None: there is one server, and no gateway. ``split``: roles of the replicas."""
 
     def __init__(
         self,
@@ -37,15 +43,22 @@ class Simulation:
         replicas: int = 1,
         policy: str | None = None,
         failures: Sequence[Failure] = (),
+        split: Split | None = None,
     ) -> None:
         if policy is None and (replicas > 1 or failures):
             raise ValueError("several servers, or servers that die, need a gateway with a policy")
+        if split is not None and len(split.roles) != replicas:
+            raise ValueError(f"{len(split.roles)} roles for {replicas} replicas")
         self.result = Result()
         self._setup = setup
-        self._client = Client(load, self.result)
-        self._gateway = None if policy is None else Gateway(policy)
+        self._client = Client(load, self.result, setup.front)
+        split = split or Split(("normal",) * replicas)
+        self._roles = split.roles
+        self._transfers = KvTransfers(split, setup.cost.kv_bytes)
+        self._gateway = None if policy is None else Gateway(policy, split.min_tokens)
         self.replicas: dict[int, Replica] = {}  # those that serve
         self._dead: list[Replica] = []
+        self._shared_stores: dict[str, StoreBlocks] = {}
         self._reqs: dict[int, tuple[Req, int]] = {}  # that have not ended, and their output lengths
         self._waiting: list[int] = []  # requests that no replica can take now
         self._due: list[tuple[float, int]] = []  # a heap; an entry is void if its replica has another time now
@@ -56,29 +69,36 @@ class Simulation:
 
     def run(self) -> Result:
         begin = time.thread_time()
-        last_s = 0.0
-        while (now := min(self._client.next_s, self._next_due_s(), self._next_change_s())) < math.inf:
+        while (now := self._next_s()) < math.inf:
             touched = set()
             while self._changes and self._changes[0][0] <= now:
                 touched |= self._change(*heapq.heappop(self._changes))
+            touched |= {self._receive(number, ticket, now) for number, ticket in self._transfers.arrived(now)}
             while self._next_due_s() <= now:
                 number = heapq.heappop(self._due)[1]
                 touched |= self._end_step(number, now)
-                last_s = now
             touched |= self._send(self._client.arrived(now), now)
             for number in sorted(touched):
                 self._run(number, now)
         if self._reqs:
             raise RuntimeError(f"{len(self._reqs)} requests have not ended, and nothing will happen")
-        self._sum_up(last_s, time.thread_time() - begin)
+        self._sum_up(time.thread_time() - begin)
         return self.result
 
-    def _sum_up(self, seconds: float, cpu_s: float) -> None:
+    def _sum_up(self, cpu_s: float) -> None:
         result, replicas = self.result, [*self._dead, *self.replicas.values()]
-        result.seconds, result.cpu_s = seconds, cpu_s
+        result.cpu_s = cpu_s
         result.steps = sum(replica.steps for replica in replicas)
         result.preemptions = sum(replica.scheduler.num_preemptions for replica in replicas)
         result.peak_used = max(replica.peak_used for replica in replicas)
+        result.moved_tokens = self._transfers.num_sent
+        for tiers in (replica.scheduler.tiers for replica in replicas):
+            for name, figures in ({} if tiers is None else tiers.metrics()).items():
+                result.tier_hits[name] += int(figures["hits_total"])
+                result.tier_gated[name] += int(figures["gated_tokens_total"])
+
+    def _next_s(self) -> float:
+        return min(self._client.next_s, self._next_due_s(), self._next_change_s(), self._transfers.next_s)
 
     def _next_due_s(self) -> float:
         while self._due:
@@ -99,6 +119,8 @@ class Simulation:
         replica.run(now)
         if replica.due_s < math.inf:
             heapq.heappush(self._due, (replica.due_s, number))
+        if replica.messages:
+            self._handle_messages(number, replica, now)
 
     def _end_step(self, number: int, now: float) -> set[int]:
         """Returns the replicas that have something to plan."""
@@ -106,12 +128,18 @@ class Simulation:
         ended = replica.end_step(now)
         if ended is None:
             return {number}
+        if ended.gaps or ended.others:
+            self.result.seconds = now
         if self._gateway is not None:
             self._gateway.observe(number, replica, ended, now)
+        if replica.role in ("prefill", "both"):
+            self._transfers.send(ended.pushes, number, now)
+            ended = ended._replace(others=[req for req in ended.others if req.target is None])
         finished = self._client.record(ended, now)
         for req in finished:
             del self._reqs[req.req_id]
-        return {number} | self._send(self._client.follow_up(finished, now), now)
+        self._client.follow_up(finished, now)
+        return {number}
 
     def _send(self, requests: Sequence[NewRequest], now: float) -> set[int]:
         for req, output_len in requests:
@@ -123,9 +151,50 @@ class Simulation:
             self._waiting.append(req_id)
             return set()
         req, output_len = self._reqs[req_id]
-        number = 0 if self._gateway is None else self._gateway.choose(req, now)
-        self.replicas[number].add(req, output_len - req.output_len, now)
+        number, ticket = (0, None) if self._gateway is None else self._gateway.choose(req, now)
+        self.replicas[number].add(req, output_len - req.output_len, now, ticket)
         return {number}
+
+    def _handle_messages(self, number: int, replica: Replica, now: float) -> None:
+        """A decode server has slots for prompts."""
+        messages, replica.messages[:] = replica.messages[:], []
+        prefills = {self._start_job(number, message, now) for message in messages if isinstance(message, KvWanted)}
+        self._transfers.expect(replica.expects, now)
+        replica.expects.clear()
+        for prefill in sorted(prefills - {number}):
+            self._run(prefill, now)
+
+    def _start_job(self, decode: int, wanted: KvWanted, now: float) -> int:
+        """Returns the server that computes the prompt."""
+        if self._gateway is None or not wanted.num_blocks:
+            return decode
+        req, _ = self._reqs[wanted.req_id]
+        found = self._gateway.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS, now)
+        if found is None:
+            self._transfers.open(wanted, decode, decode)
+            self._cancel_ticket(wanted.ticket, decode, wanted.req_id, now)
+            return decode
+        prefill, _ = found
+        self._transfers.open(wanted, decode, prefill)
+        job = _job(req, wanted, now)
+        self._gateway.add_job(prefill, job, now)
+        self.replicas[prefill].add_job(job, KvTarget(wanted.ticket, wanted.first_block, []), now)
+        return prefill
+
+    def _cancel_ticket(self, ticket: int, decode: int, req_id: int, now: float) -> None:
+        """Nobody computes the prompt. The decode server goes on with what has come."""
+        self.replicas[decode].cancel_ticket(req_id, ticket)
+        self._transfers.end(ticket, now)
+
+    def _receive(self, number: int, ticket: Ticket, now: float) -> int:
+        """A ticket has ended. Returns the server that waited for it."""
+        replica = self.replicas[ticket.decode]
+        replica.receive(KvReceived(number, ticket.arrived), now)
+        missing = KvMissing(ticket.req_id, number)
+        if self._gateway is not None and missing in replica.messages:
+            replica.messages.remove(missing)
+            self._gateway.keep_apart(ticket.decode, ticket.prefill, now)
+        return ticket.decode
 
     def _change(self, now: float, number: int, down_s: float) -> set[int]:
         """A replica dies, or starts if ``down_s`` is 0. Returns the replicas that have something to plan."""
@@ -138,14 +207,25 @@ class Simulation:
         self.replicas[number].settle(now)
         self._dead.append(self.replicas.pop(number))
         heapq.heappush(self._changes, Failure(now + down_s, number, 0.0))
-        lost = [] if self._gateway is None else self._gateway.leave(number)
+        lost = [] if self._gateway is None else self._leave(self._gateway, number, now)
         for req_id in lost:
             req, output_len = self._reqs[req_id]
             self._reqs[req_id] = _continued(req), output_len
         return {chosen for req_id in lost for chosen in self._place(req_id, now)}
 
+    def _leave(self, gateway: Gateway, number: int, now: float) -> list[int]:
+        """Returns the requests that the dead replica had. Nobody computes prompts for it any more."""
+        for ticket_id, ticket in self._transfers.lose(number):
+            self._cancel_ticket(ticket_id, ticket.decode, ticket.req_id, now)
+        lost = gateway.leave(number)
+        for req_id in lost:
+            prefill = gateway.remove_job(req_id)
+            if prefill is not None:
+                self.replicas[prefill].abort(req_id, now)
+        return lost
+
     def _start(self, number: int) -> None:
-        replica = self.replicas[number] = Replica(self._setup)
+        replica = self.replicas[number] = Replica(self._setup, self._roles[number], self._shared_stores)
         if self._gateway is not None:
             self._gateway.join(number, replica)
 
@@ -163,7 +243,19 @@ def _continued(req: Req) -> Req:
     return moved
 
 
+def _job(req: Req, wanted: KvWanted, now: float) -> Req:
+    """The prompt as a prefill server gets it: whole blocks only."""
+    end = wanted.first_block + wanted.num_blocks
+    ids, hashes = req.token_ids[: end * BLOCK_TOKENS], req.block_hashes[:end]
+    return Req(req.req_id, ids, JOB, 1, (), now, req.priority, salt=req.salt, block_hashes=hashes)
+
+
 def simulate(
-    setup: Setup, load: Load, replicas: int = 1, policy: str | None = None, failures: Sequence[Failure] = ()
+    setup: Setup,
+    load: Load,
+    replicas: int = 1,
+    policy: str | None = None,
+    failures: Sequence[Failure] = (),
+    split: Split | None = None,
 ) -> Result:
-    return Simulation(setup, load, replicas, policy, failures).run()
+    return Simulation(setup, load, replicas, policy, failures, split).run()

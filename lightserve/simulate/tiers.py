@@ -63,6 +63,17 @@ def rate_of(text: str) -> tuple[str, float]:
     return tier, float(rate)
 
 
+def add_rate_flag(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        name,
+        type=rate_of,
+        nargs="+",
+        default=[],
+        metavar="TIER=BYTES",
+        help=f"bytes per second of ram (of each card), disk or remote; default: {RATES}",
+    )
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.simulate.tiers",
@@ -72,14 +83,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="llama3-70b")
     parser.add_argument("--tp", type=int, nargs="+", default=[4], help="cards of a server")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2000, 8000, 32000], help="of a prefix")
-    parser.add_argument(
-        "--rate",
-        type=rate_of,
-        nargs="+",
-        default=[],
-        metavar="TIER=BYTES",
-        help=f"bytes per second of ram (of each card), disk or remote; default: {RATES}",
-    )
+    add_rate_flag(parser, "--rate")
     return parser
 
 

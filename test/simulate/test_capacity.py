@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightserve.simulate import capacity
-from lightserve.simulate.capacity import PRECISION, Demand, Slo, highest_rate, plan
+from lightserve.simulate.capacity import PRECISION, Demand, Slo, plan, rate_of_one
 from lightserve.simulate.gpu import H200, CostModel
 from lightserve.simulate.load import Load, fixed
 from lightserve.simulate.replica import Setup
@@ -41,13 +41,13 @@ def test_a_larger_model_costs_in_proportion_to_its_weights() -> None:
 
 def test_the_highest_rate_is_that_of_the_steps() -> None:
     """Full steps have little of the 10 ms that each step costs. So 10 ms of tokens bound the rate at 100."""
-    rate = highest_rate(Setup(cost=LINEAR), SHORT, Slo(ttft_s=2.0, itl_s=10.0), seconds=8)
+    rate = rate_of_one(Setup(cost=LINEAR), SHORT, Slo(ttft_s=2.0, itl_s=10.0), seconds=8)
 
     assert 100 / PRECISION / 1.1 < rate < 100 * 1.2
 
 
 def test_nothing_keeps_up_with_a_time_that_one_step_exceeds() -> None:
-    assert highest_rate(Setup(cost=LINEAR), SHORT, Slo(ttft_s=2.0, itl_s=0.005), seconds=5) == 0
+    assert rate_of_one(Setup(cost=LINEAR), SHORT, Slo(ttft_s=2.0, itl_s=0.005), seconds=5) == 0
 
 
 def test_servers_are_added_until_all_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:

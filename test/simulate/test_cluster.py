@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -51,6 +52,18 @@ def test_requests_go_where_their_prefix_is_cached() -> None:
     assert hits["prefix"] > hits["round_robin"] + 0.1
 
 
+@pytest.mark.parametrize("streams", [12, 24, 48])
+def test_replicas_find_nearly_as_many_prefixes_cached_as_one_server(streams: int) -> None:
+    """Each prefix has one replica, unless it has too much to do: few requests more than the mean are not too much."""
+    load = Load(fixed(8), fixed(8), count=192, streams=streams, max_new_tokens=8, num_prefixes=12, prefix_len=512)
+    setup = replace(SMALL, pool_size=16_000)
+
+    one, three = (simulate(setup, load, replicas, "prefix") for replicas in (1, 3))
+
+    assert three.hit_rate >= 0.95 * one.hit_rate
+    assert three.seconds < one.seconds
+
+
 @settings(max_examples=12, deadline=None, derandomize=False, database=None, print_blob=True)
 @given(
     failures=st.lists(
@@ -92,7 +105,7 @@ def test_a_request_that_cannot_end_is_reported() -> None:
 def test_cells_serve_their_shares_of_the_load_apart() -> None:
     load = replace(SHARED, count=31, rate=60.0)
 
-    both = simulate_cells(SMALL, load, 2, 2, "prefix")
+    both = simulate_cells(partial(simulate, SMALL, replicas=2, policy="prefix"), load, 2)
 
     shares = [share_of(load, cell, 2) for cell in range(2)]
     alone = [simulate(SMALL, share, 2, "prefix") for share in shares]
