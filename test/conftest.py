@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 FUZZ_EXAMPLES, FUZZ_EXAMPLES_LONG = 15, 3000
+HISTORIES, HISTORIES_LONG = 100, 1000
 INTERPRETED_SHARE = 6  # all of them would take minutes
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -32,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The profile of test/fuzz: few cases, always the same, or many new ones."""
+    """The profiles of test/fuzz, with few cases that are always the same or many new ones, and of the schedulers."""
     is_long = bool(config.getoption("--long"))
     count = config.getoption("--examples") or (FUZZ_EXAMPLES_LONG if is_long else FUZZ_EXAMPLES)
     settings.register_profile(
@@ -42,6 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=not is_long,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink a message takes minutes
+    )
+    # Every run tries other histories. A failure prints its history, and a @reproduce_failure line that replays it.
+    settings.register_profile(
+        "histories",
+        max_examples=HISTORIES_LONG if is_long else HISTORIES,
+        deadline=None,
+        derandomize=False,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 
 

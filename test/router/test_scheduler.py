@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
@@ -382,15 +382,7 @@ def identical_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
     return server, reqs
 
 
-# Every run tries other histories. A failure prints its history, and a @reproduce_failure line that replays it.
-fresh_histories = settings(
-    max_examples=300,
-    deadline=None,
-    derandomize=False,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+fresh_histories = settings.get_profile("histories")
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
