@@ -26,6 +26,7 @@ from test.faults.cases import (
     scheduling,
     split,
     stages,
+    static_prompts,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
@@ -41,6 +42,7 @@ CASES: list[Case] = sorted(
         *ollama.CASES,
         *observability.CASES,
         *pooling.CASES,
+        *static_prompts.CASES,
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
@@ -53,6 +55,7 @@ START_CASES: list[StartCase] = [
     *hosts.CASES,
     *observability.START_CASES,
     *quantization.START_CASES,
+    *static_prompts.START_CASES,
     *nodes.CASES,
 ]
 
