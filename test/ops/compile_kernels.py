@@ -2,10 +2,11 @@
 
     python -m test.ops.compile_kernels 89 heavy
 
-The arguments are a compute capability and which kernels: ``all``, those and ``every head_dim``, or ``heavy``, which use
-much shared memory. The wrappers run on CPU tensors while Triton is told that such a GPU is there, and each launch stops
-after the compiler. So a kernel is compiled with the very types, constants and alignments that its wrapper passes. This
-runs as a process of its own, because Triton decides on import whether it interprets.
+The arguments are a compute capability and which kernels: ``heavy``, which use much shared memory; ``all``, in bfloat16,
+which nearly every model has; or ``every dtype``, and every head_dim, which takes many minutes. The wrappers run on CPU
+tensors while Triton is told that such a GPU is there, and each launch stops after the compiler. So a kernel is compiled
+with the very types, constants and alignments that its wrapper passes. This runs as a process of its own, because Triton
+decides on import whether it interprets.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ from test.ops.cases import (
 from test.ops.quantized import CODES, empty_cache, quantized
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
-HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
-HEAVY_HEAD_DIMS = {torch.float32: (256,), torch.bfloat16: (128, 512)}  # where tiles take most of shared memory
+HEAD_DIMS = {  # ARGS holds 64
+    "heavy": (128, 512),  # where tiles take most of shared memory
+    "all": (128, 256),
+    "every dtype": (80, 128, 256, MAX_HEAD_DIM),
+}
 # multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
 FIRST_FLOAT8 = 89
 CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
@@ -99,13 +103,12 @@ class Compiler:
         by_dtype[self.dtype] = max(by_dtype.get(self.dtype, 0), compiled.metadata.shared)
 
 
-def compile_every_wrapper(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
+def compile_every_wrapper(dtype: torch.dtype) -> None:
     for backend in BACKENDS:
         for name, op in ops.OPS.items():
             if backend in op.impls:
                 op.impls[backend](*ARGS[name](16, dtype, "cpu"))
     ops.sample.impls["triton"](*ARGS["sample"](16, dtype, "cpu")[:4])  # without masks
-    compile_heavy(dtype, head_dims)
 
 
 def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
@@ -280,14 +283,13 @@ def main(capability: int, which: str) -> None:
     compiler.install(capability)
     multiprocessors, shared_kib = CARDS[capability]
     triton_kernel.use_profile(gpu_profile(f"sm_{capability}", multiprocessors, shared_kib * KIB))
-    for dtype in FLOATS:
+    for dtype in FLOATS if which == "every dtype" else (torch.bfloat16,):
         compiler.dtype = str(dtype).removeprefix("torch.")
-        if which == "heavy" and dtype in HEAVY_HEAD_DIMS:
-            compile_heavy(dtype, HEAVY_HEAD_DIMS[dtype])
-        elif which != "heavy":
-            compile_every_wrapper(dtype, (*HEAD_DIMS, MAX_HEAD_DIM) if which == "every head_dim" else HEAD_DIMS)
+        if which != "heavy":
+            compile_every_wrapper(dtype)
+        compile_heavy(dtype, HEAD_DIMS[which])
     compiler.dtype = "bfloat16"
-    for dim in HEAVY_HEAD_DIMS[torch.bfloat16] if which == "heavy" else (128,):
+    for dim in HEAD_DIMS["heavy"] if which == "heavy" else (128,):
         compile_quantized_kv(capability, dim)
     print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))
 
