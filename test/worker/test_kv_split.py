@@ -24,8 +24,9 @@ from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.worker import kv_split
 from lightserve.worker.kv_mover import sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing
+from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
-from lightserve.worker.kv_mover.wire import FrameStream, WireError, greet_receiver
+from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
 from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split
 from test.cluster.tcp_cluster import free_port
 from test.common.test_host_kv import LAYOUTS, filled
@@ -190,23 +191,22 @@ def test_a_receiver_without_the_secret_gets_nothing() -> None:
 
 
 class _Replayed:
-    """A socket whose other side sends any bytes."""
+    """A pipe whose other side sends any bytes."""
 
     def __init__(self) -> None:
         self._left = b"LSKVMOV1" + bytes(64)
 
-    def sendall(self, data: bytes) -> None: ...
+    def send_all(self, buffers: list[memoryview]) -> None: ...
 
-    def recvmsg_into(self, buffers: list[memoryview], *_: int) -> tuple[int, ...]:
-        count = min(len(buffers[0]), len(self._left))
-        buffers[0][:count], self._left = self._left[:count], self._left[count:]
-        return (count,)
+    def read_into(self, buffers: list[memoryview]) -> None:
+        count = len(buffers[0])
+        buffers[0][:], self._left = self._left[:count], self._left[count:]
 
 
 def test_changed_bytes_and_replayed_frames_are_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender, receiver = FrameStream(ours, b"k" * 32), FrameStream(theirs, b"k" * 32)
+        sender, receiver = (FrameStream(SocketPipe(one), b"k" * 32) for one in (ours, theirs))
         block, frame = memoryview(bytearray(b"a" * 100)), Frame(1, 0, 1)
         place = memoryview(bytearray(100))
         sender.send(frame, [block])
@@ -235,11 +235,11 @@ def test_a_frame_with_a_wrong_mac_changes_no_slot_and_ends_the_connection() -> N
 
     stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.movers[0]._block_bytes))])
 
-    assert stream.socket.recv(1) == b""
+    wait_until(stream.pipe.has_ended)
     pair.receiver.cancel(7)
     assert pair.receiver.next_received() == [KvReceived(7, 0)]
     assert all(map(torch.equal, kv(pair.target, target), before))
-    stream.socket.close()
+    stream.pipe.close()
     pair.close()
 
 
@@ -253,9 +253,9 @@ def test_garbage_and_frames_beyond_the_limit_close_the_connection(pair: Pair) ->
     stream = pair.movers[0].connect(pair.address)
     limit = pair.movers[1]._max_count
     header = np.array([7], "<i8").tobytes() + np.array([0, limit + 1], "<u4").tobytes() + bytes(32)
-    stream.socket.sendall(header)
-    assert stream.socket.recv(1) == b""
-    stream.socket.close()
+    stream.pipe.send_all([memoryview(header)])
+    wait_until(stream.pipe.has_ended)
+    stream.pipe.close()
 
     pair.expect(7, pair.slots(2))
     pair.push(7, pair.slots(1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
@@ -14,17 +13,15 @@ from lightserve.errors import ServerError
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
-from lightserve.worker.kv_mover.wire import ENDED, FrameStream, WireError, greet_receiver, greet_sender
+from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, SocketPipe, WireError
+from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver, greet_sender
 
 logger = init_logger(__name__)
 
 CONNECTIONS = 4  # to each worker: one core copies some GB/s through a socket
-TIMEOUT_S = 5.0  # of a handshake, a write, and of a read within a frame
 IDLE_CHECK_S = 1.0  # how often a sender without work looks whether the other side has closed the connection
 RETRY_S = 1.0  # an address that failed is left alone for so long
 MAX_SENDERS = 256  # connections of a receiver
-TIMEVAL = struct.pack("ll", int(TIMEOUT_S), 0)
-BUFFER_BYTES = 1 << 22
 LOG_INTERVAL_S = 60.0
 
 
@@ -62,8 +59,7 @@ class SocketMover:
 
     def _serve(self, sock: socket.socket, secret: bytes, sink: KvSink) -> None:
         try:
-            _prepare(sock)
-            stream = greet_sender(sock, secret, self._identity)
+            stream = greet_sender(SocketPipe(sock), secret, self._identity)
             while True:
                 frame, mac = stream.read_header()
                 self._receive(stream, frame, mac, sink)
@@ -104,8 +100,7 @@ class SocketMover:
     def connect(self, address: str) -> FrameStream:
         sock = _connect(address)
         try:
-            _prepare(sock)
-            return greet_receiver(sock, _secret_for(address, self._secret), self._identity)
+            return greet_receiver(SocketPipe(sock), _secret_for(address, self._secret), self._identity)
         except BaseException:
             sock.close()
             raise
@@ -161,7 +156,7 @@ class _Peer:
                 try:
                     outgoing = self.outbox.get(timeout=IDLE_CHECK_S)
                 except queue.Empty:
-                    if stream is not None and _has_ended(stream.socket):
+                    if stream is not None and stream.pipe.has_ended():
                         break
                     continue
                 try:
@@ -175,7 +170,7 @@ class _Peer:
         finally:
             self._mover.leave(self, error)
             if stream is not None:
-                stream.socket.close()
+                stream.pipe.close()
 
 
 def _listener(address: str) -> socket.socket:
@@ -210,27 +205,5 @@ def _connect(address: str) -> socket.socket:
     return sock
 
 
-def _prepare(sock: socket.socket) -> None:
-    """The kernel has the timeout, not Python: then one call moves a whole frame."""
-    sock.settimeout(None)
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, TIMEVAL)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
 def _secret_for(address: str, secret: bytes) -> bytes:
     return b"" if address.startswith("unix://") else secret
-
-
-def _has_ended(sock: socket.socket) -> bool:
-    """A receiver sends nothing after the handshake, so anything that can be read is the end."""
-    try:
-        sock.recv(1, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True

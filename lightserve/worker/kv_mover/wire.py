@@ -12,59 +12,50 @@ from __future__ import annotations
 
 import hmac
 import os
-import socket
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from lightserve.worker.kv_mover.base import Frame
+from lightserve.worker.kv_mover.pipe import Pipe, WireError
 
 MAGIC = b"LSKVMOV1"
-ENDED = "the connection ended"
 NONCE_BYTES = 32
 IDENTITY_BYTES = 32
 MAC_BYTES = 32
 _HEADER = struct.Struct(f"<qII{MAC_BYTES}s")
 SKIP_BYTES = 1 << 20  # of one read that is dropped
-MAX_BUFFERS = 512  # of one call; the kernel takes 1024
-
-
-class WireError(Exception):
-    """The other side is a stranger, computes other KV, or has closed the connection."""
 
 
 class FrameStream:
     """One direction of a connection after its handshake."""
 
-    def __init__(self, sock: socket.socket, key: bytes) -> None:
-        self.socket = sock
+    def __init__(self, pipe: Pipe, key: bytes) -> None:
+        self.pipe = pipe
         self._key = key  # empty: frames have no MAC
         self._count = 0
 
     def send(self, frame: Frame, blocks: Sequence[memoryview]) -> None:
         header = _HEADER.pack(*frame, self._mac(frame, blocks))
-        buffers = [memoryview(header), *blocks]
-        for begin in range(0, len(buffers), MAX_BUFFERS):
-            _send_all(self.socket, buffers[begin : begin + MAX_BUFFERS])
+        self.pipe.send_all([memoryview(header), *blocks])
 
     def read_header(self) -> tuple[Frame, bytes]:
         """Waits until there is one."""
         data = memoryview(bytearray(_HEADER.size))
-        while not (count := _read_or_idle(self.socket, data)):
+        while not (count := self.pipe.read_or_idle(data)):
             pass
-        read_into(self.socket, [data[count:]])
+        self.pipe.read_into([data[count:]])
         ticket, first, num_blocks, mac = _HEADER.unpack(data)
         return Frame(ticket, first, num_blocks), mac
 
     def read_blocks(self, blocks: Sequence[memoryview]) -> None:
-        for begin in range(0, len(blocks), MAX_BUFFERS):
-            read_into(self.socket, blocks[begin : begin + MAX_BUFFERS])
+        self.pipe.read_into(blocks)
 
     def skip(self, size: int) -> None:
         """Drop the blocks of a frame. Its MAC is not checked: nothing of it is used."""
         spare = memoryview(bytearray(min(size, SKIP_BYTES)))
         while size:
-            read_into(self.socket, [spare[:size]])
+            self.pipe.read_into([spare[:size]])
             size -= len(spare[:size])
         self._count += 1
 
@@ -82,75 +73,42 @@ class FrameStream:
         return digest.digest()
 
 
-def greet_receiver(sock: socket.socket, secret: bytes, identity: bytes) -> FrameStream:
+def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes) -> FrameStream:
     """The sender's part of the handshake."""
-    nonce = _read_nonce(sock)
+    nonce = _read_nonce(pipe)
     own = os.urandom(NONCE_BYTES)
-    sock.sendall(MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
-    if not hmac.compare_digest(read_exactly(sock, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
+    _send(pipe, MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
+    if not hmac.compare_digest(_read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
         raise WireError("the receiver has another kv.secret")
-    return FrameStream(sock, _session_key(secret, nonce, own))
+    return FrameStream(pipe, _session_key(secret, nonce, own))
 
 
-def greet_sender(sock: socket.socket, secret: bytes, identity: bytes) -> FrameStream:
+def greet_sender(pipe: Pipe, secret: bytes, identity: bytes) -> FrameStream:
     """The receiver's part."""
     own = os.urandom(NONCE_BYTES)
-    sock.sendall(MAGIC + own)
-    nonce = _read_nonce(sock)
-    other, mac = read_exactly(sock, IDENTITY_BYTES), read_exactly(sock, MAC_BYTES)
+    _send(pipe, MAGIC + own)
+    nonce = _read_nonce(pipe)
+    other, mac = _read(pipe, IDENTITY_BYTES), _read(pipe, MAC_BYTES)
     if not hmac.compare_digest(mac, _mac_of(secret, b"sender", own, nonce, other)):
         raise WireError("the sender has another kv.secret")
     if other != identity:
         raise WireError("the sender has another model, KV layout or number of ranks")
-    sock.sendall(_mac_of(secret, b"receiver", own, nonce, identity))
-    return FrameStream(sock, _session_key(secret, own, nonce))
+    _send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
+    return FrameStream(pipe, _session_key(secret, own, nonce))
 
 
-def read_exactly(sock: socket.socket, size: int) -> bytes:
+def _send(pipe: Pipe, data: bytes) -> None:
+    pipe.send_all([memoryview(data)])
+
+
+def _read(pipe: Pipe, size: int) -> bytes:
     data = bytearray(size)
-    read_into(sock, [memoryview(data)])
+    pipe.read_into([memoryview(data)])
     return bytes(data)
 
 
-def read_into(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-    """In one call of the kernel, mostly: between two, this thread might wait for those that launch steps."""
-    left = [buffer for buffer in buffers if len(buffer)]
-    while left:
-        count, *_ = sock.recvmsg_into(left, 0, socket.MSG_WAITALL)
-        if not count:
-            raise WireError(ENDED)
-        left = _after(left, count)
-
-
-def _send_all(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-    left = list(buffers)
-    while left:
-        left = _after(left, sock.sendmsg(left))
-
-
-def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of these after so many bytes."""
-    at = 0
-    while at < len(buffers) and count >= len(buffers[at]):
-        count -= len(buffers[at])
-        at += 1
-    left = buffers[at:]
-    return [left[0][count:], *left[1:]] if left else []
-
-
-def _read_or_idle(sock: socket.socket, into: memoryview) -> int:
-    """Bytes that were read; 0: there are none yet."""
-    try:
-        count = sock.recv_into(into)
-    except BlockingIOError:  # SO_RCVTIMEO
-        return 0
-    if not count:
-        raise WireError(ENDED)
-    return count
-
-
-def _read_nonce(sock: socket.socket) -> bytes:
-    greeting = read_exactly(sock, len(MAGIC) + NONCE_BYTES)
+def _read_nonce(pipe: Pipe) -> bytes:
+    greeting = _read(pipe, len(MAGIC) + NONCE_BYTES)
     if not greeting.startswith(MAGIC):
         raise WireError("the other side speaks another protocol")
     return greeting[len(MAGIC) :]
