@@ -498,6 +498,10 @@ class ClusterConfig:
         "with --role decode: the address where prefill engines send KV, tcp://HOST:PORT or unix:///PATH; further "
         "ranks listen on the ports after it; default: the port after that of --listen",
     )
+    cluster_tls: bool = option(
+        False,
+        "with --role: encrypt the KV that engines send each other; all of them need the same kv.pem in --cluster_keys",
+    )
     min_split_tokens: int = option(
         256, "a decode engine computes a prompt itself if fewer of its tokens are missing there"
     )
@@ -530,6 +534,8 @@ class ClusterConfig:
             if self.role != "decode":
                 raise OptionError(f"kv_listen={self.kv_listen}: only an engine with --role decode receives KV")
             _check_kv_address(self.kv_listen)
+        if self.cluster_tls and self.role == "normal":
+            raise OptionError("cluster_tls: it encrypts KV between machines, and needs --role; other links always are")
         if not roles:
             return
         if unknown := next((role for role in roles if role not in ROLES), None):

@@ -21,12 +21,17 @@ def arguments() -> Parser:
 def main(argv: Sequence[str]) -> int:
     args = arguments().parse(argv)
     from lightserve.cluster.tcp import keys  # here, because it imports zmq
-    from lightserve.utils.kv_secret import KV_SECRET
+    from lightserve.utils.kv_secret import KV_CERTIFICATE, KV_SECRET
 
-    for path in keys.generate(args.folder):
+    paths = keys.generate(args.folder)
+    for path in paths:
         print(path)
     print(f"engines need {keys.ENGINE_SECRET} and {keys.ALLOWED_GATEWAYS}")
     print(f"gateways need {keys.GATEWAY_SECRET} and {keys.ALLOWED_ENGINES}")
     print(f"engines with --role prefill or decode need {KV_SECRET} too")
+    if args.folder / KV_CERTIFICATE in paths:
+        print(f"with --cluster_tls they need {KV_CERTIFICATE} too")
+    else:
+        print(f"{KV_CERTIFICATE}, for --cluster_tls, was not made: this machine has no openssl")
     print(f"nodes of one engine (--nnodes) need {keys.NODE_SECRET}")
     return 0

@@ -11,7 +11,7 @@ from lightserve.cluster.tcp.request_ids import PROCESS_BITS
 from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
 from lightserve.utils import net
-from lightserve.utils.kv_secret import read_kv_secret
+from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -93,6 +93,8 @@ def _check_engine(config: ServerConfig) -> None:
     read_engine_keys(config.cluster.cluster_keys or "")
     if config.cluster.is_split:
         read_kv_secret(config.cluster.cluster_keys or "")
+        if config.cluster.cluster_tls:
+            read_kv_certificate(config.cluster.cluster_keys or "")
     try:
         net.bind(*net.parse_tcp(config.cluster.listen or "")).close()
     except ServerError as error:

@@ -71,6 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "roles",
         "role",
         "kv_listen",
+        "cluster_tls",
         "min_split_tokens",
         "nnodes",
         "node_rank",

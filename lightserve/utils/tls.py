@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from typing import NamedTuple
 
 from lightserve.errors import ServerError
 
@@ -35,6 +36,24 @@ def trust_exactly(certificate: str) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False
     return context
+
+
+class PeerContexts(NamedTuple):
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+def peer_contexts(pem: str) -> PeerContexts:
+    """For a link whose two ends have the same certificate and private key, and accept no other. TLS 1.3."""
+    contexts = PeerContexts(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), trust_exactly(pem))
+    contexts.server.verify_mode = ssl.CERT_REQUIRED
+    contexts.server.load_verify_locations(pem)
+    contexts.server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    contexts.server.num_tickets = 0  # no connection is resumed
+    for context in contexts:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(pem, password=_no_password)
+    return contexts
 
 
 def _no_password() -> str:

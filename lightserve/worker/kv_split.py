@@ -27,6 +27,7 @@ from lightserve.io_struct import Int32s, KvExpect, KvPush, KvReceived
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
+from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvMover, Outgoing
 from lightserve.worker.kv_mover.sockets import SocketMover
 
@@ -230,6 +231,7 @@ class KvSplitArgs(NamedTuple):
     address: str  # where a decode engine receives
     secret: bytes  # of the cluster, if KV goes over TCP
     rank: int
+    tls: PeerContexts | None = None  # None: it is not encrypted
 
 
 def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvSplit:
@@ -241,7 +243,7 @@ def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, id
         )
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
-    mover = SocketMover(identity, args.secret, size, frame_blocks(size))
+    mover = SocketMover(identity, args.secret, size, frame_blocks(size), args.tls)
     if args.role in ("prefill", "both"):
         return KvSplit(sender=KvSender(memory, platform, mover, args.rank))
     receiver = KvReceiver(memory, platform)

@@ -14,7 +14,7 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
 from lightserve.io_struct import KV_INBOX_METHODS, LOWER_TIER_METHODS, EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
-from lightserve.utils.kv_secret import read_kv_secret
+from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.rpc import KvInboxRpc, KvLoadRpc, LowerTierRpc, RunProfile, StepServer
@@ -90,9 +90,11 @@ def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
 def _split_args(child_config: ChildConfig) -> Any:
     from lightserve.worker.kv_split import KvSplitArgs
 
-    rank, keys = child_config.index, child_config.config.cluster.cluster_keys
-    address = child_config.kv_address(rank, child_config.generation)
-    return KvSplitArgs(child_config.role, address, b"" if keys is None else read_kv_secret(keys), rank)
+    rank, cluster = child_config.index, child_config.config.cluster
+    address, keys = child_config.kv_address(rank, child_config.generation), cluster.cluster_keys
+    secret = b"" if keys is None else read_kv_secret(keys)
+    tls = read_kv_certificate(keys) if keys is not None and cluster.cluster_tls else None
+    return KvSplitArgs(child_config.role, address, secret, rank, tls)
 
 
 def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, float] | None]) -> RunProfile | None:

@@ -193,9 +193,9 @@ def test_every_rank_sends_its_part(model: Path, tmp_path: Path, expected: list[l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("secrets", ["equal", "different"])
+@pytest.mark.parametrize(("secrets", "encryption"), [("equal", []), ("different", []), ("equal", ["--cluster_tls"])])
 def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
-    model: Path, tmp_path: Path, expected: list[list[Any]], secrets: str
+    model: Path, tmp_path: Path, expected: list[list[Any]], secrets: str, encryption: list[str]
 ) -> None:
     """Without the same kv.secret, the decode engine computes all prompts itself."""
     generate(tmp_path / "keys")
@@ -204,7 +204,7 @@ def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
         (tmp_path / "other" / "kv.secret").write_text("x" * 40)
     addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     kv = f"tcp://127.0.0.1:{free_port()}"
-    flags = ["--deterministic", "--max_total_token_num", KV_TOKENS, "--batch_max_tokens", "256"]
+    flags = ["--deterministic", "--max_total_token_num", KV_TOKENS, "--batch_max_tokens", "256", *encryption]
     engines = [
         ["--listen", addresses[0], "--cluster_keys", str(tmp_path / "keys"), "--run_mode", "prefill"],
         ["--listen", addresses[1], "--cluster_keys", str(tmp_path / "other"), "--role", "decode", "--kv_listen", kv],

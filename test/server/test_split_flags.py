@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,20 @@ def test_engines_with_a_role_need_the_secret_of_the_cluster(keys: str, tmp_path:
     path.unlink()
     assert "which engines with a role need" in refusal(keys, LISTEN, "--role=prefill")
     check_cluster(parse_server((keys, LISTEN)))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="keygen makes the certificate with openssl")
+def test_encrypted_kv_needs_the_certificate_of_the_cluster(keys: str, tmp_path: Path) -> None:
+    path, flags = tmp_path / "keys" / "kv.pem", (LISTEN, "--role=decode", "--cluster_tls")
+    check_cluster(parse_server((keys, *flags)))
+    assert "cluster_tls: it encrypts KV between machines, and needs --role" in refusal(keys, LISTEN, "--cluster_tls")
+    path.chmod(0o644)
+    assert "other users of this machine can read this secret key" in refusal(keys, *flags)
+    path.chmod(0o600)
+    path.write_text(path.read_text().partition("-----BEGIN CERTIFICATE")[0])
+    assert "kv.pem is no certificate with its private key" in refusal(keys, *flags)
+    path.unlink()
+    assert "which engines with --cluster_tls need" in refusal(keys, *flags)
 
 
 def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:

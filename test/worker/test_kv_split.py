@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.errors import ServerError
 from lightserve.io_struct import KvExpect, KvPush, KvReceived
 from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.utils.kv_secret import make_kv_certificate, read_kv_certificate
+from lightserve.utils.tls import PeerContexts
 from lightserve.worker import kv_split
-from lightserve.worker.kv_mover import sockets
+from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing
 from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
@@ -42,15 +47,23 @@ LAYOUT = LAYOUTS["float32"]
 class Pair:
     """A sender and a receiver with pools of the same layout."""
 
-    def __init__(self, address: str, layout: Any = LAYOUT, secret: bytes = SECRET, identity: bytes = IDENTITY) -> None:
+    def __init__(
+        self,
+        address: str,
+        layout: Any = LAYOUT,
+        secret: bytes = SECRET,
+        identity: bytes = IDENTITY,
+        tls: tuple[PeerContexts | None, PeerContexts | None] = (None, None),
+    ) -> None:
+        """``secret``, ``identity``: of the sender. ``tls``: of both."""
         platform = pick_device("cpu")
         device = platform.torch_device(0)
         self.address = address
         self.source, self.target = filled(layout, device), filled(layout, device)
         size = block_bytes(layout, BLOCK_TOKENS)
         self.movers = [
-            SocketMover(identity, secret, size, kv_split.frame_blocks(size)),
-            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size)),
+            SocketMover(identity, secret, size, kv_split.frame_blocks(size), tls[0]),
+            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size), tls[1]),
         ]
         self.sender = KvSender(self.source, platform, self.movers[0], 0)
         self.receiver = KvReceiver(self.target, platform)
@@ -70,14 +83,25 @@ class Pair:
             mover.close()
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"unix://{tmp_path}/kv" if request.param == "unix" else f"tcp://127.0.0.1:{free_port()}"
+def new_certificate(folder: Path) -> PeerContexts:
+    folder.mkdir(exist_ok=True)
+    make_kv_certificate(folder)
+    return read_kv_certificate(str(folder))
+
+
+NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+
+
+@pytest.fixture(params=["unix", "tcp", pytest.param("tls", marks=NEEDS_OPENSSL)])
+def new_pair(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pair]:
+    address = f"unix://{tmp_path}/kv" if request.param == "unix" else f"tcp://127.0.0.1:{free_port()}"
+    tls = new_certificate(tmp_path) if request.param == "tls" else None
+    return partial(Pair, address, tls=(tls, tls))
 
 
 @pytest.fixture
-def pair(address: str) -> Iterator[Pair]:
-    made = Pair(address)
+def pair(new_pair: Callable[..., Pair]) -> Iterator[Pair]:
+    made = new_pair()
     yield made
     made.close()
 
@@ -89,10 +113,10 @@ def kv(memory: MemoryManager, slots: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_kv_of_every_layout_arrives_in_other_slots(
-    layout: Any, address: str, monkeypatch: pytest.MonkeyPatch
+    layout: Any, new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_split, "FRAME_BYTES", 2 * block_bytes(layout, BLOCK_TOKENS))
-    pair = Pair(address, layout)
+    pair = new_pair(layout)
     source, target = pair.slots(1), pair.slots(2)
     others = np.setdiff1d(np.arange(pair.target.size, dtype=np.int32), target)
     before = kv(pair.target, others)
@@ -173,7 +197,23 @@ def test_a_cancelled_ticket_ends_at_once_even_before_it_was_expected(pair: Pair)
 
 @pytest.mark.parametrize("wrong", [{"secret": b"x" * 40}, {"identity": b"x" * 32}])
 def test_a_sender_with_another_secret_or_model_brings_nothing(wrong: Any) -> None:
-    pair = Pair(f"tcp://127.0.0.1:{free_port()}", **wrong)
+    check_brings_nothing(Pair(f"tcp://127.0.0.1:{free_port()}", **wrong))
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize("wrong", ["the certificate of another cluster", "none, at the sender", "none"])
+def test_only_the_certificate_of_the_cluster_opens_an_encrypted_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setattr(pipe, "TIMEVAL", struct.pack("ll", 1, 0))  # a plain sender and a receiver with TLS both wait
+    ours, theirs = new_certificate(tmp_path / "ours"), new_certificate(tmp_path / "theirs")
+    sender = {"none": ours, "none, at the sender": None}.get(wrong, theirs)
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}", tls=(sender, None if wrong == "none" else ours))
+
+    check_brings_nothing(pair)
+
+
+def check_brings_nothing(pair: Pair) -> None:
     pair.expect(7, pair.slots(2))
 
     pair.push(7, pair.slots(1))

@@ -2,7 +2,7 @@
 
     an engine needs     engine.secret    its secret key     gateways.allowed    public keys that it accepts
     a gateway needs     gateway.secret   its secret key     engines.allowed     public keys that it accepts
-    with roles, all engines need the same kv.secret too: see utils/kv_secret.py
+    with roles, all engines need the same kv.secret and kv.pem too: see utils/kv_secret.py
     a node needs        node.secret      the key that all nodes of one engine (--nnodes) have
 
 Keys are in ZMQ's Z85 text, one per line. A line of engines.allowed may have an address behind the key: then it is the
@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from lightserve.errors import OptionError
-from lightserve.utils.kv_secret import KV_SECRET
+from lightserve.utils.kv_secret import KV_CERTIFICATE, KV_SECRET, make_kv_certificate
 
 KEY_LEN = 40  # characters of 32 bytes in Z85
 FOR_OTHER_USERS = 0o007
@@ -44,9 +44,9 @@ class GatewayKeys:
 
 
 def generate(folder: Path) -> list[Path]:
-    """Write new pairs for engines, gateways and nodes, and the secret of engines with roles.
+    """Write new pairs for engines, gateways and nodes, and the secrets of engines with roles.
 
-    Raises if one of the files exists.
+    Raises if one of the files exists. Returns those that were written: without openssl, KV_CERTIFICATE is not.
     """
     engine_public, engine_secret = zmq.curve_keypair()
     gateway_public, gateway_secret = zmq.curve_keypair()
@@ -59,15 +59,16 @@ def generate(folder: Path) -> list[Path]:
         NODE_SECRET: zmq.curve_keypair()[1],
     }
     paths = [folder / name for name in contents]
-    if existing := next((path for path in paths if path.exists()), None):
+    if existing := next((path for path in [*paths, folder / KV_CERTIFICATE] if path.exists()), None):
         raise OptionError(f"{existing} exists, and is not overwritten: choose another folder, or remove its keys first")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path, key in zip(paths, contents.values(), strict=True):
             _write(path, key)
+        certificate = make_kv_certificate(folder)
     except OSError as error:
         raise OptionError(f"{folder}: keys cannot be written ({error.strerror}); choose another folder") from error
-    return paths
+    return paths if certificate is None else [*paths, certificate]
 
 
 def read_engine_keys(folder: str) -> EngineKeys:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from lightserve.errors import ServerError
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
+from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
-from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, SocketPipe, WireError
+from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, Pipe, SocketPipe, WireError
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver, greet_sender
 
 logger = init_logger(__name__)
@@ -26,10 +27,16 @@ LOG_INTERVAL_S = 60.0
 
 
 class SocketMover:
-    def __init__(self, identity: bytes, secret: bytes, block_bytes: int, max_count: int) -> None:
-        """``identity``: of what computes the KV, and of its layout. ``max_count``: blocks of a frame."""
+    def __init__(
+        self, identity: bytes, secret: bytes, block_bytes: int, max_count: int, tls: PeerContexts | None = None
+    ) -> None:
+        """``identity``: of what computes the KV, and of its layout. ``max_count``: blocks of a frame.
+
+        ``tls``: encrypts what goes over TCP.
+        """
         self._identity = identity
         self._secret = secret
+        self._tls = tls
         self._block_bytes = block_bytes
         self._max_count = max_count
         self._peers: dict[str, _Peer] = {}
@@ -43,10 +50,9 @@ class SocketMover:
 
     def listen(self, address: str, sink: KvSink) -> None:
         self._listener = _listener(address)
-        secret = _secret_for(address, self._secret)
-        threading.Thread(target=self._accept, args=(self._listener, secret, sink), daemon=True).start()
+        threading.Thread(target=self._accept, args=(self._listener, sink), daemon=True).start()
 
-    def _accept(self, listener: socket.socket, secret: bytes, sink: KvSink) -> None:
+    def _accept(self, listener: socket.socket, sink: KvSink) -> None:
         while True:
             try:
                 sock, _ = listener.accept()
@@ -55,11 +61,13 @@ class SocketMover:
             if not self._senders.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock, secret, sink), daemon=True).start()
+            threading.Thread(target=self._serve, args=(sock, sink), daemon=True).start()
 
-    def _serve(self, sock: socket.socket, secret: bytes, sink: KvSink) -> None:
+    def _serve(self, sock: socket.socket, sink: KvSink) -> None:
+        pipe: Pipe | None = None
         try:
-            stream = greet_sender(SocketPipe(sock), secret, self._identity)
+            pipe = self._pipe(sock, is_server=True)
+            stream = greet_sender(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
             while True:
                 frame, mac = stream.read_header()
                 self._receive(stream, frame, mac, sink)
@@ -67,7 +75,7 @@ class SocketMover:
             if str(error) != ENDED:
                 self._log(f"KV of another engine was refused: {error}")
         finally:
-            sock.close()
+            (pipe or sock).close()
             self._senders.release()
 
     def _receive(self, stream: FrameStream, frame: Frame, mac: bytes, sink: KvSink) -> None:
@@ -99,11 +107,23 @@ class SocketMover:
 
     def connect(self, address: str) -> FrameStream:
         sock = _connect(address)
+        pipe: Pipe | None = None
         try:
-            return greet_receiver(SocketPipe(sock), _secret_for(address, self._secret), self._identity)
+            pipe = self._pipe(sock, is_server=False)
+            return greet_receiver(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
         except BaseException:
-            sock.close()
+            (pipe or sock).close()
             raise
+
+    def _pipe(self, sock: socket.socket, is_server: bool) -> Pipe:
+        if self._tls is None or sock.family == socket.AF_UNIX:
+            return SocketPipe(sock)
+        from lightserve.worker.kv_mover.tls import TlsPipe  # few need it
+
+        return TlsPipe(sock, self._tls.server if is_server else self._tls.client, is_server)
+
+    def _secret_for(self, sock: socket.socket) -> bytes:
+        return b"" if sock.family == socket.AF_UNIX else self._secret
 
     def leave(self, peer: _Peer, error: Exception | None) -> None:
         """A sender of this peer ends. So do the others, and what they have not sent is lost."""
@@ -203,7 +223,3 @@ def _connect(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _secret_for(address: str, secret: bytes) -> bytes:
-    return b"" if address.startswith("unix://") else secret

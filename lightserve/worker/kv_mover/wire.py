@@ -4,8 +4,8 @@
     sender ──ticket, first block, number of blocks, MAC, blocks──▶ receiver    (as often as it likes)
 
 Over TCP both must know the secret of the cluster, and every frame has a MAC over its place in the connection, its
-header and its blocks. Content is not encrypted. A unix socket is protected by the permissions of its folder: there the
-secret is empty, and frames have no MAC.
+header and its blocks, or TLS protects them (``tls.py``). A unix socket is protected by the permissions of its folder:
+there the secret is empty, and frames have no MAC.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ class FrameStream:
         return digest.digest()
 
 
-def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes) -> FrameStream:
-    """The sender's part of the handshake."""
+def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = True) -> FrameStream:
+    """The sender's part of the handshake. Frames need no MACs in a pipe that protects its bytes."""
     nonce = _read_nonce(pipe)
     own = os.urandom(NONCE_BYTES)
     _send(pipe, MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
     if not hmac.compare_digest(_read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
         raise WireError("the receiver has another kv.secret")
-    return FrameStream(pipe, _session_key(secret, nonce, own))
+    return FrameStream(pipe, _session_key(secret, nonce, own) if has_macs else b"")
 
 
-def greet_sender(pipe: Pipe, secret: bytes, identity: bytes) -> FrameStream:
+def greet_sender(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = True) -> FrameStream:
     """The receiver's part."""
     own = os.urandom(NONCE_BYTES)
     _send(pipe, MAGIC + own)
@@ -94,7 +94,7 @@ def greet_sender(pipe: Pipe, secret: bytes, identity: bytes) -> FrameStream:
     if other != identity:
         raise WireError("the sender has another model, KV layout or number of ranks")
     _send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
-    return FrameStream(pipe, _session_key(secret, own, nonce))
+    return FrameStream(pipe, _session_key(secret, own, nonce) if has_macs else b"")
 
 
 def _send(pipe: Pipe, data: bytes) -> None:
