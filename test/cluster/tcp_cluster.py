@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,14 +24,20 @@ from lightserve.utils.logger import init_logger
 from test.cluster.local_cluster import POOL, LocalCluster, LocalEngine, SeededModel
 
 DIGEST = "a model"
+PORTS = range(12_000, 32_000)  # below those that the kernel gives out
 logger = init_logger("lightserve.test")
 
 
+_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))  # other test processes begin elsewhere
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """One that nobody gets who connects, or binds to port 0, before the test uses it."""
+    for port in _ports:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the cycle has no end")
 
 
 def takes_connections(url: str) -> bool:
