@@ -40,27 +40,18 @@ class Engine:
     def add(self, req: OpenRequest, cached_tokens: int) -> None:
         """Send a request to this engine."""
         req.cached_tokens = cached_tokens
-        req.tokens_to_compute = max(req.known_tokens - cached_tokens, 1)
-        req.sent_s = time.monotonic()
+        req.assignment = self._load.add(max(req.known_tokens - cached_tokens, 1), time.monotonic())
         self.requests[req.req_id] = req
-        self._load.add(req.tokens_to_compute)
         self.link.send(req.message())
 
     def remove(self, req: OpenRequest) -> None:
         """The request has ended or leaves this engine."""
         del self.requests[req.req_id]
-        if req.tokens_to_compute:
-            self._load.count_computed(req.tokens_to_compute)
-            req.tokens_to_compute = 0
-        self._load.remove()
+        self._load.remove(req.assignment)
 
     def add_tokens(self, outs: Sequence[TokenIdOut], now_s: float) -> None:
         """Give the tokens of a step to their requests, and measure how long they took."""
-        prefilled, begun_s = 0, now_s
-        for out in outs:
-            req = self.requests[out.req_id]
-            tokens = req.tokens_to_compute
-            if req.add_token(out.token.id):
-                self._load.count_computed(tokens)
-                prefilled, begun_s = prefilled + tokens, min(begun_s, req.sent_s)
-        self._load.observe_step(len(outs), prefilled, begun_s, now_s)
+        reqs = [self.requests[out.req_id] for out in outs]
+        for req, out in zip(reqs, outs, strict=True):
+            req.add_token(out.token.id)
+        self._load.observe_step(len(outs), [req.assignment for req in reqs], now_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from lightserve.cluster.measured_load import Assignment
 from lightserve.io_struct import DispatchedReq, GenerateReq, KvTarget, KvTicket
 from lightserve.utils.block_hash import Hashes, block_hashes
 
@@ -19,9 +20,8 @@ class OpenRequest:
     hash_bytes: bytes
     deadline_s: float | None
     output_ids: list[int] = field(default_factory=list)
-    tokens_to_compute: int = 0  # of its prompt, in its engine, before the next token
     cached_tokens: int = 0  # of its prompt, as the index said when it was sent
-    sent_s: float = 0.0
+    assignment: Assignment = field(default_factory=lambda: Assignment(0, 0.0))  # in its engine
     is_moved: bool = False
     runs_alone: bool = False  # until its next token: it was in flight when workers crashed
     crashes: int = 0  # of engines that had it, since its last token
@@ -39,12 +39,9 @@ class OpenRequest:
     def known_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
-    def add_token(self, token_id: int) -> bool:
-        """Returns whether it is the first one from its present engine."""
+    def add_token(self, token_id: int) -> None:
         self.output_ids.append(token_id)
         self.runs_alone, self.crashes = False, 0
-        is_first, self.tokens_to_compute = bool(self.tokens_to_compute), 0
-        return is_first
 
     def message(self) -> DispatchedReq:
         age_s = time.monotonic() - self.request.arrived_s

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightserve.cluster.measured_load import MeasuredLoad, SharedRates
+from lightserve.cluster.measured_load import Assignment, MeasuredLoad, SharedRates
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
@@ -22,8 +22,7 @@ class Sent:
     """A request that a replica has, or a prompt that it computes for another one."""
 
     hashes: list[int]
-    tokens_to_compute: int  # before its next token; 0: it has one from this replica
-    sent_s: float
+    assignment: Assignment
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +107,6 @@ class Gateway:
         """Nobody needs the prompt of this request any more. Returns the replica that computes it; None: none does."""
         number = self._job_at.pop(req_id, None)
         if number is not None:
-            self._servers[number].load.count_computed(self._sent[number, req_id].tokens_to_compute)
             self._end(number, req_id)
         return number
 
@@ -116,17 +114,10 @@ class Gateway:
         """A step of the replica ended: what the dispatcher would see of it."""
         if (blocks := replica.scheduler.pool.blocks) is not None and (news := blocks.take_news()) is not None:
             self._index.apply(number, news)
-        load = self._servers[number].load
-        prefilled, begun_s = 0, now
-        for req in ended.others:
-            sent = self._sent[number, req.req_id]
-            if sent.tokens_to_compute:
-                load.count_computed(sent.tokens_to_compute)
-                prefilled, begun_s = prefilled + sent.tokens_to_compute, min(begun_s, sent.sent_s)
-                sent.tokens_to_compute = 0
         num_tokens = sum(ended.gap_counts) + len(ended.others)
         if num_tokens:
-            load.observe_step(num_tokens, prefilled, begun_s, now)
+            assignments = [self._sent[number, req.req_id].assignment for req in ended.others]
+            self._servers[number].load.observe_step(num_tokens, assignments, now)
         for req in ended.others:
             if req.finish_reason is not None:
                 if req.target is None:
@@ -148,11 +139,11 @@ class Gateway:
 
     def _add(self, number: int, req: Req, cached: int, now: float) -> None:
         blocks: list[int] = req.block_hashes.tolist()
-        sent = Sent(blocks, max(len(req.prompt_ids) + req.output_len - cached, 1), now)
-        self._sent[number, req.req_id] = sent
+        tokens = max(len(req.prompt_ids) + req.output_len - cached, 1)
+        self._sent[number, req.req_id] = Sent(blocks, self._servers[number].load.add(tokens, now))
         self._index.presume(number, blocks)
-        self._servers[number].load.add(sent.tokens_to_compute)
 
     def _end(self, number: int, req_id: int) -> None:
-        self._index.end_presumption(number, self._sent.pop((number, req_id)).hashes)
-        self._servers[number].load.remove()
+        sent = self._sent.pop((number, req_id))
+        self._index.end_presumption(number, sent.hashes)
+        self._servers[number].load.remove(sent.assignment)
