@@ -9,6 +9,7 @@ from lightserve.cluster.link import EngineLink
 from lightserve.cluster.measured_load import MeasuredLoad, SharedRates
 from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.routing import EngineLoad
+from lightserve.cluster.split import rest_tokens
 from lightserve.io_struct import RouterStats, TokenIdOut
 
 
@@ -38,11 +39,19 @@ class Engine:
         return self._load.load()
 
     def add(self, req: OpenRequest, cached_tokens: int) -> None:
-        """Send a request to this engine."""
+        """Send a request to this engine. If it has a ticket, a prefill engine computes its prompt."""
         req.cached_tokens = cached_tokens
-        req.assignment = self._load.add(max(req.known_tokens - cached_tokens, 1), time.monotonic())
+        missing, now_s = max(req.known_tokens - cached_tokens, 1), time.monotonic()
+        if req.ticket is None:
+            req.assignment = self._load.add(missing, now_s)
+        else:
+            req.assignment = self._load.add_waiting_for_kv(missing, rest_tokens(req.known_tokens), now_s)
         self.requests[req.req_id] = req
         self.link.send(req.message())
+
+    def compute_itself(self, req: OpenRequest, is_measured: bool) -> None:
+        """No prefill engine computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""
+        self._load.compute_itself(req.assignment, time.monotonic(), is_measured)
 
     def remove(self, req: OpenRequest) -> None:
         """The request has ended or leaves this engine."""

@@ -24,8 +24,11 @@ class SharedRates:
 class Assignment:
     """A request that an engine has, as the load of the engine counts it."""
 
+    missing_tokens: int  # of its prompt, which the engine had not cached when it got the request
     tokens_to_compute: int  # before its next token; 0: it has one from this engine
-    sent_s: float
+    begun_s: float  # when the engine could begin to compute them
+    waits_for_kv: bool = False  # of its prompt, from another engine
+    is_measured: bool = True  # its first token shows how fast the engine computes prompts
 
 
 class MeasuredLoad:
@@ -34,7 +37,7 @@ class MeasuredLoad:
         self._rates = rates
         self._prefill = PrefillRate()
         self._num_open = 0
-        self._num_waiting = 0  # requests without a token from this engine
+        self._num_computing = 0  # requests without a token from this engine that do not wait for KV
         self._waiting_tokens = 0
         self._last_prefill_s = 0.0
         self._last_tokens_s: float | None = None  # None: it was idle
@@ -45,17 +48,27 @@ class MeasuredLoad:
             self._engine,
             open_requests=self._num_open,
             waiting_tokens=self._waiting_tokens,
-            running=self._num_open - self._num_waiting,
+            running=self._num_open - self._num_computing,
             prefill_tokens_s=prefill.tokens_s,
             token_slowdown_s=self._rates.slowdown.seconds,
         )
 
     def add(self, tokens: int, now_s: float) -> Assignment:
         """The engine gets a request, and computes so many tokens before it returns one."""
-        self._num_open += 1
-        self._num_waiting += 1
-        self._waiting_tokens += tokens
-        return Assignment(tokens, now_s)
+        return self._add(Assignment(tokens, tokens, now_s))
+
+    def add_waiting_for_kv(self, missing_tokens: int, tokens: int, now_s: float) -> Assignment:
+        """The engine gets a request, of whose missing prompt a prefill engine computes all but so many tokens."""
+        tokens = min(tokens, missing_tokens)
+        return self._add(Assignment(missing_tokens, tokens, now_s, waits_for_kv=True, is_measured=False))
+
+    def compute_itself(self, assignment: Assignment, now_s: float, is_measured: bool) -> None:
+        """The KV that a request waits for does not come. ``is_measured``: no part of it has come either."""
+        if assignment.waits_for_kv:
+            self._waiting_tokens += assignment.missing_tokens - assignment.tokens_to_compute
+            self._num_computing += 1
+            assignment.tokens_to_compute, assignment.begun_s = assignment.missing_tokens, now_s
+            assignment.waits_for_kv, assignment.is_measured = False, is_measured
 
     def remove(self, assignment: Assignment) -> None:
         """The request has ended or left."""
@@ -67,23 +80,29 @@ class MeasuredLoad:
     def observe_step(self, num_tokens: int, assignments: Iterable[Assignment], now_s: float) -> None:
         """A step returned so many tokens. ``assignments`` are their requests; those that had one before may be left
         out."""
-        prefilled, begun_s = 0, now_s
-        for one in assignments:
-            if one.tokens_to_compute:
-                prefilled, begun_s = prefilled + one.tokens_to_compute, min(begun_s, one.sent_s)
-                self._count_computed(one)
-        if prefilled:
+        firsts = [one for one in assignments if one.tokens_to_compute]
+        measured = [one for one in firsts if one.is_measured]
+        if measured:
+            prefilled, begun_s = sum(one.tokens_to_compute for one in measured), min(one.begun_s for one in measured)
             seconds = now_s - max(begun_s, self._last_prefill_s)
             self._prefill.observe(prefilled, seconds)
             self._rates.prefill.observe(prefilled, seconds)
             self._last_prefill_s = now_s
-        elif self._last_tokens_s is not None and not self._num_waiting:
+        elif self._last_tokens_s is not None and not firsts and not self._num_computing:
             self._rates.slowdown.observe(num_tokens, now_s - self._last_tokens_s)
+        for one in firsts:
+            self._count_computed(one)
         self._last_tokens_s = now_s
+
+    def _add(self, assignment: Assignment) -> Assignment:
+        self._num_open += 1
+        self._num_computing += not assignment.waits_for_kv
+        self._waiting_tokens += assignment.tokens_to_compute
+        return assignment
 
     def _count_computed(self, assignment: Assignment) -> None:
         """The request has its first token from this engine, or leaves without one."""
         if assignment.tokens_to_compute:
             self._waiting_tokens -= assignment.tokens_to_compute
-            self._num_waiting -= 1
-            assignment.tokens_to_compute = 0
+            self._num_computing -= not assignment.waits_for_kv
+            assignment.tokens_to_compute, assignment.waits_for_kv = 0, False

@@ -21,7 +21,7 @@ class OpenRequest:
     deadline_s: float | None
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # of its prompt, as the index said when it was sent
-    assignment: Assignment = field(default_factory=lambda: Assignment(0, 0.0))  # in its engine
+    assignment: Assignment = field(default_factory=lambda: Assignment(0, 0, 0.0))  # in its engine
     is_moved: bool = False
     runs_alone: bool = False  # until its next token: it was in flight when workers crashed
     crashes: int = 0  # of engines that had it, since its last token

@@ -33,11 +33,15 @@ class PrefillJobs:
     def start(self, req: OpenRequest, decode: Engine, wanted: KvWanted) -> None:
         """The decode engine of a request has slots for its prompt, or needs none."""
         ticket, req.ticket = req.ticket, None
-        if not wanted.num_blocks or ticket is None or ticket.id != wanted.ticket:
+        if ticket is None or ticket.id != wanted.ticket:
+            return
+        if not wanted.num_blocks:
+            decode.compute_itself(req, is_measured=True)
             return
         found = self._placement.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS)
         if found is None:
             decode.link.send(KvCancel(req.req_id, wanted.ticket))
+            decode.compute_itself(req, is_measured=True)
             return
         engine, _ = found
         self._engine_of[req.req_id] = engine
@@ -54,6 +58,7 @@ class PrefillJobs:
         decode = self._placement.engine_of(job.req_id)
         if decode is not None and job.target is not None:
             decode.link.send(KvCancel(job.req_id, job.target.ticket))
+            decode.compute_itself(decode.requests[job.req_id], is_measured=False)
 
     def kv_is_missing(self, decode: Engine, missing: KvMissing) -> None:
         """The decode engine has waited in vain. The two are left alone with each other for a while."""
@@ -61,6 +66,8 @@ class PrefillJobs:
         if ticket == missing.ticket:
             logger.warning("KV of engine %d has not come to engine %d in time", number, decode.number)
             self._placement.keep_apart(decode.number, number)
+            if missing.req_id in decode.requests:
+                decode.compute_itself(decode.requests[missing.req_id], is_measured=False)
 
     def cancel(self, req: OpenRequest) -> None:
         """The request has ended, or leaves its decode engine."""

@@ -31,8 +31,8 @@ class EngineLoad:
 
     engine: int
     open_requests: int = 0
-    waiting_tokens: int = 0  # of prompts that it has not computed, without those that it has cached
-    running: int = 0  # requests that have a token and get more
+    waiting_tokens: int = 0  # of prompts that it has not computed, without those that it has cached or gets as KV
+    running: int = 0  # requests that have a token and get more, or will as soon as the KV of their prompts is there
     prefill_tokens_s: float = 1.0  # measured
     token_slowdown_s: float = 0.0  # measured: a token takes so much longer with each further running request
 

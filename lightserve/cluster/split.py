@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
+from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_TIMEOUT_S = 10.0  # of a ticket: death and silence of engines are noticed earlier by other means
 MAX_TIMEOUT_S = 120.0
@@ -48,6 +49,11 @@ def choose_prefill(
         return None
     best = min(prefills, key=lambda load: (cost_s(request, load), load.open_requests, load.engine))
     return None if cost_s(request, best) > MAX_SLOWDOWN * cost_s(request, decode) + 1.0 else best
+
+
+def rest_tokens(known_tokens: int) -> int:
+    """What a decode engine computes of a prompt whose KV comes: the tokens after the last whole block."""
+    return known_tokens - (known_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def timeout_s(request: RoutedRequest, prefill: EngineLoad) -> float:

@@ -10,7 +10,7 @@ from lightserve.cluster.measured_load import Assignment, MeasuredLoad, SharedRat
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
-from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, timeout_s
+from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, rest_tokens, timeout_s
 from lightserve.io_struct import KvTicket
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
@@ -76,7 +76,7 @@ class Gateway:
         number = self._policy.choose(routed, [server.load.load() for server in servers])
         cached = routed.cached_tokens[number]
         ticket = self._ticket(req, number, cached, now)
-        self._add(number, req, cached, now)
+        self._add(number, req, cached, now, waits_for_kv=ticket is not None)
         return number, ticket
 
     def choose_prefill(self, req: Req, decode: int, cached: int, now: float) -> tuple[int, float] | None:
@@ -94,6 +94,10 @@ class Gateway:
         load = self._servers[decode].load.load()
         best = choose_prefill(routed, load, [server.load.load() for server in servers], self._min_split_tokens)
         return None if best is None else (best.engine, timeout_s(routed, best))
+
+    def compute_itself(self, decode: int, req_id: int, now: float, is_measured: bool) -> None:
+        """No prefill server computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""
+        self._servers[decode].load.compute_itself(self._sent[decode, req_id].assignment, now, is_measured)
 
     def keep_apart(self, decode: int, prefill: int, now: float) -> None:
         self._apart_until_s[decode, prefill] = now + APART_S
@@ -137,10 +141,15 @@ class Gateway:
         found = self.choose_prefill(req, decode, cached, now)
         return None if found is None else KvTicket(next(self._tickets), found[1], self._min_split_tokens)
 
-    def _add(self, number: int, req: Req, cached: int, now: float) -> None:
+    def _add(self, number: int, req: Req, cached: int, now: float, waits_for_kv: bool = False) -> None:
         blocks: list[int] = req.block_hashes.tolist()
-        tokens = max(len(req.prompt_ids) + req.output_len - cached, 1)
-        self._sent[number, req.req_id] = Sent(blocks, self._servers[number].load.add(tokens, now))
+        known, load = len(req.prompt_ids) + req.output_len, self._servers[number].load
+        missing = max(known - cached, 1)
+        if waits_for_kv:
+            assignment = load.add_waiting_for_kv(missing, rest_tokens(known), now)
+        else:
+            assignment = load.add(missing, now)
+        self._sent[number, req.req_id] = Sent(blocks, assignment)
         self._index.presume(number, blocks)
 
     def _end(self, number: int, req_id: int) -> None:

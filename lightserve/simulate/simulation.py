@@ -166,13 +166,17 @@ class Simulation:
 
     def _start_job(self, decode: int, wanted: KvWanted, now: float) -> int:
         """Returns the server that computes the prompt."""
-        if self._gateway is None or not wanted.num_blocks:
+        if self._gateway is None:
+            return decode
+        if not wanted.num_blocks:
+            self._gateway.compute_itself(decode, wanted.req_id, now, is_measured=True)
             return decode
         req, _ = self._reqs[wanted.req_id]
         found = self._gateway.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS, now)
         if found is None:
             self._transfers.open(wanted, decode, decode)
             self._cancel_ticket(wanted.ticket, decode, wanted.req_id, now)
+            self._gateway.compute_itself(decode, wanted.req_id, now, is_measured=True)
             return decode
         prefill, _ = found
         self._transfers.open(wanted, decode, prefill)
@@ -194,6 +198,7 @@ class Simulation:
         if self._gateway is not None and missing in replica.messages:
             replica.messages.remove(missing)
             self._gateway.keep_apart(ticket.decode, ticket.prefill, now)
+            self._gateway.compute_itself(ticket.decode, ticket.req_id, now, is_measured=False)
         return ticket.decode
 
     def _change(self, now: float, number: int, down_s: float) -> set[int]:
@@ -217,6 +222,7 @@ class Simulation:
         """Returns the requests that the dead replica had. Nobody computes prompts for it any more."""
         for ticket_id, ticket in self._transfers.lose(number):
             self._cancel_ticket(ticket_id, ticket.decode, ticket.req_id, now)
+            gateway.compute_itself(ticket.decode, ticket.req_id, now, is_measured=False)
         lost = gateway.leave(number)
         for req_id in lost:
             prefill = gateway.remove_job(req_id)

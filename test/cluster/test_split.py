@@ -14,6 +14,7 @@ from lightserve.cluster.split import (
     choose_prefill,
     for_generation,
     for_prefill,
+    rest_tokens,
     timeout_s,
 )
 from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, SchedulingParams
@@ -70,6 +71,11 @@ def test_a_prompt_is_sent_only_if_that_pays(prompt_len: int, cached: int, waitin
     assert choose_prefill(request, load(0), [], 256) is None
 
 
+@pytest.mark.parametrize(("known", "rest"), [(1, 1), (64, 64), (65, 1), (1000, 40), (1024, 64)])
+def test_a_decode_engine_computes_what_is_after_the_last_whole_block(known: int, rest: int) -> None:
+    assert rest_tokens(known) == rest
+
+
 def test_a_ticket_waits_for_a_multiple_of_the_expected_time_within_limits() -> None:
     assert timeout_s(RoutedRequest(1), load(1)) == pytest.approx(MIN_TIMEOUT_S, rel=0.01)
     assert timeout_s(RoutedRequest(2000), load(1)) == MIN_TIMEOUT_S + 8
@@ -109,6 +115,8 @@ def test_random_failures_lose_no_request_and_change_no_token(seed: int, monkeypa
             assert cluster.tokens[req_id] == tokens(req_id, lengths[req_id])
         await until(lambda: all(engine.pool.used == 0 for engine in cluster.engines.values()))
         await until(lambda: not cluster.dispatcher._jobs._engine_of)
+        loads = [engine.load for engine in cluster.placement]
+        assert {(one.open_requests, one.waiting_tokens, one.running) for one in loads} == {(0, 0, 0)}
         for number in DECODE:
             incoming = cluster.engines[number].scheduler.incoming
             assert incoming is not None
@@ -142,6 +150,46 @@ def test_a_decode_engine_computes_the_last_tokens_only() -> None:
         index = cluster.placement.index
         assert max(index.num_blocks(number) for number in DECODE) == 15  # it may be found by the next request
         assert engine.pool.used == 0
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+def load_of(cluster: LocalCluster, number: int) -> EngineLoad:
+    engine = cluster.placement.get(number)
+    assert engine is not None
+    return engine.load
+
+
+def test_a_prompt_is_work_of_the_engine_that_computes_it() -> None:
+    """First the prefill engine. When that is lost, the decode engine."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        for engine in cluster.engines.values():
+            engine.model.may_run.clear()
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        cluster.engines[1].model.may_run.set()  # the step that tells its workers to expect KV
+        await until(lambda: bool(cluster.engines[PREFILL].model.steps))
+
+        assert load_of(cluster, PREFILL).waiting_tokens == 960
+        assert (load_of(cluster, 1).waiting_tokens, load_of(cluster, 1).running) == (40, 1)
+        cluster.engines[1].model.may_run.clear()
+        cluster.kill_router(PREFILL)
+        assert (load_of(cluster, 1).waiting_tokens, load_of(cluster, 1).running) == (1000, 0)
+        cluster.engines[1].model.may_run.set()
+        await cluster.until(lambda: cluster.has_ended(0))
+        assert (load_of(cluster, 1).waiting_tokens, load_of(cluster, 1).open_requests) == (0, 0)
+
+    check(scenario, num_engines=2, roles=("prefill", "decode"))
+
+
+def test_kv_that_came_does_not_show_how_fast_the_decode_engine_is() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+        prefill = load_of(cluster, PREFILL).prefill_tokens_s
+        assert received(cluster) == 960
+
+        assert [load_of(cluster, number).prefill_tokens_s for number in DECODE] == [prefill, prefill], "no own rate"
 
     check(scenario, num_engines=3, roles=ROLES)
 
@@ -222,6 +270,7 @@ def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(mon
         await cluster.until(lambda: cluster.has_ended(0))
         sent = cluster.engines[PREFILL].scheduler.num_pushed
         assert sent == 960
+        assert load_of(cluster, 1).waiting_tokens == load_of(cluster, 1).open_requests == 0
         cluster.send(1, list(range(500, 1500)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 

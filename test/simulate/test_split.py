@@ -157,13 +157,17 @@ def test_no_failure_loses_a_token_and_skipped_planning_changes_nothing(
     divided = Split(roles, min_tokens=100, bytes_per_s=bytes_per_s)
     setup = replace(SMALL, pool_size=pool_size)
 
-    result = simulate(setup, load, 3, "prefix", failures, divided)
+    simulation = Simulation(setup, load, 3, "prefix", failures, divided)
+    result = simulation.run()
     planned = simulate(replace(setup, skips_planning=False), load, 3, "prefix", failures, divided)
 
     assert result.requests == len(result.ttft) == len(requests)
     assert result.output_tokens == sum(one.output_len for one in requests)
     assert sum(result.gap_counts) == result.output_tokens - result.requests
     assert figures(result) == figures(planned)
+    assert simulation._gateway is not None
+    loads = [server.load.load() for server in simulation._gateway._servers.values()]
+    assert {(one.open_requests, one.waiting_tokens, one.running) for one in loads} <= {(0, 0, 0)}, "or all are down"
 
 
 def test_the_command_finds_the_best_split(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
