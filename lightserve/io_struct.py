@@ -655,6 +655,7 @@ class KvCancel(msgspec.Struct, frozen=True, tag=True):
 
     req_id: int
     ticket: int
+    was_started: bool = True  # a prefill engine had got the prompt
 
 
 ToEngine = DispatchedReq | AbortReq | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
@@ -1031,7 +1032,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 4  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 5  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -361,6 +361,7 @@ class Dispatcher:
         if engines and all(engine.is_silent for engine in engines):
             return
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
+        self.metrics.values["kv_split_relieved_tokens_total"] = self._placement.relieved_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
         stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
         self._to_detokenization.send(stats)

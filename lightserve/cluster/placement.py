@@ -13,13 +13,14 @@ from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import Policy, RoutedRequest
-from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, timeout_s
+from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, relieves, timeout_s
 from lightserve.io_struct import KvTicket
 
 
 class Placement:
     def __init__(self, policy: Policy, min_split_tokens: int = 1) -> None:
         self._min_split_tokens = min_split_tokens
+        self.relieved_tokens = 0  # that decode engines compute because the queues of prefill engines are long
         self.index = PrefixIndex()
         self.output_length = OutputLength()
         self._policy = policy
@@ -93,7 +94,12 @@ class Placement:
         routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})
         routed.expected_output = 0.0
         best = choose_prefill(routed, decode.load, [engine.load for engine in engines], self._min_split_tokens)
-        return None if best is None else (self._engines[best.engine], timeout_s(routed, best))
+        if best is None:
+            return None
+        if relieves(routed, decode.load, best):
+            self.relieved_tokens += req.known_tokens - cached
+            return None
+        return self._engines[best.engine], timeout_s(routed, best)
 
     def keep_apart(self, decode: int, prefill: int) -> None:
         """No prompts of the one for the other for a while: KV does not come."""

@@ -4,7 +4,8 @@
     dispatcher ──the prompt, where its KV goes──▶ prefill engine ──KV──▶ decode engine
 
 A job has the id of its request, in another engine. It ends with its only token, which nobody needs. If it cannot be
-started or its engine is lost, the decode engine gets KvCancel and computes what is missing.
+started, if its engine is lost, or if the queues of prefill engines are long, the decode engine gets KvCancel and
+computes what is missing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PrefillJobs:
             return
         found = self._placement.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS)
         if found is None:
-            decode.link.send(KvCancel(req.req_id, wanted.ticket))
+            decode.link.send(KvCancel(req.req_id, wanted.ticket, was_started=False))
             decode.compute_itself(req, is_measured=True)
             return
         engine, _ = found

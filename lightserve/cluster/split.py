@@ -2,7 +2,8 @@
 
 A request first gets the engine that generates. If that is a decode engine, and much of the prompt is missing there, a
 prefill engine computes it and sends its KV, or one of the role ``both``, which generates too. Every engine can generate
-and compute prompts: if none of the right role is left, another one takes its part.
+and compute prompts: if none of the right role is left, another one takes its part. If the queues of the prefill engines
+are long, the decode engine relieves them: it computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ MIN_TIMEOUT_S = 10.0  # of a ticket: death and silence of engines are noticed ea
 MAX_TIMEOUT_S = 120.0
 TIMEOUT_FACTOR = 4.0  # times the expected duration
 APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the same decode engine for so long
-MAX_SLOWDOWN = 4.0  # a prefill engine that is so many times slower than the decode engine itself is not asked
+# A decode engine computes a prompt itself if it is done so much sooner than the prefill engines, and the time of the
+# prompt sooner for each stream that it delays; of these, at most so many count. Simulated, one prefill and two decode
+# servers, Llama-3-70B, prompts of 4,000 tokens, TTFT p99 s and ITL p99 ms at 0.8 and 1.9 times what the prefill server
+# can do: 0.5 s and 2 streams 2.0 and 14, 3.4 and 42; 0 s and 3 streams 2.0 and 23, 3.3 and 42; 1 s and 3 streams 2.5
+# and 13, 5.5 and 42.
+PATIENCE_S = 0.5
+MAX_DELAYED = 2
 
 
 class HasRole(Protocol):
@@ -41,14 +48,20 @@ def for_prefill(engines: Sequence[E]) -> list[E]:
 def choose_prefill(
     request: RoutedRequest, decode: EngineLoad, prefills: Sequence[EngineLoad], min_tokens: int
 ) -> EngineLoad | None:
-    """The engine that should compute the prompt; None: the decode engine itself.
+    """The prefill engine that is done first; None: there is none, or little is missing on the decode engine.
 
     A short rest is computed beside other tokens in less time than its way takes.
     """
-    if not prefills or request.prompt_len - request.cached_tokens.get(decode.engine, 0) < min_tokens:
+    if not prefills or _missing_tokens(request, decode) < min_tokens:
         return None
-    best = min(prefills, key=lambda load: (cost_s(request, load), load.open_requests, load.engine))
-    return None if cost_s(request, best) > MAX_SLOWDOWN * cost_s(request, decode) + 1.0 else best
+    return min(prefills, key=lambda load: (cost_s(request, load), load.open_requests, load.engine))
+
+
+def relieves(request: RoutedRequest, decode: EngineLoad, prefill: EngineLoad) -> bool:
+    """Whether the decode engine should compute the prompt, because the prefill engine would be done much later."""
+    delay_s = _missing_tokens(request, decode) / decode.prefill_tokens_s  # of each stream that runs there
+    most_s = cost_s(request, decode) + min(decode.running, MAX_DELAYED) * delay_s + PATIENCE_S
+    return cost_s(request, prefill) > most_s
 
 
 def rest_tokens(known_tokens: int) -> int:
@@ -59,3 +72,7 @@ def rest_tokens(known_tokens: int) -> int:
 def timeout_s(request: RoutedRequest, prefill: EngineLoad) -> float:
     """How long the decode engine waits, once it has slots for the prompt."""
     return min(MIN_TIMEOUT_S + TIMEOUT_FACTOR * cost_s(request, prefill), MAX_TIMEOUT_S)
+
+
+def _missing_tokens(request: RoutedRequest, decode: EngineLoad) -> int:
+    return request.prompt_len - request.cached_tokens.get(decode.engine, 0)

@@ -154,7 +154,7 @@ class RouterManager:
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
         if isinstance(message, KvCancel):
             if self._scheduler.incoming is not None:
-                self._scheduler.incoming.cancel(message.req_id, message.ticket)
+                self._scheduler.incoming.cancel(message.req_id, message.ticket, message.was_started)
             return
         if isinstance(message, DispatchedReq):
             arrived_s = time.monotonic() - message.age_s

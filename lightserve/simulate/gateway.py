@@ -10,7 +10,15 @@ from lightserve.cluster.measured_load import Assignment, MeasuredLoad, SharedRat
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
-from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, rest_tokens, timeout_s
+from lightserve.cluster.split import (
+    APART_S,
+    choose_prefill,
+    for_generation,
+    for_prefill,
+    relieves,
+    rest_tokens,
+    timeout_s,
+)
 from lightserve.io_struct import KvTicket
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
@@ -93,7 +101,7 @@ class Gateway:
         routed.expected_output = 0.0
         load = self._servers[decode].load.load()
         best = choose_prefill(routed, load, [server.load.load() for server in servers], self._min_split_tokens)
-        return None if best is None else (best.engine, timeout_s(routed, best))
+        return None if best is None or relieves(routed, load, best) else (best.engine, timeout_s(routed, best))
 
     def compute_itself(self, decode: int, req_id: int, now: float, is_measured: bool) -> None:
         """No prefill server computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""

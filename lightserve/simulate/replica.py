@@ -141,10 +141,10 @@ class Replica:
         if self.scheduler.incoming is not None:
             self.scheduler.incoming.finish(received)
 
-    def cancel_ticket(self, req_id: int, ticket: int) -> None:
+    def cancel_ticket(self, req_id: int, ticket: int, was_started: bool) -> None:
         """Nobody computes the prompt."""
         if self.scheduler.incoming is not None:
-            self.scheduler.incoming.cancel(req_id, ticket)
+            self.scheduler.incoming.cancel(req_id, ticket, was_started)
 
     def abort(self, req_id: int, now: float) -> None:
         self.settle(now)

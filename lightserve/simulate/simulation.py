@@ -175,7 +175,7 @@ class Simulation:
         found = self._gateway.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS, now)
         if found is None:
             self._transfers.open(wanted, decode, decode)
-            self._cancel_ticket(wanted.ticket, decode, wanted.req_id, now)
+            self._cancel_ticket(wanted.ticket, wanted.req_id, decode, now, was_started=False)
             self._gateway.compute_itself(decode, wanted.req_id, now, is_measured=True)
             return decode
         prefill, _ = found
@@ -185,9 +185,9 @@ class Simulation:
         self.replicas[prefill].add_job(job, KvTarget(wanted.ticket, wanted.first_block, []), now)
         return prefill
 
-    def _cancel_ticket(self, ticket: int, decode: int, req_id: int, now: float) -> None:
+    def _cancel_ticket(self, ticket: int, req_id: int, decode: int, now: float, *, was_started: bool) -> None:
         """Nobody computes the prompt. The decode server goes on with what has come."""
-        self.replicas[decode].cancel_ticket(req_id, ticket)
+        self.replicas[decode].cancel_ticket(req_id, ticket, was_started)
         self._transfers.end(ticket, now)
 
     def _receive(self, number: int, ticket: Ticket, now: float) -> int:
@@ -221,7 +221,7 @@ class Simulation:
     def _leave(self, gateway: Gateway, number: int, now: float) -> list[int]:
         """Returns the requests that the dead replica had. Nobody computes prompts for it any more."""
         for ticket_id, ticket in self._transfers.lose(number):
-            self._cancel_ticket(ticket_id, ticket.decode, ticket.req_id, now)
+            self._cancel_ticket(ticket_id, ticket.req_id, ticket.decode, now, was_started=True)
             gateway.compute_itself(ticket.decode, ticket.req_id, now, is_measured=False)
         lost = gateway.leave(number)
         for req_id in lost:

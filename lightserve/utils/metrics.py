@@ -134,7 +134,11 @@ METRICS = (
     _counter("kv_split_received_tokens_total", "With --roles: of these, tokens whose KV has come."),
     _counter(
         "kv_split_given_up_tokens_total",
-        "With --roles: of these, tokens whose KV did not come in time; the decode engine computed them.",
+        "With --roles: of these, tokens whose KV did not come in time, or never; the decode engine computed them.",
+    ),
+    _counter(
+        "kv_split_relieved_tokens_total",
+        "With --roles: prompt tokens that decode engines computed because the queues of prefill engines were longer.",
     ),
     _counter(
         "kv_split_recomputed_tokens_total",

@@ -76,21 +76,28 @@ class FakeInbox:
         self.on_received: Callable[[KvReceived], None] = lambda _: None
         self._expected: dict[int, int] = {}  # blocks by ticket
         self._arrived: dict[int, set[int]] = defaultdict(set)
+        self._cancelled: set[int] = set()  # before they were expected
         network[self.addresses[0]] = self
 
     def start(self) -> None: ...
 
     def expect(self, ticket: int, blocks: int, timeout_s: float) -> None:
         self._expected[ticket] = blocks
-        asyncio.get_running_loop().call_later(timeout_s, self.cancel, ticket)
+        asyncio.get_running_loop().call_later(timeout_s, self._end, ticket)
         self.arrive(ticket, range(0))
+        if ticket in self._cancelled:
+            self._end(ticket)
 
     def arrive(self, ticket: int, blocks: range) -> None:
         self._arrived[ticket].update(blocks)
         if len(self._arrived[ticket]) == self._expected.get(ticket):
-            self.cancel(ticket)
+            self._end(ticket)
 
     def cancel(self, ticket: int) -> None:
+        self._cancelled.add(ticket)
+        self._end(ticket)
+
+    def _end(self, ticket: int) -> None:
         blocks = self._expected.pop(ticket, None)
         if blocks is not None:
             come = next(i for i in range(blocks + 1) if i not in self._arrived[ticket])

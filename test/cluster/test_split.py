@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, strategies as st
 
-from lightserve.cluster.routing import EngineLoad, RoutedRequest
+from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.cluster.split import (
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
     choose_prefill,
     for_generation,
     for_prefill,
+    relieves,
     rest_tokens,
     timeout_s,
 )
 from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, SchedulingParams
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
 from test.cluster.test_dispatcher import LONG, break_something, check, tokens
 from test.waiting import until
@@ -53,22 +57,67 @@ def test_the_prefill_engine_that_is_done_first_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "cached", "waiting", "is_split"),
+    ("prompt_len", "cached", "is_split"),
     [
-        (2000, 0, 0, True),
-        (255, 0, 0, False),  # short
-        (2000, 1800, 0, False),  # most of it is cached on the decode engine
-        (2000, 1700, 0, True),
-        (2000, 0, 100_000, False),  # the prefill engine is much later than the decode engine itself
+        (2000, 0, True),
+        (255, 0, False),  # short
+        (2000, 1800, False),  # most of it is cached on the decode engine
+        (2000, 1700, True),
     ],
 )
-def test_a_prompt_is_sent_only_if_that_pays(prompt_len: int, cached: int, waiting: int, is_split: bool) -> None:
+def test_a_prompt_is_sent_only_if_enough_of_it_is_missing(prompt_len: int, cached: int, is_split: bool) -> None:
     request = RoutedRequest(prompt_len, cached_tokens={0: cached})
 
-    chosen = choose_prefill(request, load(0), [load(1, waiting_tokens=waiting)], 256)
+    chosen = choose_prefill(request, load(0), [load(1)], 256)
 
     assert (chosen is not None) == is_split
     assert choose_prefill(request, load(0), [], 256) is None
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "running", "decode_s", "is_relieved"),
+    [
+        (0.0, 0, 0.0, False),
+        (0.4, 0, 0.0, False),  # nobody runs there, but the wait is short
+        (0.6, 0, 0.0, True),
+        (2.4, 1, 0.0, False),  # one stream would be delayed by 2 s
+        (2.6, 1, 0.0, True),
+        (4.4, 2, 0.0, False),
+        (4.6, 50, 0.0, True),  # no more than two streams count
+        (8.0, 50, 3.6, False),  # the decode engine has prompts to compute too
+    ],
+)
+def test_a_decode_engine_relieves_a_prefill_engine_that_is_much_later(
+    queued_s: float, running: int, decode_s: float, is_relieved: bool
+) -> None:
+    """1,000 tokens take a second. The prompt takes two."""
+    decode = load(0, running=running, waiting_tokens=int(1000 * decode_s))
+
+    assert relieves(RoutedRequest(2000), decode, load(1, waiting_tokens=int(1000 * queued_s))) == is_relieved
+
+
+engine_loads = st.builds(
+    EngineLoad,
+    st.just(0),
+    waiting_tokens=st.integers(0, 10**6),
+    running=st.integers(0, 500),
+    prefill_tokens_s=st.floats(10, 10**6),
+)
+
+
+@given(engine_loads, engine_loads, st.integers(1, 10**5), st.integers(0, 10**6))
+def test_only_a_prefill_engine_that_is_later_is_relieved_and_all_the_more_the_longer_its_queue_is(
+    decode: EngineLoad, prefill: EngineLoad, prompt_len: int, more: int
+) -> None:
+    request = RoutedRequest(prompt_len)
+
+    is_relieved = relieves(request, decode, prefill)
+    longer = replace(prefill, waiting_tokens=prefill.waiting_tokens + more)
+    busier = replace(decode, waiting_tokens=decode.waiting_tokens + more)
+
+    assert not is_relieved or cost_s(request, prefill) > cost_s(request, decode)
+    assert relieves(request, decode, longer) >= is_relieved
+    assert relieves(request, busier, prefill) <= is_relieved
 
 
 @pytest.mark.parametrize(("known", "rest"), [(1, 1), (64, 64), (65, 1), (1000, 40), (1024, 64)])
@@ -131,9 +180,14 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
+def incoming_of(cluster: LocalCluster, number: int) -> IncomingKv:
+    incoming = cluster.engines[number].scheduler.incoming
+    assert incoming is not None
+    return incoming
+
+
 def received(cluster: LocalCluster) -> int:
-    incoming = [cluster.engines[number].scheduler.incoming for number in DECODE if number in cluster.engines]
-    return sum(one.num_received for one in incoming if one is not None)
+    return sum(incoming_of(cluster, number).num_received for number in DECODE if number in cluster.engines)
 
 
 def test_a_decode_engine_computes_the_last_tokens_only() -> None:
@@ -180,6 +234,34 @@ def test_a_prompt_is_work_of_the_engine_that_computes_it() -> None:
         assert (load_of(cluster, 1).waiting_tokens, load_of(cluster, 1).open_requests) == (0, 0)
 
     check(scenario, num_engines=2, roles=("prefill", "decode"))
+
+
+def test_decode_engines_relieve_a_prefill_engine_whose_queue_is_long() -> None:
+    """The prefill engine hangs. Whoever would wait there too long is computed at once."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.engines[PREFILL].model.may_run.clear()
+        for req_id in range(30):
+            cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
+        await cluster.until(lambda: sum(cluster.ended.values()) > 0)
+        waiting = load_of(cluster, PREFILL)
+        assert 0 < waiting.open_requests < 30
+        cluster.engines[PREFILL].model.may_run.set()
+        await cluster.until(lambda: cluster.has_ended(*range(30)))
+
+        relieved = cluster.placement.relieved_tokens
+        assert [cluster.tokens[req_id] for req_id in range(30)] == [tokens(req_id, 5) for req_id in range(30)]
+        assert relieved > 0
+        assert received(cluster) == cluster.engines[PREFILL].scheduler.num_pushed == (30 - relieved // 1000) * 960
+        assert sum(incoming_of(cluster, number).num_given_up for number in DECODE) == 0, "nobody had promised it"
+        cluster.dispatcher._send_heartbeat()
+        await cluster.until(
+            lambda: (
+                cluster.stats is not None and cluster.stats.metrics.values["kv_split_relieved_tokens_total"] == relieved
+            )
+        )
+
+    check(scenario, num_engines=3, roles=ROLES, pool=40_000)
 
 
 def test_kv_that_came_does_not_show_how_fast_the_decode_engine_is() -> None:

@@ -64,6 +64,28 @@ def test_long_prompts_do_not_delay_the_tokens_of_decode_servers() -> None:
     assert divided.itl(0.99) < 1.5 * divided.itl(0.5)
 
 
+def test_decode_servers_relieve_a_prefill_server_that_falls_behind() -> None:
+    """It computes 9 of these prompts a second. Alone it would be 7 s behind in the end."""
+    load = Load(fixed(4000), fixed(50), count=150, rate=18.0, max_new_tokens=50)
+    simulation = Simulation(Setup("fifo"), load, 3, "prefix", split=Split(ROLES))
+
+    result = simulation.run()
+
+    assert max(result.ttft) < 1.5
+    assert 0.4 < result.moved_tokens / result.prompt_tokens < 0.8, "the prefill server has as much to do as it can"
+    incoming = [replica.scheduler.incoming for replica in simulation.replicas.values()]
+    assert sum(one.num_given_up for one in incoming if one is not None) == 0
+
+
+def test_a_prefill_server_that_keeps_up_is_not_relieved() -> None:
+    """All begin with the same rate, until one is measured. So the first prompts come one after the other."""
+    load = Load(fixed(4000), fixed(50), count=60, rate=6.0, max_new_tokens=50)
+    result = simulate(Setup("fifo"), load, 3, "prefix", split=Split(ROLES))
+
+    assert result.moved_tokens >= 58 * 3968
+    assert result.itl(0.99) < 1.5 * result.itl(0.5)
+
+
 def test_a_prompt_comes_later_by_the_time_of_its_last_step_on_the_network() -> None:
     load = Load(fixed(BLOCK_TOKENS * 4 + 1), fixed(5), count=1, streams=1, max_new_tokens=5)
     near, far = (

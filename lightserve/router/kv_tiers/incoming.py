@@ -39,7 +39,7 @@ class IncomingKv:
         """``send``: to the dispatcher."""
         self.num_wanted = 0  # tokens
         self.num_received = 0
-        self.num_given_up = 0  # tokens that were wanted and did not come
+        self.num_given_up = 0  # tokens that a prefill engine should have sent and that did not come
         self.num_recomputed = 0  # tokens that were received, and computed all the same
         self._pool = pool
         self._send = send
@@ -50,6 +50,7 @@ class IncomingKv:
         self._received: dict[int, int] = {}  # by request that is not admitted yet: tokens that should be cached
         self._expects: list[KvExpect] = []  # for the next step
         self._cancelled: set[int] = set()  # open tickets that nobody sends KV for
+        self._declined: set[int] = set()  # of these, tickets whose prompts no prefill engine has got
 
     @property
     def is_open(self) -> bool:
@@ -110,9 +111,14 @@ class IncomingKv:
         if ticket is not None:
             self._cancel(ticket)
 
-    def cancel(self, req_id: int, ticket: int) -> None:
-        """No prefill engine computes the prompt. The request waits until the workers have ended the ticket."""
+    def cancel(self, req_id: int, ticket: int, was_started: bool = True) -> None:
+        """No prefill engine computes the prompt. The request waits until the workers have ended the ticket.
+
+        ``was_started``: one had got it.
+        """
         if self._waiting.get(req_id) == ticket:
+            if not was_started:
+                self._declined.add(ticket)
             self._cancel(ticket)
 
     def _cancel(self, ticket: int) -> None:
@@ -129,10 +135,12 @@ class IncomingKv:
         self._pool.finish_load(prefix, is_valid=True)
         self.num_received += len(prefix.slots)
         missing = len(opened.prefix.slots) - len(prefix.slots)
-        self.num_given_up += missing
+        if received.ticket not in self._declined:
+            self.num_given_up += missing
         if missing and received.ticket not in self._cancelled:
             self._send(KvMissing(opened.req_id, received.ticket))
         self._cancelled.discard(received.ticket)
+        self._declined.discard(received.ticket)
         if self._waiting.get(opened.req_id) != received.ticket:
             return  # it has ended meanwhile, and may have come back with another ticket
         del self._waiting[opened.req_id]
@@ -144,8 +152,10 @@ class IncomingKv:
     def clear(self) -> None:
         """All KV is lost. Requests that wait compute their prompts."""
         self._inbox = None
-        self.num_given_up += sum(len(ticket.prefix.slots) for ticket in self._open.values())
-        for part in (self._offers, self._open, self._waiting, self._received, self._expects, self._cancelled):
+        expected = (opened for ticket, opened in self._open.items() if ticket not in self._declined)
+        self.num_given_up += sum(len(opened.prefix.slots) for opened in expected)
+        parts = (self._offers, self._open, self._waiting, self._received, self._expects)
+        for part in (*parts, self._cancelled, self._declined):
             part.clear()
 
     def _start(self, req: Req, ticket: KvTicket, begin: int, end: int) -> None:

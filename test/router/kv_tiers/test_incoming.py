@@ -71,6 +71,22 @@ def test_what_has_come_is_used_and_the_rest_is_freed_and_reported(decode: Decode
     assert (decode.incoming.num_wanted, decode.incoming.num_received, decode.incoming.num_given_up) == (256, 192, 64)
 
 
+@pytest.mark.parametrize("was_started", [True, False])
+def test_tokens_of_a_cancelled_ticket_are_given_up_only_if_a_prefill_engine_had_the_prompt(
+    decode: Decode, was_started: bool
+) -> None:
+    req = decode.offer(1, 7)
+    decode.incoming.must_wait(req, 0)
+
+    decode.incoming.cancel(1, 7, was_started)
+    decode.incoming.finish(KvReceived(7, 0))
+
+    assert decode.inbox.cancelled == [7]
+    assert not decode.incoming.must_wait(req, 0)
+    assert decode.incoming.num_given_up == (256 if was_started else 0)
+    assert KvMissing(1, 7) not in decode.sent
+
+
 def test_nothing_is_reserved_without_room_and_nothing_is_asked_for_if_little_is_missing(decode: Decode) -> None:
     crowded = decode.offer(1, 7, POOL - 2 * ROOM_PER_REQ)
     assert not decode.incoming.must_wait(crowded, 10)
