@@ -3,7 +3,7 @@
 python -m lightserve.simulate.split --shape llama3-70b --tp 4 --servers 4 --prompt 4000 --output 200 --itl_ms 20 30 50
 
 Finds the highest rate that the servers keep up with, without roles and with 1, 2, ... prefill servers beside decode
-servers. The cards are the same in every row. Servers without roles have the best of three --itl_target_ms.
+servers. The cards are the same in every row, and every row has the best of three --itl_target_ms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightserve.simulate.simulation import simulate
 SIGMA = 0.5  # of lengths: 5 of 100 are longer than 2.3 times the median
 LONGEST = 4  # times the median
 PRECISION = 1.06  # of a rate
-TARGETS = (0.6, 0.75, 0.9)  # of the longest time between two tokens: --itl_target_ms of servers without roles
+TARGETS = (0.6, 0.75, 0.9)  # of the longest time between two tokens: --itl_target_ms
 
 
 class Case(NamedTuple):
@@ -53,9 +53,8 @@ def splits(servers: int, bytes_per_s: float) -> Iterator[Split]:
 
 
 def find(case: Case) -> Found:
-    """Servers without roles get the best of several targets; the others have few steps with prompts and tokens."""
-    targets = TARGETS if "normal" in case.split.roles else TARGETS[-1:]
-    return max((_find(case, target) for target in targets), key=lambda found: found.rate)
+    """With the best of several targets."""
+    return max((_find(case, target) for target in TARGETS), key=lambda found: found.rate)
 
 
 def _find(case: Case, target: float) -> Found:
