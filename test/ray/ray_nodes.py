@@ -70,7 +70,8 @@ def ray_nodes(folder: Path, count: int) -> Iterator[RayNodes]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_raylet_start_wait_time_s"] = "120"  # noqa: SIM112  its name
-    head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder), "object_store_memory": STORE_BYTES}
+    os.environ["RAY_TMPDIR"] = str(folder)  # /tmp/ray may be missing, and has the address of another cluster
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         nodes = RayNodes(cluster)
