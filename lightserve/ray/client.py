@@ -139,14 +139,12 @@ def undeploy(name: str, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     while unpack(cluster.call(controller.status.remote()), DeploymentStatus).replicas and time.monotonic() < end_s:
         time.sleep(WAIT_S)
-    front = [*cluster.actor_names(f"{name}/proxy"), *cluster.actor_names(f"{name}/gateway")]
-    for actor in (*(cluster.get_actor(one) for one in front), controller):
-        if actor is not None:
-            cluster.kill(actor)
-    for left in cluster.actor_names(f"{name}/replica-"):
-        actor = cluster.get_actor(left)
-        if actor is not None:
-            cluster.end_replica(left, actor)
+    # the controller before replicas: it would start new ones
+    for prefix in ("proxy", "gateway", "controller", "replica-"):
+        for left in cluster.actor_names(f"{name}/{prefix}"):
+            actor = cluster.get_actor(left)
+            if actor is not None:
+                cluster.end_actor(left, actor)
 
 
 def dry_run(nodes: list[Node], deployment: Deployment) -> list[str]:

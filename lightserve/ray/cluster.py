@@ -12,13 +12,14 @@ from lightserve.ray.placement import HEAD_RESOURCE, Node
 try:
     import ray
     from ray.util.placement_group import PlacementGroup
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise OptionError("this command needs Ray; install it with: pip install 'lightserve[ray]'") from error
 
 NAMESPACE = "lightserve"
 HEAD = {HEAD_RESOURCE: 0.001}
 FOREVER: dict[str, Any] = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+GATEWAY_BYTES = 1  # reserved for a gateway: every node has memory, and a placement group must reserve something
 CALL_S = 60.0  # until an actor must have answered a command
 
 
@@ -73,12 +74,16 @@ def gateway_names(name: str, count: int) -> list[str]:
 
 
 def start_gateway(gateway: type, name: str, raw: bytes, node: str | None) -> Any:
-    """On ``node``, or elsewhere when that is lost; None: on the head node."""
+    """On ``node``, or elsewhere when that is lost; None: on the head node.
+
+    A soft affinity to the node is not enough: any node may place an actor, and one that has not heard of ``node`` yet
+    takes another. Placement groups are placed by the head, which knows all nodes.
+    """
     options = FOREVER | {"max_concurrency": 4}
     if node is None:
         options["resources"] = HEAD
     else:
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        options |= {"memory": GATEWAY_BYTES, "scheduling_strategy": _on_node(name, {"memory": GATEWAY_BYTES}, node)}
     return ray.remote(gateway).options(name=name, **options).remote(raw)
 
 
@@ -89,19 +94,24 @@ def start_proxy(proxy: type, name: str, raw: bytes) -> Any:
 
 def start_replica(replica: type, name: str, raw: bytes, bundle: dict[str, float], node: str | None) -> Any:
     """An actor with a placement group of its own, on ``node`` if it still has room. Both have the same name."""
-    group = ray.util.placement_group(
-        [bundle], strategy="STRICT_PACK", name=name, lifetime="detached", _soft_target_node_id=node
-    )
     options = FOREVER | {
         "num_cpus": bundle.get("CPU", 0),
         "num_gpus": bundle.get("GPU", 0),
         "max_concurrency": 4,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        "scheduling_strategy": _on_node(name, bundle, node),
     }
     return ray.remote(replica).options(name=name, **options).remote(raw)
 
 
-def end_replica(name: str, actor: Any) -> None:
+def _on_node(name: str, bundle: dict[str, float], node: str | None) -> PlacementGroupSchedulingStrategy:
+    group = ray.util.placement_group(
+        [bundle], strategy="STRICT_PACK", name=name, lifetime="detached", _soft_target_node_id=node
+    )
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+
+
+def end_actor(name: str, actor: Any) -> None:
+    """With its placement group, if it has one."""
     ray.kill(actor)
     for group_id, group in ray.util.placement_group_table().items():  # by name Ray finds those of one namespace only
         if group["name"] == name and group["state"] != "REMOVED":
@@ -121,7 +131,3 @@ def call(ref: Any, timeout_s: float = CALL_S) -> Any:
     except (ray.exceptions.RayError, TimeoutError) as error:
         found = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ServerError(f"an actor in the Ray cluster does not answer: {found}") from error
-
-
-def kill(actor: Any) -> None:
-    ray.kill(actor)

@@ -180,7 +180,7 @@ class Controller:
     def _remove_ended(self) -> None:
         for replica in list(self._replicas.values()):
             if replica.is_draining and (replica.process.state == "stopped" or replica.polled.is_lost):
-                cluster.end_replica(replica.name, replica.polled.actor)
+                cluster.end_actor(replica.name, replica.polled.actor)
                 del self._replicas[replica.name]
                 logger.info("%s has ended", replica.short_name)
                 for other in self._replicas.values():
@@ -221,7 +221,7 @@ class Controller:
         if not self._gateways.have_ended():
             return
         for replica in self._replicas.values():
-            cluster.end_replica(replica.name, replica.polled.actor)
+            cluster.end_actor(replica.name, replica.polled.actor)
         self._replicas.clear()
 
 
