@@ -108,14 +108,14 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
         for one in processes:
             if one.exit_code == EXIT_CONFIG_ERROR and one.state == "failed":
                 raise CannotStartError(f"the gateway does not start: {one.reason}")
-        line = f"{serving} of {found.wanted} replicas serve"
+        line = found.progress()
         if line != shown:
             show(line)
             shown = line
         if time.monotonic() > end_s:
             reasons = "; ".join(one.reason for one in failed)
             raise ServerError(
-                f"{line} after {timeout_s:g} s{f' ({reasons})' if reasons else ''}; see lightserve status"
+                f"after {timeout_s:g} s {line}{f' ({reasons})' if reasons else ''}; see lightserve status"
             )
         time.sleep(WAIT_S)
 

@@ -30,7 +30,7 @@ from lightserve.ray.messages import (
     pack,
     unpack,
 )
-from lightserve.ray.placement import place
+from lightserve.ray.placement import place, why_no_room
 from lightserve.ray.polled_actor import PolledActor
 from lightserve.ray.replica_changes import ReplicaView, next_changes
 from lightserve.utils.logger import init_logger
@@ -52,6 +52,7 @@ class _Replica:
     is_draining: bool = False
     must_leave: bool = False  # the operator has drained it
     waits_since_s: float = 0.0  # for a node
+    no_room: str = ""  # why it still waits for one
 
     @property
     def short_name(self) -> str:
@@ -191,6 +192,8 @@ class Controller:
         used = [one.node for one in self._replicas.values()]
         taking = set(self._gateways.status().taking)
         views = [self._view(one, taking) for one in self._replicas.values()]
+        for replica, view in zip(self._replicas.values(), views, strict=True):
+            replica.no_room = why_no_room(nodes, self._deployment.bundle) if view.is_stuck else ""
         has_room = place(nodes, self._deployment.bundle, 1, used) != [None]
         changes = next_changes(views, wanted, has_room)
         for node in place(nodes, self._deployment.bundle, changes.start, used):
@@ -233,6 +236,8 @@ def _address(replica: _Replica) -> str:
 def _shown(replica: _Replica) -> ProcessStatus:
     if replica.polled.is_lost:
         return msgspec.structs.replace(replica.process, state="lost", reason="Ray restarts it")
+    if replica.no_room:
+        return msgspec.structs.replace(replica.process, reason=replica.no_room)
     return replica.process
 
 

@@ -87,6 +87,12 @@ class DeploymentStatus(msgspec.Struct, frozen=True):
     drained_nodes: list[str]
     gateways: list[GatewayStatus] = []
 
+    def progress(self) -> str:
+        """How many replicas of the newest flags serve, and why one has no node."""
+        current = [one for one in self.replicas if one.version == self.version]
+        no_room = next((f": {one.process.reason}" for one in current if not one.node and one.process.reason), "")
+        return f"{sum(one.takes_requests for one in current)} of {self.wanted} replicas serve{no_room}"
+
 
 def pack(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)

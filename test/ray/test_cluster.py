@@ -338,6 +338,19 @@ def node_ids() -> set[str]:
 
 
 @pytest.mark.long
+def test_a_deployment_without_room_says_what_is_missing(nodes: RayNodes, model: Path) -> None:
+    large = ("--name", "large", "--cpus_per_replica", "4", "--wait_s", "30")
+
+    found = nodes.call("deploy", str(model), *FLAGS, *large, code=2)
+    shown = nodes.call("status", "--name", "large")
+    nodes.call("undeploy", "--name", "large")
+
+    missing = "no node has 4 CPU: a replica runs on one node, and the largest ones have 1 CPU"
+    assert f"after 30 s 0 of 1 replicas serve: {missing}" in found
+    assert missing in shown
+
+
+@pytest.mark.long
 def test_ray_serve_makes_a_deployment_and_ends_it(nodes: RayNodes, deployed: Gateway, model: Path) -> None:
     """Its port shows the state, and sends clients to the gateway."""
     flags = {"model_dir": str(model), "max_total_token_num": "2048", "port": "0", "device": "cpu", "name": "served"}

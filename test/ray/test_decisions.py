@@ -8,7 +8,16 @@ import pytest
 
 from lightserve.ray.autoscaling import Autoscaler, replicas_for
 from lightserve.ray.gateway_load import taken_by_all, total_load, url_for_proxy
-from lightserve.ray.messages import Deployment, GatewayStatus, Load, ProcessStatus, pack, unpack
+from lightserve.ray.messages import (
+    Deployment,
+    DeploymentStatus,
+    GatewayStatus,
+    Load,
+    ProcessStatus,
+    ReplicaStatus,
+    pack,
+    unpack,
+)
 from lightserve.ray.placement import HEAD_RESOURCE, Node, place, place_gateways, plan_lines
 from lightserve.ray.replica_changes import Changes, ReplicaView, next_changes
 
@@ -163,6 +172,19 @@ def test_haproxy_gets_a_gateway_when_it_has_an_engine_and_keeps_it_while_nothing
     assert url_for_proxy(GatewayStatus(starting, taking=["e"], node="n")) == ""
     assert url_for_proxy(GatewayStatus(serving, node="n")) is None  # no engine yet, or it was too busy to say
     assert url_for_proxy(GatewayStatus(starting)) is None  # the controller has just started
+
+
+def test_the_progress_of_a_deployment_says_why_a_replica_has_no_node() -> None:
+    gateway, serving = GatewayStatus(ProcessStatus("serving")), ProcessStatus("serving", "tcp://a")
+    waiting = ProcessStatus("starting", reason="no node has 1 CPU free now")
+    replicas = [ReplicaStatus(name, 2, "n", serving, True) for name in ("a", "b")]
+
+    def progress(*last: ReplicaStatus) -> str:
+        return DeploymentStatus("d", 2, 3, 3, 3, gateway, [*replicas, *last], []).progress()
+
+    assert progress(ReplicaStatus("c", 1, "n", serving, True)) == "2 of 3 replicas serve"  # it has old flags
+    assert progress(ReplicaStatus("c", 2, "", ProcessStatus("starting"), False)) == "2 of 3 replicas serve"
+    assert progress(ReplicaStatus("c", 2, "", waiting, False)) == "2 of 3 replicas serve: no node has 1 CPU free now"
 
 
 def test_new_limits_count_at_once() -> None:
