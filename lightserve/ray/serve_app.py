@@ -14,22 +14,24 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from lightserve.config import ServerConfig
 from lightserve.errors import OptionError
 from lightserve.ray import client, cluster
-from lightserve.ray.flags import bundle_of, make_deployment
+from lightserve.ray.flags import bundle_of, make_deployment, with_scaling
+from lightserve.ray.messages import Deployment
 from lightserve.server.args import parse_server
 
 START_S, END_S = 1800.0, 60.0
-OWN = ("name", "replicas", "gateways")
+OWN = ("name", "replicas", "gateways", "cpus_per_replica", "target_queue", "scale_down_s")
 
 
 class Ingress:
     def __init__(self, args: dict[str, str]) -> None:
         self._name = args.get("name", "lightserve")
         self._owner = secrets.token_hex(8)
-        config = parse_server(server_flags(args), "lightserve.ray:app")
-        made = make_deployment(config, self._name, str(args.get("replicas", "1")), int(args.get("gateways", "1")))
-        bundle = bundle_of(config, cluster.nodes(), None)
+        config, made = parse(args)
+        cpus = float(args["cpus_per_replica"]) if "cpus_per_replica" in args else None
+        bundle = bundle_of(config, cluster.nodes(), cpus)
         client.apply(msgspec.structs.replace(made, bundle=bundle, owner=self._owner))
         client.wait_until_serving(self._name, START_S, print)
 
@@ -50,10 +52,19 @@ def server_flags(args: dict[str, str]) -> list[str]:
     return [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in args.items() if name not in OWN]
 
 
+def parse(args: dict[str, str]) -> tuple[ServerConfig, Deployment]:
+    """All but the resources of a replica, which depend on the cluster."""
+    config = parse_server(server_flags(args), "lightserve.ray:app")
+    numbers = str(args.get("replicas", "1")), int(args.get("gateways", "1"))
+    made = make_deployment(config, args.get("name", "lightserve"), *numbers)
+    target, down_s = args.get("target_queue", made.target_queue), args.get("scale_down_s", made.scale_down_s)
+    return config, with_scaling(made, float(target), float(down_s))
+
+
 def build(args: dict[str, str]) -> Any:
     if not args.get("model_dir"):
         raise OptionError("model_dir is missing: serve run lightserve.ray:app model_dir=DIR replicas=2")
-    make_deployment(parse_server(server_flags(args), "lightserve.ray:app"), args.get("name", "lightserve"), "1")
+    parse(args)  # wrong flags are found before Serve starts anything
     options: dict[str, Any] = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
     timeouts = {"graceful_shutdown_timeout_s": END_S * 2}
     return serve.deployment(name="lightserve", **options, **timeouts)(Ingress).bind(dict(args))

@@ -22,6 +22,7 @@ import ray
 from ray import serve
 
 from lightserve.ray import app, cluster as ray_cluster
+from lightserve.ray.serve_app import parse
 from test.api.server import ServerProcess
 from test.api.test_dp import COMPLETE, bodies, expected, model, one
 from test.api.test_restart import Clients
@@ -348,6 +349,15 @@ def test_a_deployment_without_room_says_what_is_missing(nodes: RayNodes, model: 
     missing = "no node has 4 CPU: a replica runs on one node, and the largest ones have 1 CPU"
     assert f"after 30 s 0 of 1 replicas serve: {missing}" in found
     assert missing in shown
+
+
+def test_ray_serve_takes_the_flags_of_deploy() -> None:
+    own = {"name": "d", "replicas": "1:4", "gateways": "2", "target_queue": "2", "scale_down_s": "5"}
+    config, found = parse(own | {"model_dir": "m", "cpus_per_replica": "0.5", "deterministic": "true"})
+
+    assert (config.worker.model_dir, config.worker.deterministic) == ("m", True)
+    assert (found.name, found.min_replicas, found.max_replicas, found.num_gateways) == ("d", 1, 4, 2)
+    assert (found.target_queue, found.scale_down_s) == (2.0, 5.0)
 
 
 @pytest.mark.long
