@@ -27,14 +27,18 @@ from test.api.server import ServerProcess
 from test.api.test_dp import COMPLETE, bodies, expected, model, one
 from test.api.test_restart import Clients
 from test.cluster.tcp_cluster import free_port, takes_connections
-from test.ray.ray_nodes import CHANGE_S, RayNodes, is_up, ray_nodes, status, wait_serving
+from test.ray.ray_nodes import CHANGE_S, COMMAND_S, RayNodes, is_up, ray_nodes, status, wait_serving
 from test.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 __all__ = ["expected", "model", "one"]  # fixtures
 STREAMS, STREAMS_LONG = 30, 200
-FLAGS = ("--deterministic", "--max_total_token_num", "8192", "--port", "0", "--device", "cpu", "--drain_timeout", "300")
+FLAGS = (
+    *("--deterministic", "--max_total_token_num", "8192", "--port", "0", "--device", "cpu", "--drain_timeout", "300"),
+    *("--cpus_per_replica", "0.6", "--wait_s", str(COMMAND_S)),  # a node has room for one
+)
+OTHER_CPUS = "0.3"  # of a replica of another deployment, which has room beside it
 NEW_FLAGS = (*FLAGS, "--running_max_req_size", "4")
 PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 16, 512, 8  # round_robin finds 87 % of one server's hits
 
@@ -248,7 +252,7 @@ def test_replicas_come_with_the_load_and_go_without_it(
     nodes: RayNodes, deployed: Gateway, model: Path, fewer: int
 ) -> None:
     limits = ("--replicas", f"1:{fewer}", "--target_queue", "1", "--scale_down_s", "1", "--wait_s", "0")
-    nodes.call("deploy", str(model), *limits, *NEW_FLAGS)
+    nodes.call("deploy", str(model), *NEW_FLAGS, *limits)
     wait_serving(1)  # there is no load
 
     def ask(seed: int) -> int:
@@ -275,7 +279,7 @@ def test_several_gateways_are_one_server_for_clients(
 ) -> None:
     """HAProxy is in front of them. One that is killed costs nobody else anything."""
     name = ("--name", "several")
-    printed = nodes.call("deploy", str(model), "--gateways", "2", *FLAGS, *name)
+    printed = nodes.call("deploy", str(model), "--gateways", "2", *FLAGS, "--cpus_per_replica", OTHER_CPUS, *name)
     several, found = Gateway(printed.split()[0]), status("several")
 
     assert len({one.node for one in found.gateways}) == 2
@@ -367,7 +371,7 @@ def test_ray_serve_makes_a_deployment_and_ends_it(nodes: RayNodes, deployed: Gat
     port = free_port()
     serve.start(http_options={"port": port})
     try:
-        serve.run(app(flags | {"replicas": "1"}), name="served")
+        serve.run(app(flags | {"replicas": "1", "cpus_per_replica": OTHER_CPUS}), name="served")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as response:
             found = json.load(response)
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models")
