@@ -15,10 +15,10 @@ async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -
             await asyncio.sleep(0.001)
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """The same without a loop, for what other processes do."""
+def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S, pause_s: float = 0.01) -> None:
+    """The same without a loop, for what other processes do. ``pause_s``: longer if the condition takes much time."""
     end = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"not so within {deadline_s} s")
-        time.sleep(0.01)
+        time.sleep(pause_s)

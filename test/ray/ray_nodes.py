@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from test.waiting import wait_until
 COMMAND_S = 900.0  # a rolling update waits for the streams
 STORE_BYTES = 80 << 20  # of each node
 CHANGE_S = 180.0  # for replicas to start or end on a loaded machine
+PAUSE_S = 0.2  # between two questions to the cluster: each keeps three processes busy, which others need to start
 CLI = (sys.executable, "-m", "lightserve.cli.main")
 
 
@@ -39,6 +40,11 @@ class RayNodes:
         options = {"wait": False, "num_cpus": 1, "object_store_memory": STORE_BYTES}
         self.nodes += [self.cluster.add_node(**options) for _ in range(count)]
         self.cluster.wait_for_nodes()
+
+    @property
+    def others(self) -> set[str]:
+        """Nodes besides the head, which can be killed."""
+        return {node.node_id for node in self.nodes}
 
     def kill(self, node_id: str) -> None:
         """As if its machine was switched off."""
@@ -65,13 +71,17 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(folder: Path, count: int) -> Iterator[RayNodes]:
-    """The head and ``count`` nodes, with a CPU each. This process is connected to them."""
+    """The head and ``count`` other nodes, with a CPU each. This process is connected to them."""
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ["REPORTER_UPDATE_INTERVAL_MS"] = "600000"  # of what an agent of each node measures for the dashboard
     os.environ["RAY_raylet_start_wait_time_s"] = "120"  # noqa: SIM112  its name
+    os.environ["RAY_health_check_period_ms"] = "1000"  # noqa: SIM112  a lost node is noticed after 3 s, not 13
+    os.environ["RAY_health_check_failure_threshold"] = "3"  # noqa: SIM112
     os.environ["RAY_TMPDIR"] = str(folder)  # /tmp/ray may be missing, and has the address of another cluster
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, **unused}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         nodes = RayNodes(cluster)
@@ -94,8 +104,12 @@ def wait_serving(count: int, name: str = "lightserve") -> DeploymentStatus:
         replicas = status(name).replicas
         return len(replicas) == count and all(one.takes_requests for one in replicas)
 
-    wait_until(is_so, CHANGE_S)
+    wait_for(is_so)
     return status(name)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    wait_until(condition, CHANGE_S, PAUSE_S)
 
 
 def is_up(url: str) -> bool:
