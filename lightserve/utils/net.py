@@ -190,13 +190,21 @@ class RedisAddress(NamedTuple):
     user: str | None = None
     password: str | None = None
     has_tls: bool = False
+    socket_path: str | None = None  # a unix socket, instead of host and port
+
+    @property
+    def name(self) -> str:
+        """For logs: without the password."""
+        return self.socket_path or f"{self.host}:{self.port}"
 
 
 def parse_redis(url: str) -> RedisAddress:
-    """``redis://[user:password@]host[:port][/db]``; rediss: with TLS. Raises ValueError."""
+    """``redis://[user:password@]host[:port][/db]``; rediss: with TLS; ``unix:///path``. Raises ValueError."""
     parts = urlsplit(url)
+    if parts.scheme == "unix" and parts.path and not (parts.netloc or parts.query or parts.fragment):
+        return RedisAddress("localhost", socket_path=unquote(parts.path))
     if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError("must be redis://[user:password@]host[:port][/db], or rediss:// for TLS")
+        raise ValueError("must be redis://[user:password@]host[:port][/db], rediss:// for TLS, or unix:///PATH")
     db = parts.path.strip("/")
     if db and not db.isdigit():
         raise ValueError(f"the database {db!r} must be a number")

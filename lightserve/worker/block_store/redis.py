@@ -28,8 +28,7 @@ class Connection:
     """Of one thread. Any error closes it."""
 
     def __init__(self, address: RedisAddress) -> None:
-        self._socket = socket.create_connection((address.host, address.port), TIMEOUT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = _connect(address)
         if address.has_tls:
             context = ssl.create_default_context()
             self._socket = context.wrap_socket(self._socket, server_hostname=address.host)
@@ -88,6 +87,17 @@ class Connection:
                 left[0] = left[0][sent:]
 
 
+def _connect(address: RedisAddress) -> socket.socket:
+    if address.socket_path is not None:
+        unix = socket.socket(socket.AF_UNIX)
+        unix.settimeout(TIMEOUT_S)
+        unix.connect(address.socket_path)
+        return unix
+    tcp = socket.create_connection((address.host, address.port), TIMEOUT_S)
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return tcp
+
+
 class RedisStore:
     name = "remote"
     used_bytes = 0  # others write there too
@@ -127,7 +137,7 @@ class RedisStore:
             return connection.read_line() == b""
 
         if not self._call(read):
-            raise BlockError(f"{self._address.host}: the block {key.hex()[:16]} is not there, or has another size")
+            raise BlockError(f"{self._address.name}: the block {key.hex()[:16]} is not there, or has another size")
         try:
             check_block(bytes(header), self._identity, key, into)
         except BlockError:
@@ -159,7 +169,7 @@ class RedisStore:
     def _call(self, command: Callable[[Connection], T]) -> T:
         """A server that fails is left alone for a while, so that nobody waits for it again and again."""
         if time.monotonic() - self._failed_s < RETRY_S:
-            raise BlockError(f"{self._address.host}: it failed less than {RETRY_S:.0f} s ago")
+            raise BlockError(f"{self._address.name}: it failed less than {RETRY_S:.0f} s ago")
         connection: Connection | None = getattr(self._own, "connection", None)
         try:
             if connection is None:
@@ -170,4 +180,4 @@ class RedisStore:
             if connection is not None:
                 connection.close()
                 self._own.connection = None
-            raise BlockError(f"{self._address.host}:{self._address.port}: {error}") from error
+            raise BlockError(f"{self._address.name}: {error}") from error

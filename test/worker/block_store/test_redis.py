@@ -57,6 +57,15 @@ def stored(store: RedisStore, number: int) -> bytes:
     return bytes(data)
 
 
+def test_a_block_is_found_over_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    with redis_server(tmp_path, "--unixsocket", str(path)):
+        store = RedisStore(f"unix://{path}", IDENTITY)
+        store.put(key(1), memoryview(content(1)))
+
+        assert read(RedisStore(f"unix://{path}", IDENTITY), 1) == bytes(content(1))
+
+
 def test_a_block_is_found_by_another_client(address: str, store: RedisStore) -> None:
     assert store.put(key(1), content(1))
     assert not store.put(key(1), content(1)), "it is there already"
@@ -160,13 +169,16 @@ def test_nonsense_is_an_error(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> 
         ("redis://host", RedisAddress("host")),
         ("redis://host:7/2", RedisAddress("host", 7, 2)),
         ("rediss://a:b%40c@[::1]/", RedisAddress("::1", user="a", password="b@c", has_tls=True)),
+        ("unix:///run/a%20b.sock", RedisAddress("localhost", socket_path="/run/a b.sock")),
     ],
 )
 def test_addresses(url: str, expected: RedisAddress) -> None:
     assert parse_redis(url) == expected
 
 
-@pytest.mark.parametrize("url", ["", "host:6379", "http://host", "redis://", "redis://host/x", "redis://host:x"])
+@pytest.mark.parametrize(
+    "url", ["", "host:6379", "http://host", "redis://", "redis://host/x", "redis://host:x", "unix://x"]
+)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(OptionError, match="kv_remote"):
         WorkerConfig(kv_ram_gb=1, kv_remote=url)
