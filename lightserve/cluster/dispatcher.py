@@ -44,6 +44,7 @@ from lightserve.io_struct import (
 )
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
+from lightserve.utils.metrics import add_http_counts
 
 logger = init_logger(__name__)
 
@@ -134,8 +135,7 @@ class Dispatcher:
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
             elif isinstance(message, SpanCounts):
-                self.metrics.values["otlp_spans_exported_total"] += message.exported
-                self.metrics.values["otlp_spans_dropped_total"] += message.dropped
+                add_http_counts(self.metrics.values, message)
             elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
                 self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))
             else:

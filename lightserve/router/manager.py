@@ -46,6 +46,7 @@ from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
+from lightserve.utils.metrics import add_http_counts
 
 logger = init_logger(__name__)
 
@@ -129,7 +130,7 @@ class RouterManager:
             elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
             elif isinstance(message, SpanCounts):
-                self.metrics.spans(message.exported, message.dropped)
+                add_http_counts(self.metrics.values, message)
             elif isinstance(message, AdapterQuery):
                 self.adapters.handle(message)
             else:

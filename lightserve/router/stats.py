@@ -86,11 +86,6 @@ class RouterMetrics:
     def workers_restarted(self) -> None:
         self.values["worker_restarts_total"] += 1
 
-    def spans(self, exported: int, dropped: int) -> None:
-        """HTTP processes count them."""
-        self.values["otlp_spans_exported_total"] += exported
-        self.values["otlp_spans_dropped_total"] += dropped
-
     def preempted(self, count: int = 1) -> None:
         self.values["num_preemptions_total"] += count
 

@@ -9,7 +9,7 @@ import enum
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from lightserve.io_struct import HistogramCounts, MetricsSnapshot
+from lightserve.io_struct import HistogramCounts, MetricsSnapshot, SpanCounts
 
 
 class Kind(enum.Enum):
@@ -210,3 +210,9 @@ class Recorder:
             {name: dict(counts) for name, counts in self.labelled.items()},
             {name: HistogramCounts(list(one.counts), one.total) for name, one in self.histograms.items()},
         )
+
+
+def add_http_counts(values: dict[str, float], counts: SpanCounts) -> None:
+    """Add what an HTTP process has counted since its last message."""
+    values["otlp_spans_exported_total"] += counts.exported
+    values["otlp_spans_dropped_total"] += counts.dropped
