@@ -542,6 +542,13 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
         return f"salt {self.scheduling.cache_salt}" if uses_cache else f"group {self.group}"
 
 
+class ContinueReq(msgspec.Struct, frozen=True, tag=True):
+    """A request that began in another server, which died. Its client has these tokens: generate those that follow."""
+
+    request: GenerateReq  # with the seed that it had there
+    output_ids: list[int]
+
+
 class AbortReq(msgspec.Struct, frozen=True, tag=True):
     """End a request: its client disconnected (ABORT), or the detokenizer found a stop string (STOP)."""
 
@@ -608,7 +615,15 @@ class ListAdapters(msgspec.Struct, frozen=True, tag=True):
 
 AdapterQuery = LoadAdapter | UnloadAdapter | ListAdapters
 ToRouter = (
-    GenerateReq | AbortReq | AbortByRequestId | GetTimelines | StartProfile | StopProfile | SpanCounts | AdapterQuery
+    GenerateReq
+    | ContinueReq
+    | AbortReq
+    | AbortByRequestId
+    | GetTimelines
+    | StartProfile
+    | StopProfile
+    | SpanCounts
+    | AdapterQuery
 )
 
 
@@ -675,6 +690,7 @@ class TextReq(msgspec.Struct, frozen=True):
 
     req_id: int
     text: TextParams
+    output_ids: list[int] = []  # tokens whose text the client has already
 
 
 class Admission(msgspec.Struct, frozen=True):

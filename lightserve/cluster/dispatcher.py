@@ -27,6 +27,7 @@ from lightserve.io_struct import (
     AdapterQuery,
     AdapterReply,
     BatchTokenIdOut,
+    ContinueReq,
     EngineDraining,
     FromEngine,
     GenerateReq,
@@ -129,7 +130,9 @@ class Dispatcher:
         while True:
             message = await self._inbox.recv()
             if isinstance(message, GenerateReq):
-                self._accept(message)
+                self._accept(message, [])
+            elif isinstance(message, ContinueReq):
+                self._accept(message.request, message.output_ids)
             elif isinstance(message, AbortReq):
                 self._abort(message)
             elif isinstance(message, AbortByRequestId):
@@ -143,11 +146,12 @@ class Dispatcher:
                 if reply is not None:
                     self._to_detokenization.send(reply)
 
-    def _accept(self, message: GenerateReq) -> None:
+    def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
         config = self._config
         req = open_request(message, not config.disable_dynamic_prompt_cache, config.request_timeout or None)
+        req.output_ids = output_ids.copy()
         self._requests[req.req_id] = req
-        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req.req_id, message.params.text)]))
+        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req.req_id, message.params.text, output_ids)]))
         if self._placement.place(req):
             return
         if len(self._unplaced) < config.max_queue_size:

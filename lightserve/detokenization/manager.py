@@ -55,7 +55,7 @@ class DetokenizationManager:
 
     def _handle(self, batch: BatchTokenIdOut) -> None:
         for req in batch.new:
-            self._texts[req.req_id] = ReqText(self._decoder, req.text)
+            self._texts[req.req_id] = ReqText(self._decoder, req.text, req.output_ids)
         outs: list[list[StrOut]] = [[] for _ in self._to_http]
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
         for out in batch.tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason, TextParams
 from lightserve.model_files.decoding import Decoder, EmptyDecodeStream
@@ -10,7 +12,8 @@ from lightserve.model_files.decoding import Decoder, EmptyDecodeStream
 class ReqText:
     """Without a decoder (a model without a tokenizer) there is no text."""
 
-    def __init__(self, decoder: Decoder | None, params: TextParams) -> None:
+    def __init__(self, decoder: Decoder | None, params: TextParams, output_ids: Sequence[int] = ()) -> None:
+        """``output_ids`` are tokens whose text the client has already."""
         self._decoder = decoder
         self._shown_special_ids = params.shown_special_ids if params.skip_special_tokens else ()
         self._stream = (
@@ -21,6 +24,8 @@ class ReqText:
         self._stop = StopMatcher(params.stop, params.include_stop)
         self._n_hidden = params.hidden_chars  # characters that are still to be hidden
         self._include_stop = params.include_stop  # then an end token stays in the text too
+        for token_id in output_ids:
+            self.push(token_id, None)
 
     @property
     def matched_stop(self) -> str | None:

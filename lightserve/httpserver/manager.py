@@ -29,6 +29,7 @@ from lightserve.io_struct import (
     AdapterCard,
     AdapterReply,
     BatchStrOut,
+    ContinueReq,
     EmbeddingOut,
     EngineReady,
     FinishReason,
@@ -208,7 +209,8 @@ class HttpServerManager:
 
     def _start(self, generation: Generation) -> None:
         self._check_ready()
-        self._send(generation)
+        if not generation.has_ended:  # it may be continued after its last token
+            self._send(generation)
 
     def _send(self, generation: Generation) -> None:
         arrived_s = generation.log.arrived_s
@@ -222,18 +224,18 @@ class HttpServerManager:
             first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
             is_open = one.group is not None
             group = first if one.group is None else one.group
-            self._to_router.send(
-                GenerateReq(
-                    req_id,
-                    prompt_ids,
-                    one.params,
-                    arrived_s,
-                    one.scheduling,
-                    group,
-                    is_group_open=is_open,
-                    request_id=generation.log.request_id,
-                )
+            request = GenerateReq(
+                req_id,
+                prompt_ids,
+                one.params,
+                arrived_s,
+                one.scheduling,
+                group,
+                is_group_open=is_open,
+                request_id=generation.log.request_id,
             )
+            said = generation.said_ids.get(index)
+            self._to_router.send(request if said is None else ContinueReq(request, said))
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
@@ -271,6 +273,7 @@ class Generation:
         self.n = n  # sequences a prompt: prompt i has the indices i * n ... i * n + n - 1
         self.log = log
         self.req_ids: list[int] = []
+        self.said_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
         self._manager = manager
         self._unread: list[tuple[int, StrOut]] = []
         self._has_unread = asyncio.Event()
@@ -324,13 +327,19 @@ class Generation:
                     outs[index].append(out)
         return outs
 
+    def continue_after(self, outs: Sequence[tuple[int, StrOut]], age_s: float) -> None:
+        """The client has these tokens, from another server. The request came ``age_s`` ago, and starts after this."""
+        self.log.arrived_s -= age_s
+        for index, out in outs:
+            self.said_ids.setdefault(index, []).append(out.token.id)
+            self._count(index, out)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._unfinished
+
     def push(self, index: int, out: StrOut) -> None:
-        self.log.generated_tokens += 1
-        if out.admission is not None:
-            self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
-        if out.finish_reason is not None:
-            self.log.record_finish(out.finish_reason)
-            self._unfinished.discard(index)
+        self._count(index, out)
         if self._error is not None:
             return
         unread = self._unread
@@ -340,6 +349,14 @@ class Generation:
         elif len(unread) > MAX_UNREAD:
             unread.clear()
             self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
+
+    def _count(self, index: int, out: StrOut) -> None:
+        self.log.generated_tokens += 1
+        if out.admission is not None:
+            self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
+        if out.finish_reason is not None:
+            self.log.record_finish(out.finish_reason)
+            self._unfinished.discard(index)
 
     async def collect_embeddings(self) -> list[bytes]:
         """Start, wait for the end, and return the result of every pooling request: float32 numbers."""

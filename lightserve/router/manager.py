@@ -20,6 +20,7 @@ from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
     AdapterQuery,
+    ContinueReq,
     DispatchedReq,
     EngineReady,
     GenerateReq,
@@ -121,6 +122,8 @@ class RouterManager:
             message = await self._inbox.recv()
             if isinstance(message, GenerateReq):
                 self._accept(message)
+            elif isinstance(message, ContinueReq):
+                self._accept(message.request, output_ids=message.output_ids)
             elif isinstance(message, DispatchedReq | MovedReqs | KvCancel):
                 self._handle_dispatcher(message)
             elif isinstance(message, AbortReq):
@@ -168,7 +171,9 @@ class RouterManager:
         self._reporter.confirm_moved(message.req_ids)
         self.steps.wake()
 
-    def _accept(self, message: GenerateReq, dispatched: DispatchedReq | None = None) -> None:
+    def _accept(
+        self, message: GenerateReq, dispatched: DispatchedReq | None = None, output_ids: Sequence[int] = ()
+    ) -> None:
         timeline = self.timelines.start(message)
         if timeline is not None and dispatched is not None:
             timeline.is_for_other_engine = dispatched.target is not None
@@ -186,7 +191,9 @@ class RouterManager:
         if dispatched is not None:  # the dispatcher has announced it
             self._prepare_dispatched(req, dispatched)
         elif self._pooling is None:  # otherwise there is no text
-            self._reporter.announce(message.req_id, message.params.text)
+            self._reporter.announce(message.req_id, message.params.text, list(output_ids))
+        if output_ids:
+            req.continue_from(list(output_ids), time.monotonic())
         req.timeline = timeline
         if timeline is not None:
             timeline.queued()

@@ -39,9 +39,9 @@ class Reporter:
         self.pinned: PinnedPrompts | None = None  # set if there are static prompts
         self.send_news: Callable[[KvNews], None] | None = None  # set if there is a dispatcher
 
-    def announce(self, req_id: int, params: TextParams) -> None:
-        """A request was accepted. This message comes before its tokens."""
-        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req_id, params)]))
+    def announce(self, req_id: int, params: TextParams, output_ids: list[int]) -> None:
+        """A request was accepted, which has these tokens. This message comes before its other tokens."""
+        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req_id, params, output_ids)]))
 
     def refuse(self, req_id: int, message: str, status: int = 429) -> None:
         self.metrics.refused()

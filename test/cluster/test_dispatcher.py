@@ -14,7 +14,10 @@ from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
+    ContinueReq,
     FinishReason,
+    GenerateReq,
+    GenerationParams,
     GetTimelines,
     ProfileReply,
     SchedulingParams,
@@ -311,6 +314,25 @@ def test_deadlines_count_from_the_arrival_of_the_http_request() -> None:
         assert len(cluster.tokens[0]) == 9
 
     check(scenario)
+
+
+def test_a_request_of_another_gateway_goes_on_after_its_tokens_whatever_dies() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        params = GenerationParams.of(max_new_tokens=LONG, seed=7)
+        cluster.inbox.send(GenerateReq(0, [5, 6], params, time.monotonic()))
+        await cluster.until(lambda: cluster.has_ended(0))
+        said = cluster.tokens[0][:5]
+
+        cluster.inbox.send(ContinueReq(GenerateReq(1, [5, 6], params, time.monotonic()), said))
+        await cluster.until(lambda: len(cluster.tokens[1]) > 2)
+        placed = cluster.placement.engine_of(1)
+        assert placed is not None
+        cluster.kill_router(placed.number)
+        await cluster.until(lambda: cluster.has_ended(1))
+
+        assert said + cluster.tokens[1] == cluster.tokens[0]
+
+    check(scenario, pool=16384)
 
 
 def test_queries_are_answered_by_all_engines_together() -> None:

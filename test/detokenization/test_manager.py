@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.io_struct import (
     REQ_ID_BITS,
@@ -130,6 +132,26 @@ def test_streamed_text_equals_the_text_decoded_at_once(tmp_path: Path) -> None:
         assert detokenizer.outs()[0].token.top_logprobs == [(5, -2.0)]
         assert detokenizer.outs()[-1].finish_reason is FinishReason.LENGTH
         assert detokenizer.manager.num_open == 0
+
+    check(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("said", [1, 5, 9])
+def test_the_text_of_a_continued_request_goes_on_where_it_was(tmp_path: Path, said: int) -> None:
+    wanted = "Grüße 🦙🦙 und 漢字!"
+
+    async def scenario(detokenizer: Detokenizer) -> None:
+        ids = detokenizer.tokenizer.encode(wanted, add_special_tokens=False)
+        detokenizer.send(new=[text_req(1), TextReq(2, TextParams(), ids[:said])])
+        for i, token_id in enumerate(ids):
+            reason = FinishReason.LENGTH if i == len(ids) - 1 else None
+            req_ids = (1,) if i < said else (1, 2)
+            detokenizer.send(*(TokenIdOut(req_id, Token(token_id), finish_reason=reason) for req_id in req_ids))
+
+        await until(lambda: len(detokenizer.outs()) == 2 * len(ids) - said)
+
+        whole = [out.text for out in detokenizer.outs() if out.req_id == 1]
+        assert [out.text for out in detokenizer.outs() if out.req_id == 2] == whole[said:]
 
     check(scenario, tmp_path)
 

@@ -16,6 +16,7 @@ from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
     BatchTokenIdOut,
+    ContinueReq,
     EngineReady,
     FinishReason,
     GenerateReq,
@@ -237,6 +238,20 @@ def test_requests_get_their_tokens_in_order_at_any_depth(tmp_path: Path) -> None
         run_dir = tmp_path / str(depth)
         run_dir.mkdir()
         check(scenario, run_dir, depth=depth)
+
+
+def test_a_request_of_another_server_goes_on_after_its_tokens(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.send(ContinueReq(request(1, prompt_len=3, max_new_tokens=6), [101, 102]))
+
+        await router.until(lambda: router.has_finished(1))
+
+        assert router.tokens_of(1) == [103, 104, 105, 106]
+        [announced] = [new for batch in router.batches for new in batch.new]
+        assert announced.output_ids == [101, 102]
+        await until(lambda: router.scheduler.pool.used == 0)
+
+    check(scenario, tmp_path)
 
 
 def test_the_tokens_of_a_step_are_sent_in_one_message(tmp_path: Path) -> None:
