@@ -219,10 +219,7 @@ class WorkerConfig:
         if bool(self.kv_disk_gb) != (self.kv_disk_dir is not None):
             raise OptionError("kv_disk_gb and kv_disk_dir need each other: a size and a folder")
         if self.kv_remote is not None:
-            try:
-                parse_redis(self.kv_remote)
-            except ValueError as error:
-                raise OptionError(f"kv_remote: {error}") from error  # without the address: it may have a password
+            _check_redis("kv_remote", self.kv_remote)
         if self.lower_tiers and not self.kv_ram_gb:
             raise OptionError(f"the KV tier {self.lower_tiers[0]} needs --kv_ram_gb: its KV passes through host memory")
 
@@ -386,6 +383,12 @@ class HttpConfig:
         1000, "maximum responses of /v1/responses that are stored, oldest removed first; 0: none is stored"
     )
     response_store_bytes: int = option(128 * 2**20, "maximum bytes of all stored responses, on the disk")
+    journal: str | None = option(
+        None,
+        "Redis or Valkey server that keeps streams, such as redis://10.0.0.5:6379/1; a client that lost its connection "
+        "resumes its stream with Last-Event-ID, at any HTTP process or gateway with the same one",
+    )
+    journal_ttl: float = option(60.0, "seconds for which a client can come back for a stream of --journal")
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
     otlp_endpoint: str | None = option(
         None, "collector for OpenTelemetry traces, such as http://localhost:4318; needs pip install lightserve[otlp]"
@@ -405,6 +408,9 @@ class HttpConfig:
             raise OptionError(f"port={self.port}: must be between 0 and 65535")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
             raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
+        _at_least(self, 1, "journal_ttl")
+        if self.journal is not None:
+            _check_redis("journal", self.journal)
         _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
@@ -716,6 +722,13 @@ def _is_http_url(text: str) -> bool:
         return url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
     except ValueError:
         return False
+
+
+def _check_redis(flag: str, url: str) -> None:
+    try:
+        parse_redis(url)
+    except ValueError as error:
+        raise OptionError(f"{flag}: {error}") from error  # without the address: it may have a password
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:

@@ -12,9 +12,11 @@ LightserveError
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404
 │   ├── RequestNotFoundError       404: of /debug/requests
+│   ├── StreamNotFoundError        404: of Last-Event-ID
 │   ├── BodyTimeoutError           408
 │   ├── SlowReaderError            408: the client does not read its response
 │   ├── ConflictError              409: a profile is running already, or none is
+│   ├── StreamGoneError            410: its server died, and no other one can continue it
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── WebSocketError             426: the client must use HTTP
@@ -120,6 +122,22 @@ class ResponseNotFoundError(RequestError):
 class RequestNotFoundError(RequestError):
     status = 404
     code = "request_not_found"
+
+
+class StreamNotFoundError(RequestError):
+    status = 404
+    code = "stream_not_found"
+
+    def __init__(self, event_id: str) -> None:
+        super().__init__(
+            f"Last-Event-ID {event_id[:100]!r}: there is no such stream: it has expired (--journal_ttl), was started "
+            "at another endpoint or belongs to another API key; send the request without this header",
+        )
+
+
+class StreamGoneError(RequestError):
+    status = 410
+    code = "stream_gone"
 
 
 class PreviousResponseNotFoundError(InvalidRequestError):

@@ -590,6 +590,14 @@ class SpanCounts(msgspec.Struct, frozen=True, tag=True):
     dropped: int
 
 
+class JournalCounts(msgspec.Struct, frozen=True, tag=True):
+    """What an HTTP process has counted about the journal of streams since its last message, for the metrics."""
+
+    lost: int
+    resumed: int
+    taken_over: int
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """An operator adds a LoRA adapter under a name."""
 
@@ -623,6 +631,7 @@ ToRouter = (
     | StartProfile
     | StopProfile
     | SpanCounts
+    | JournalCounts
     | AdapterQuery
 )
 

@@ -69,11 +69,13 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.tracing": {"errors", "httpserver.wire", "io_struct", "utils"},
     "httpserver.router_queries": {"errors", "io_struct", "utils"},
     "httpserver.manager": {"errors", "io_struct", "utils", "httpserver.router_queries", "httpserver.wire"},
+    "httpserver.journal": {"errors", "httpserver.wire", "io_struct", "utils"},
     "httpserver.grammar_check": {"errors", "grammar", "io_struct", "model_files"},
     "httpserver.context": {
         "config",
         "errors",
         "httpserver.grammar_check",
+        "httpserver.journal",
         "httpserver.manager",
         "httpserver.tracing",
         "httpserver.wire",

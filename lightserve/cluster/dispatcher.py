@@ -31,6 +31,7 @@ from lightserve.io_struct import (
     EngineDraining,
     FromEngine,
     GenerateReq,
+    JournalCounts,
     KvMissing,
     KvNews,
     KvWanted,
@@ -137,7 +138,7 @@ class Dispatcher:
                 self._abort(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
-            elif isinstance(message, SpanCounts):
+            elif isinstance(message, SpanCounts | JournalCounts):
                 add_http_counts(self.metrics.values, message)
             elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
                 self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))

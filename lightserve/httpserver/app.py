@@ -11,6 +11,7 @@ from lightserve.httpserver.admin import routes as admin_routes, tokenize as toke
 from lightserve.httpserver.anthropic import errors as anthropic_errors, routes as anthropic_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
+from lightserve.httpserver.journal.middleware import JournalMiddleware
 from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
@@ -66,6 +67,10 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
     """The last one added is the outermost: CORS answers a preflight without a key, and a page can read an error."""
+    if context.journal is not None:
+        app.add_middleware(
+            JournalMiddleware, journal=context.journal, logs_requests=not context.config.disable_log_requests
+        )
     app.add_middleware(
         RequestMiddleware,
         api_keys=context.config.api_key,

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.grammar_check import GrammarCheck
+from lightserve.httpserver.journal.journal import Journal
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -46,6 +47,7 @@ class ServerContext:
     export_trace: Export | None = None  # None: requests are not traced
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
     static_prompts: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --static_prompts
+    journal: Journal | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
 
     @property

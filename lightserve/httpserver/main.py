@@ -16,6 +16,7 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.journal.journal import Journal, report_journal
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
@@ -64,6 +65,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         static_prompts=encode_static_prompts(config.router.static_prompts, tokenizer),
         has_adapters=config.worker.num_loras > 0,
+        journal=None if config.http.journal is None else Journal(config.http.journal, config.http.journal_ttl),
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
@@ -73,6 +75,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, exporter))
         if exporter is not None:
             tasks.create_task(report_counts(exporter, to_router))
+        if context.journal is not None:
+            tasks.create_task(context.journal.run())
+            tasks.create_task(report_journal(context.journal, to_router))
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -326,6 +327,15 @@ class Generation:
                 for index, out in arrived:
                     outs[index].append(out)
         return outs
+
+    def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
+        """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
+        if seeds is None:
+            given = [one.params.sampling.seed for one in self.prompt_requests]
+            seeds = [random.getrandbits(63) if seed is None else seed for seed in given]
+        pairs = zip(self.prompt_requests, seeds, strict=True)
+        self.prompt_requests = [replace(one, params=one.params.replace(seed=seed)) for one, seed in pairs]
+        return list(seeds)
 
     def continue_after(self, outs: Sequence[tuple[int, StrOut]], age_s: float) -> None:
         """The client has these tokens, from another server. The request came ``age_s`` ago, and starts after this."""

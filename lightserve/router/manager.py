@@ -25,6 +25,7 @@ from lightserve.io_struct import (
     EngineReady,
     GenerateReq,
     GetTimelines,
+    JournalCounts,
     KvCancel,
     KvNews,
     MovedReqs,
@@ -132,7 +133,7 @@ class RouterManager:
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
-            elif isinstance(message, SpanCounts):
+            elif isinstance(message, SpanCounts | JournalCounts):
                 add_http_counts(self.metrics.values, message)
             elif isinstance(message, AdapterQuery):
                 self.adapters.handle(message)

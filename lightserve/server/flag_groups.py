@@ -78,6 +78,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "master_addr",
         "master_port",
         "node_timeout",
+        "journal",
+        "journal_ttl",
     ),
     "Scheduling": (
         "running_max_req_size",

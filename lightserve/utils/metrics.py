@@ -9,7 +9,7 @@ import enum
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from lightserve.io_struct import HistogramCounts, MetricsSnapshot, SpanCounts
+from lightserve.io_struct import HistogramCounts, JournalCounts, MetricsSnapshot, SpanCounts
 
 
 class Kind(enum.Enum):
@@ -167,6 +167,12 @@ METRICS = (
     ),
     _counter("otlp_spans_exported_total", "Spans sent to the collector of --otlp_endpoint."),
     _counter("otlp_spans_dropped_total", "Spans dropped because the collector was slow or did not respond."),
+    _counter("journal_streams_lost_total", "With --journal: streams that went on without it; it was down or too slow."),
+    _counter("journal_streams_resumed_total", "With --journal: clients that came back for a stream."),
+    _counter(
+        "journal_streams_taken_over_total",
+        "With --journal: streams of HTTP processes that died, which one of this server continued.",
+    ),
     _histogram("time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S),
     _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_S),
     _histogram("request_time_per_output_token_seconds", "Mean time per output token after the first.", _TOKEN_S),
@@ -212,7 +218,12 @@ class Recorder:
         )
 
 
-def add_http_counts(values: dict[str, float], counts: SpanCounts) -> None:
+def add_http_counts(values: dict[str, float], counts: SpanCounts | JournalCounts) -> None:
     """Add what an HTTP process has counted since its last message."""
-    values["otlp_spans_exported_total"] += counts.exported
-    values["otlp_spans_dropped_total"] += counts.dropped
+    if isinstance(counts, SpanCounts):
+        values["otlp_spans_exported_total"] += counts.exported
+        values["otlp_spans_dropped_total"] += counts.dropped
+    else:
+        values["journal_streams_lost_total"] += counts.lost
+        values["journal_streams_resumed_total"] += counts.resumed
+        values["journal_streams_taken_over_total"] += counts.taken_over

@@ -21,7 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lightserve.io_struct import RouterStats, SpanCounts
+from lightserve.io_struct import JournalCounts, RouterStats, SpanCounts
 from lightserve.router.stats import RouterMetrics
 from lightserve.utils.metrics import METRICS, add_http_counts
 from test.httpserver.app_client import served
@@ -85,6 +85,7 @@ def traffic(metrics: RouterMetrics, requests: int) -> None:
         metrics.preempted()
         metrics.evicted(10)
         add_http_counts(metrics.values, SpanCounts(4, 1))
+        add_http_counts(metrics.values, JournalCounts(lost=1, resumed=2, taken_over=1))
     metrics.set_load(running=4, waiting=2, used_tokens=500, total_tokens=1000)
 
 

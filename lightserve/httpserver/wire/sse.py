@@ -22,6 +22,7 @@ Outs = list[tuple[int, StrOut]]  # tokens, each with the index of its sequence
 OPENAPI_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold the events back
 HAS_EVENTS = "lightserve.has_events"  # in a message of the body: LimitedProtocol sends every event as an HTTP chunk
+RECORDER = "recorder"  # the name of the StreamRecorder in the state of a request
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it
 
 
@@ -41,13 +42,64 @@ class EventWriter(Protocol):
         return KEEP_ALIVE
 
 
+class RecordedGeneration(Protocol):
+    """What a recorder needs of a generation before it starts."""
+
+    def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
+        """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
+
+    def continue_after(self, outs: Outs, age_s: float) -> None:
+        """The client has these tokens already; the request came ``age_s`` ago."""
+
+
+class StreamedGeneration(AbstractAsyncContextManager[AsyncIterator[Outs]], RecordedGeneration, Protocol): ...
+
+
+class StreamRecorder(Protocol):
+    """Keeps the events of a stream, so that its client can come back for them: see httpserver/journal."""
+
+    said: Outs  # tokens of which the client has the events: another process had the stream before
+
+    def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None: ...
+
+    def add(self, outs: Outs, events: bytes) -> bytes:
+        """The events of these tokens, with ids."""
+
+    def end(self, events: bytes) -> bytes:
+        """The last events, with ids."""
+
+    def close(self) -> None:
+        """No more events come: the stream has ended, or was abandoned."""
+
+    async def outlive(self, sending: asyncio.Future[Any]) -> None:
+        """The client has disconnected: wait while it may come back."""
+
+
+class EventSource(Protocol):
+    """What an EventStream sends."""
+
+    has_begun: bool  # the client knows the status
+    keep_alive: bytes
+    generator: AsyncGenerator[bytes, None]
+    recorder: StreamRecorder | None
+
+    def record(self, recorder: StreamRecorder | None) -> None:
+        """Give events ids, and keep them; None: do not. It is called before the first event."""
+
+    async def __anext__(self) -> bytes: ...
+
+    async def aclose(self) -> None: ...
+
+
 class EventStream(Response):
     """Sends what a generator of event bytes yields, and closes the generator when the client disconnects."""
 
     media_type = "text/event-stream"
     keep_alive_s: ClassVar[float] = 15.0  # proxies close a connection that is silent for 30 s or longer
 
-    def __init__(self, first: asyncio.Future[bytes], events: Events, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, first: asyncio.Future[bytes], events: EventSource, headers: dict[str, str] | None = None
+    ) -> None:
         self._first = first
         self._events = events
         self._last_s = 0.0  # when something was sent
@@ -62,11 +114,13 @@ class EventStream(Response):
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
 
     @classmethod
-    async def open(cls, request: Request, events: Events, headers: dict[str, str] | None = None) -> EventStream:
+    async def open(cls, request: Request, events: EventSource, headers: dict[str, str] | None = None) -> EventStream:
         """Wait for the first event, so that an error before it is still an HTTP status.
 
         After ``keep_alive_s`` the status is sent all the same: a proxy would close the connection.
         """
+        if cls.media_type == EventStream.media_type:
+            events.record(request.scope.get("state", {}).get(RECORDER))
         first = asyncio.ensure_future(anext(events))
         try:
             await _run_until(first, _disconnected(request.receive), cls.keep_alive_s if events.keep_alive else None)
@@ -89,6 +143,8 @@ class EventStream(Response):
                 while not await _wait((sending, watcher), self._seconds_left()):
                     if self._seconds_left() == 0:
                         await self._send_keep_alive(send)
+                if self._events.recorder is not None and not sending.done():
+                    await self._events.recorder.outlive(sending)  # what it sends goes nowhere
             finally:
                 await _cancel(sending, watcher)
         if not sending.cancelled():
@@ -121,12 +177,18 @@ class EventStream(Response):
 class Events:
     """The tokens of a generation as events. An error before the stream has begun is raised; a later one is an event."""
 
-    def __init__(
-        self, generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
-    ) -> None:
+    def __init__(self, generation: StreamedGeneration, writer: EventWriter, request_id: str) -> None:
         self.has_begun = False  # the client knows the status
         self.keep_alive = writer.keep_alive()
+        self.recorder: StreamRecorder | None = None
         self.generator = self._generate(generation, writer, request_id)
+        self._generation = generation
+
+    def record(self, recorder: StreamRecorder | None) -> None:
+        if recorder is not None:
+            recorder.begin(self._generation, self.keep_alive)
+            self.recorder = recorder
+            self.generator = _closing(self.generator, recorder)
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)
@@ -135,12 +197,17 @@ class Events:
         await self.generator.aclose()
 
     async def _generate(
-        self, generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
+        self, generation: StreamedGeneration, writer: EventWriter, request_id: str
     ) -> AsyncGenerator[bytes, None]:
         try:
             async with generation as batches:
+                recorder = self.recorder
+                if recorder is not None and recorder.said:
+                    writer.write(recorder.said)
                 async for outs in batches:
                     events = writer.write(outs)
+                    if recorder is not None:
+                        events = recorder.add(outs, events)
                     if events:
                         self.has_begun = True
                         yield events
@@ -150,13 +217,22 @@ class Events:
                 raise
             log_stream_error(error, request_id)
             end = writer.error(error, request_id)
+        if self.recorder is not None:
+            end = self.recorder.end(end)
         if end:
             yield end
 
 
-def events_of(
-    generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
-) -> Events:
+async def _closing(events: AsyncGenerator[bytes, None], recorder: StreamRecorder) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(events):
+            async for some in events:
+                yield some
+    finally:
+        recorder.close()
+
+
+def events_of(generation: StreamedGeneration, writer: EventWriter, request_id: str) -> Events:
     return Events(generation, writer, request_id)
 
 

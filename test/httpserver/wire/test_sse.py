@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +25,12 @@ class Generation:
     def __init__(self) -> None:
         self.unread: asyncio.Queue[str | LightserveError | None] = asyncio.Queue()
         self.is_closed = False
+
+    def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
+        raise NotImplementedError  # no test records it
+
+    def continue_after(self, outs: Outs, age_s: float) -> None:
+        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         return self

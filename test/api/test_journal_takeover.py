@@ -1,0 +1,143 @@
+"""--journal: the server that generates a stream dies, and another one goes on with the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightserve.cluster.tcp.keys import generate
+from test.api.event_client import Event, EventClient
+from test.api.server import START_S, STOP_S, ServerProcess, start_server
+from test.api.test_dp import KV_TOKENS, PROMPT, model
+from test.api.test_engines import CLI, serving
+from test.api.test_journal import APIS, BODY, COMPLETE, serve, texts
+from test.api.test_restart import NUMBERS
+from test.cluster.tcp_cluster import free_port
+from test.waiting import wait_until
+from test.worker.block_store.redis_server import redis_server
+
+pytestmark = pytest.mark.slow
+
+__all__ = ["model"]  # a fixture
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.9, "seed": 5, "top_k": 30, "repetition_penalty": 1.1, "logprobs": 2},
+    {"temperature": 1.0, "seed": 3, "guided_json": NUMBERS},
+    {"temperature": 0.7, "seed": 11, "stream_options": {"include_usage": True}},
+]
+SAMPLED = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def joined(events: list[Event]) -> list[Any]:
+    """Text, logprobs and ends of a completion, and its usage."""
+    chunks = [event.json for event in events if event.data != "[DONE]"]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    ends = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    for usage in ends:
+        del usage["prompt_tokens_details"]  # what was cached depends on what came before
+    return ["".join(choice["text"] for choice in choices), [choice["logprobs"] for choice in choices], ends]
+
+
+def numbers(events: list[Event]) -> list[int]:
+    return [int((event.id or "").rpartition(".")[2]) for event in events]
+
+
+@dataclass
+class Pair:
+    """Two servers with one journal, of which the first was killed in the middle of these streams."""
+
+    survivor: ServerProcess
+    whole: dict[str, list[Event]]  # by API: what the survivor sends for the same requests
+    cut: dict[str, EventClient]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    requests = APIS | {"two": (COMPLETE, BODY | {"n": 2})}
+    with redis_server(folder) as address, serve(folder / "second", "--journal", f"redis://{address}") as survivor:
+        whole = {api: EventClient(survivor.url, path, body).read_all() for api, (path, body) in requests.items()}
+        with serve(folder / "first", "--journal", f"redis://{address}") as server:
+            cut = {api: EventClient(server.url, path, body) for api, (path, body) in requests.items()}
+            for client in cut.values():
+                client.read(20)
+            server.process.kill()
+            for client in cut.values():
+                client.read_until_cut()
+        yield Pair(survivor, whole, cut)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_another_server_goes_on_with_the_stream_of_one_that_was_killed(pair: Pair, api: str) -> None:
+    client, whole = pair.cut[api], pair.whole[api]
+
+    resumed = EventClient(pair.survivor.url, APIS[api][0], {}, client.last_id)
+    found = client.events + resumed.read_all()
+
+    assert 20 <= len(client.events) < len(whole)
+    assert texts(found) == texts(whole)
+    assert numbers(found) == list(range(1, len(whole) + 1))
+    wait_until(lambda: pair.survivor.metrics()["journal_streams_taken_over_total"] >= 1)
+    wait_until(lambda: pair.survivor.metrics()["num_requests_running"] == 0)
+
+
+def test_a_stream_of_several_choices_ends_with_its_server(pair: Pair) -> None:
+    def resume() -> EventClient:
+        return EventClient(pair.survivor.url, COMPLETE, BODY, pair.cut["two"].last_id)
+
+    wait_until(lambda: resume().status == 410)  # the lease of the server ends first
+
+    assert "several choices" in resume().error()["message"]
+
+
+@contextmanager
+def cluster(model: Path, folder: Path) -> Iterator[list[ServerProcess]]:
+    """Two gateways of one engine, with one journal."""
+    generate(folder / "keys")
+    address, keys = f"tcp://127.0.0.1:{free_port()}", ("--cluster_keys", str(folder / "keys"))
+    flags = ("--deterministic", "--max_total_token_num", KV_TOKENS, "--listen", address)
+    with redis_server(folder) as redis, ExitStack() as stack:
+
+        def start(name: str, *command: str) -> ServerProcess:
+            process = start_server(folder / name, [*CLI, *command, *keys])
+            stack.callback(stop, process)
+            return process
+
+        start("engine.log", "engine", str(model), *flags)
+        journal = ("--engines", address, "--journal", f"redis://{redis}", "--port", "0")
+        gateways = [start(f"gateway-{number}.log", "serve", str(model), *journal) for number in range(2)]
+        for gateway in gateways:
+            wait_until(lambda gateway=gateway: "ready at" in gateway.log or gateway.has_ended, START_S)  # type: ignore[misc]
+            assert not gateway.has_ended, gateway.log
+            wait_until(lambda gateway=gateway: serving(gateway) == 1, START_S)  # type: ignore[misc]
+        yield gateways
+
+
+def stop(process: ServerProcess) -> None:
+    if not process.has_ended:
+        process.process.kill()  # its child processes exit too
+        process.process.wait(STOP_S)
+
+
+def test_another_gateway_goes_on_with_the_streams_of_one_that_was_killed(model: Path, tmp_path: Path) -> None:
+    with cluster(model, tmp_path) as (gateway, survivor):
+        bodies = [SAMPLED | kind for kind in KINDS]
+        whole = [EventClient(survivor.url, COMPLETE, body).read_all() for body in bodies]
+        clients = [EventClient(gateway.url, COMPLETE, body) for body in bodies]
+        for client in clients:
+            client.read(20)
+        gateway.process.kill()
+        for client in clients:
+            client.read_until_cut()
+        resumed = [EventClient(survivor.url, COMPLETE, {}, client.last_id) for client in clients]
+        found = [client.events + again.read_all() for client, again in zip(clients, resumed, strict=True)]
+
+        assert [joined(events) for events in found] == [joined(events) for events in whole]
+        assert [numbers(events) for events in found] == [list(range(1, len(events) + 1)) for events in whole]
+        assert any(len(client.events) < len(events) for client, events in zip(clients, whole, strict=True))
+        wait_until(lambda: survivor.metrics()["journal_streams_taken_over_total"] > 0)
