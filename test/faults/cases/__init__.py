@@ -16,6 +16,7 @@ from test.faults.cases import (
     engines,
     groups,
     hosts,
+    journal,
     kv_tiers,
     nodes,
     observability,
@@ -41,6 +42,7 @@ CASES: list[Case] = sorted(
         *engines.CASES,
         *ollama.CASES,
         *observability.CASES,
+        *journal.CASES,
         *pooling.CASES,
         *static_prompts.CASES,
     ],
@@ -57,6 +59,7 @@ START_CASES: list[StartCase] = [
     *quantization.START_CASES,
     *static_prompts.START_CASES,
     *nodes.CASES,
+    *journal.START_CASES,
 ]
 
 

@@ -1,0 +1,97 @@
+"""The journal of streams (--journal): its Redis is away or hangs, or a server dies and another one goes on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import psutil
+
+from test.api.event_client import Event, EventClient
+from test.api.server import ServerProcess
+from test.faults.case import Case
+from test.faults.harness import COMPLETE, STREAMING, FaultContext
+from test.faults.reactions import Reaction, same_text, streams_continue
+from test.faults.start_case import Start, StartCase
+from test.waiting import wait_until
+from test.worker.block_store.redis_server import redis_server
+
+NO_REDIS = ("--null_step_ms", "5", "--journal", "redis://127.0.0.1:1")  # nobody listens on this port
+TOKENS = 400  # of 5 ms each: some seconds
+BODY = {"prompt": [501, 502, 503], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def serve_without_redis(context: FaultContext) -> None:
+    for i in range(4):
+        context.complete_text({"prompt": [100 * i + 100], "max_tokens": 4})
+
+
+def _lost_streams_counted(context: FaultContext) -> None:
+    streams_continue(context)
+    context.wait_until(lambda: context.server.metrics()["journal_streams_lost_total"] >= len(context.streams))
+
+
+def launch(start: Start, redis: str) -> ServerProcess:
+    server = start.launch("--null_step_ms", "5", "--journal", f"redis://{redis}")
+    start.check_serves(server)
+    return server
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.json["choices"][0]["text"] for event in events if event.data != "[DONE]")
+
+
+def redis_gets(number: signal.Signals, start: Start) -> None:
+    """A stream runs while Redis gets a signal."""
+    with redis_server(start.base) as redis:
+        server = launch(start, redis)
+        client = EventClient(server.url, COMPLETE, BODY)
+        client.read(20)
+        next(one for one in psutil.Process().children() if redis in " ".join(one.cmdline())).send_signal(number)
+        broken = client.read_all()
+        whole = EventClient(server.url, COMPLETE, BODY).read_all()
+
+        assert text_of(broken) == text_of(whole)
+        wait_until(lambda: server.metrics()["journal_streams_lost_total"] >= 1)
+        assert server.stop() == 0
+
+
+def kill_server(start: Start) -> None:
+    with redis_server(start.base) as redis:
+        server = launch(start, redis)
+        client = EventClient(server.url, COMPLETE, BODY)
+        client.read(20)
+        server.process.kill()
+        client.read_until_cut()
+        survivor = launch(start, redis)
+        found = client.events + EventClient(survivor.url, COMPLETE, {}, client.last_id).read_all()
+        whole = EventClient(survivor.url, COMPLETE, BODY).read_all()
+
+        assert len(client.events) < len(whole)
+        assert text_of(found) == text_of(whole)
+        assert survivor.stop() == 0
+
+
+CASES = [
+    Case(
+        "the Redis of --journal is away, streaming",
+        serve_without_redis,
+        Reaction("streams go on; those without a journal are counted", _lost_streams_counted, same_text),
+        STREAMING,
+        NO_REDIS,
+        20.0,
+    )
+]
+START_CASES: list[StartCase] = []
+if shutil.which("redis-server"):
+    GO_ON = "the stream goes on without the journal, same text"
+    START_CASES += [
+        StartCase("the Redis of --journal hangs", lambda start: redis_gets(signal.SIGSTOP, start), GO_ON, 60.0),
+        StartCase("kill -9 the Redis of --journal", lambda start: redis_gets(signal.SIGKILL, start), GO_ON, 60.0),
+        StartCase(
+            "kill -9 a server with --journal",
+            kill_server,
+            "the client comes back to another server and gets the rest, same text",
+            90.0,
+        ),
+    ]
