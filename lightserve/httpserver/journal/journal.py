@@ -38,6 +38,9 @@ class Written(Protocol):
 
     keys: Keys
 
+    def write(self) -> None:
+        """Put the events that have come since the last time."""
+
     def renew(self) -> list[tuple[Command, Callable[[Reply], None] | None]]:
         """What to send every second while the stream runs."""
 
@@ -61,6 +64,7 @@ class Journal:
         self._open: dict[bytes, Written] = {}  # by the key of their events
         self._pending: list[tuple[Command, bytes, Callable[[Reply], None] | None]] = []
         self._pending_bytes = 0
+        self._changed: dict[bytes, Written] = {}  # streams that have events to write, by the key of their events
         self._wake = asyncio.Event()
         self._down_until_s = float("-inf")
         self._is_down = False
@@ -77,6 +81,11 @@ class Journal:
     def close(self, stream: Written) -> None:
         """Nothing more comes; what was put is written."""
         self._open.pop(stream.keys.events, None)
+
+    def has_more(self, stream: Written) -> None:
+        """Ask it soon what to write: the events of some steps are one entry."""
+        self._changed[stream.keys.events] = stream
+        self._wake.set()
 
     def put(self, stream: Written, command: Command, then: Callable[[Reply], None] | None = None) -> None:
         """Send it soon, in order."""
@@ -119,6 +128,9 @@ class Journal:
 
     async def _flush(self, connection: RedisConnection | None) -> RedisConnection | None:
         """Send what is pending. Returns the connection for the next time."""
+        changed, self._changed = self._changed, {}
+        for stream in changed.values():
+            stream.write()
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         self._wake.clear()
         pending[:0] = [(deletion(keys, self.token), b"", None) for keys in self._to_delete]
@@ -135,8 +147,8 @@ class Journal:
         if self._is_down:
             self._is_down = False
             logger.info("the journal %s answers again: new streams can be resumed", self.address.name)
-        for (_, stream, then), reply in zip(pending, replies, strict=True):
-            self._handle(stream, then, reply)
+        for (_, key, then), reply in zip(pending, replies, strict=True):
+            self._handle(key, then, reply)
         return connection
 
     def _handle(self, key: bytes, then: Callable[[Reply], None] | None, reply: Reply) -> None:
@@ -150,7 +162,7 @@ class Journal:
 
     def _lose_all(self, reason: str) -> None:
         streams, self._open = list(self._open.values()), {}
-        self._pending, self._pending_bytes = [], 0
+        self._pending, self._pending_bytes, self._changed = [], 0, {}
         self._down_until_s = time.monotonic() + RETRY_S
         if not self._is_down or streams:
             what = "the journal %s is down or too slow (%s): %d streams go on without it, and cannot be resumed"

@@ -36,7 +36,8 @@ class Recording(ABC):
         self._id = stream_id
         self._journal = journal
         self._number = 0  # of the last event
-        self._unwritten: Outs = []  # tokens that had no event yet
+        self._unwritten: Outs = []  # tokens that the journal has not got
+        self._events: list[bytes] = []  # of these
         self._is_written = False  # the journal has its head
         self._is_lost = False
         self._has_ended = False
@@ -59,17 +60,15 @@ class Recording(ABC):
         if not self._is_written:
             self._write_head()
         events, self._number = with_ids(events, self._id, self._number)
-        entry = (b"outs", encode_outs(self._unwritten), b"events", events)
-        self._put(b"XADD", self.keys.events, b"%d-0" % self._number, *entry)
-        self._unwritten = []
-        if self._renewed_s == 0.0:  # a key has no expiry before it exists
-            self._expire()
+        self._events.append(events)
+        self._journal.has_more(self)
         return events
 
     def end(self, events: bytes) -> bytes:
         events = self.add([], events)
         if self._is_written and not self._is_lost:
             self._has_ended = True
+            self.write()
             self._expire()
             marker = (b"XADD", self.keys.events, b"%d-1" % self._number, b"outs", encode_outs(self._unwritten))
             self._journal.put(self, marker, lambda _: self._journal.close(self))
@@ -92,6 +91,15 @@ class Recording(ABC):
 
     # for the journal
 
+    def write(self) -> None:
+        if not self._events:
+            return
+        entry = (b"outs", encode_outs(self._unwritten), b"events", b"".join(self._events))
+        self._put(b"XADD", self.keys.events, b"%d-0" % self._number, *entry)
+        self._unwritten, self._events = [], []
+        if self._renewed_s == 0.0:  # a key has no expiry before it exists
+            self._expire()
+
     def renew(self) -> list[tuple[Command, Callable[[Reply], None] | None]]:
         found: list[tuple[Command, Callable[[Reply], None] | None]] = []
         if time.monotonic() - self._renewed_s > self._journal.ttl_s / 4:
@@ -102,6 +110,7 @@ class Recording(ABC):
 
     def lose(self) -> None:
         self._is_lost = True
+        self._unwritten, self._events = [], []
 
     def _check_reader(self, reply: Reply) -> None:
         if reply:

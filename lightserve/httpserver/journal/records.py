@@ -1,6 +1,6 @@
 """What the journal holds of a stream, and under which keys.
 
-lightserve:stream:ID            a Redis stream. The entry n-0 ends with event n; the entry n-1 is the end marker
+lightserve:stream:ID            a Redis stream. The entry n-0 has some events, n is the last one; n-1 is the end marker
 lightserve:stream:ID:head       a hash: who may resume the stream, and what another process needs to continue it
 lightserve:stream:ID:reader     exists while a client that came back reads the stream
 lightserve:stream:ID:taken      exists while a process starts the request again

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightserve.utils.net import RedisAddress
 
+READ_BYTES = 2**20
 Command = Sequence[bytes | int]
 Reply = Any  # bytes, int, None, a RedisError or a list of them
 
@@ -23,6 +24,7 @@ class RedisConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._unread = b""
 
     @classmethod
     async def open(cls, address: RedisAddress) -> RedisConnection:
@@ -43,7 +45,19 @@ class RedisConnection:
         """The reply of each command. One that Redis refuses has a RedisError."""
         self._writer.write(b"".join([_encoded(command) for command in commands]))
         await self._writer.drain()
-        return [await self._read() for _ in commands]
+        replies: list[Reply] = []
+        at = 0
+        while len(replies) < len(commands):
+            try:
+                reply, at = _parse(self._unread, at)
+                replies.append(reply)
+            except _IncompleteReplyError:
+                more = await self._reader.read(READ_BYTES)
+                if not more:
+                    raise ConnectionError("Redis closed the connection") from None
+                self._unread, at = self._unread[at:] + more, 0
+        self._unread = self._unread[at:]
+        return replies
 
     def close(self) -> None:
         self._writer.transport.abort()
@@ -59,23 +73,41 @@ class RedisConnection:
             if isinstance(reply, RedisError):
                 raise ConnectionError(str(reply))
 
-    async def _read(self) -> Reply:
-        try:
-            line = await self._reader.readuntil(b"\r\n")
-            kind, rest = line[:1], line[1:-2]
-            if kind == b"$":
-                return None if rest == b"-1" else (await self._reader.readexactly(int(rest) + 2))[:-2]
-            if kind == b"*":
-                return None if rest == b"-1" else [await self._read() for _ in range(int(rest))]
-            if kind == b":":
-                return int(rest)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
-            raise ConnectionError("the connection ended, or the reply is none of Redis") from error
-        if kind == b"-":
-            return RedisError(rest.decode(errors="replace"))
-        if kind != b"+":
-            raise ConnectionError("the reply is none of Redis")
-        return rest
+
+class _IncompleteReplyError(Exception):
+    """The rest has not come yet."""
+
+
+def _parse(data: bytes, at: int) -> tuple[Reply, int]:
+    """The reply that begins there, and where the next one begins. No await: it is called for every entry."""
+    end = data.find(b"\r\n", at)
+    if end < 0:
+        raise _IncompleteReplyError
+    kind, rest, after = data[at : at + 1], data[at + 1 : end], end + 2
+    if kind == b"+":
+        return rest, after
+    if kind == b"-":
+        return RedisError(rest.decode(errors="replace")), after
+    if kind not in (b":", b"$", b"*") or not rest.lstrip(b"-").isdigit():
+        raise ConnectionError("the reply is none of Redis")
+    number = int(rest)
+    if kind == b":":
+        return number, after
+    if number < 0:
+        return None, after
+    if kind == b"*":
+        return _parse_list(data, after, number)
+    if len(data) < after + number + 2:
+        raise _IncompleteReplyError
+    return data[after : after + number], after + number + 2
+
+
+def _parse_list(data: bytes, at: int, count: int) -> tuple[Reply, int]:
+    found: list[Reply] = []
+    for _ in range(count):
+        one, at = _parse(data, at)
+        found.append(one)
+    return found, at
 
 
 def _encoded(command: Command) -> bytes:

@@ -9,8 +9,9 @@ import psutil
 
 from test.api.event_client import Event, EventClient
 from test.api.server import ServerProcess
+from test.api.test_faults import COMPLETE
 from test.faults.case import Case
-from test.faults.harness import COMPLETE, STREAMING, FaultContext
+from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import Reaction, same_text, streams_continue
 from test.faults.start_case import Start, StartCase
 from test.waiting import wait_until

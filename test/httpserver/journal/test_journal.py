@@ -85,8 +85,10 @@ async def wait_until_deleted(connection: RedisConnection, keys: Keys) -> None:
 
 def test_the_journal_has_the_request_and_the_events_of_a_stream(tmp_path: Path) -> None:
     async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        recording = begin(journal)
-        sent = [recording.add(TOKEN, b"data: %d\n\n" % number) for number in range(1, 4)]
+        recording, sent = begin(journal), []
+        for number in range(1, 4):
+            sent.append(recording.add(TOKEN, b"data: %d\n\n" % number))
+            await wait_for_entries(redis, recording.keys, number)
         recording.add(TOKEN, b"")  # a token without an event
         sent.append(recording.end(b"data: [DONE]\n\n"))
 
@@ -108,6 +110,20 @@ def test_the_journal_has_the_request_and_the_events_of_a_stream(tmp_path: Path) 
         assert process == journal.token
         assert 60_000 < ttl_ms <= 75_000
         assert alive == 1
+
+    check(tmp_path, scenario)
+
+
+def test_the_events_of_some_steps_are_one_entry(tmp_path: Path) -> None:
+    async def scenario(journal: Journal, redis: RedisConnection) -> None:
+        recording = begin(journal)
+        sent = [recording.add(TOKEN, b"data: %d\n\n" % number) for number in range(1, 4)]
+
+        (entry,) = await wait_for_entries(redis, recording.keys, 1)
+
+        assert entry.events == b"".join(sent)
+        assert (entry.last, len(entry.outs)) == (3, 3)
+        assert entry.after(1) == sent[1] + sent[2]
 
     check(tmp_path, scenario)
 
@@ -199,5 +215,18 @@ def test_replies_of_every_kind_are_understood(tmp_path: Path) -> None:
 
         assert (pong, count, nothing, nested) == (b"PONG", 2, None, [b"a\r\nb", b"7"])
         assert isinstance(refused, RedisError)
+
+    check(tmp_path, scenario)
+
+
+def test_replies_that_come_in_many_pieces_are_understood(tmp_path: Path) -> None:
+    async def scenario(_: Journal, redis: RedisConnection) -> None:
+        large = bytes(range(256)) * 20_000
+        await redis.call(*[(b"RPUSH", b"large", large) for _ in range(3)])
+
+        found, length = await redis.call((b"LRANGE", b"large", 0, -1), (b"LLEN", b"large"))
+
+        assert found == [large] * 3
+        assert length == 3
 
     check(tmp_path, scenario)
