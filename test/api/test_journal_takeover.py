@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 from lightserve.cluster.tcp.keys import generate
+from lightserve.httpserver.journal.records import Keys, decode_head
+from lightserve.httpserver.journal.redis_connection import RedisConnection
+from lightserve.utils.net import parse_redis
 from test.api.event_client import Event, EventClient
 from test.api.server import START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import KV_TOKENS, PROMPT, model
@@ -28,7 +32,7 @@ __all__ = ["model"]  # a fixture
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 5, "top_k": 30, "repetition_penalty": 1.1, "logprobs": 2},
     {"temperature": 1.0, "seed": 3, "guided_json": NUMBERS},
-    {"temperature": 0.7, "seed": 11, "stream_options": {"include_usage": True}},
+    {"temperature": 1.0, "stream_options": {"include_usage": True}},  # it gets a seed
 ]
 SAMPLED = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
 
@@ -96,8 +100,8 @@ def test_a_stream_of_several_choices_ends_with_its_server(pair: Pair) -> None:
 
 
 @contextmanager
-def cluster(model: Path, folder: Path) -> Iterator[list[ServerProcess]]:
-    """Two gateways of one engine, with one journal."""
+def cluster(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerProcess, str]]:
+    """Two gateways of one engine, and the address of their journal."""
     generate(folder / "keys")
     address, keys = f"tcp://127.0.0.1:{free_port()}", ("--cluster_keys", str(folder / "keys"))
     flags = ("--deterministic", "--max_total_token_num", KV_TOKENS, "--listen", address)
@@ -115,7 +119,19 @@ def cluster(model: Path, folder: Path) -> Iterator[list[ServerProcess]]:
             wait_until(lambda gateway=gateway: "ready at" in gateway.log or gateway.has_ended, START_S)  # type: ignore[misc]
             assert not gateway.has_ended, gateway.log
             wait_until(lambda gateway=gateway: serving(gateway) == 1, START_S)  # type: ignore[misc]
-        yield gateways
+        yield gateways[0], gateways[1], redis
+
+
+def seed_of(redis: str, client: EventClient) -> int:
+    """What the journal says about a stream."""
+
+    async def read() -> int:
+        connection = await RedisConnection.open(parse_redis(f"redis://{redis}"))
+        (found,) = await connection.call((b"HGET", Keys.of(client.last_id.partition(".")[0].encode()).head, b"head"))
+        connection.close()
+        return decode_head(found).seeds[0]
+
+    return asyncio.run(read())
 
 
 def stop(process: ServerProcess) -> None:
@@ -125,9 +141,8 @@ def stop(process: ServerProcess) -> None:
 
 
 def test_another_gateway_goes_on_with_the_streams_of_one_that_was_killed(model: Path, tmp_path: Path) -> None:
-    with cluster(model, tmp_path) as (gateway, survivor):
+    with cluster(model, tmp_path) as (gateway, survivor, redis):
         bodies = [SAMPLED | kind for kind in KINDS]
-        whole = [EventClient(survivor.url, COMPLETE, body).read_all() for body in bodies]
         clients = [EventClient(gateway.url, COMPLETE, body) for body in bodies]
         for client in clients:
             client.read(20)
@@ -136,7 +151,11 @@ def test_another_gateway_goes_on_with_the_streams_of_one_that_was_killed(model: 
             client.read_until_cut()
         resumed = [EventClient(survivor.url, COMPLETE, {}, client.last_id) for client in clients]
         found = [client.events + again.read_all() for client, again in zip(clients, resumed, strict=True)]
+        seeds = [seed_of(redis, client) for client in clients]
+        bodies = [body | {"seed": seed} for body, seed in zip(bodies, seeds, strict=True)]
+        whole = [EventClient(survivor.url, COMPLETE, body).read_all() for body in bodies]
 
+        assert seeds[:2] == [5, 3]
         assert [joined(events) for events in found] == [joined(events) for events in whole]
         assert [numbers(events) for events in found] == [list(range(1, len(events) + 1)) for events in whole]
         assert any(len(client.events) < len(events) for client, events in zip(clients, whole, strict=True))
