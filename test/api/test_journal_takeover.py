@@ -90,6 +90,23 @@ def test_another_server_goes_on_with_the_stream_of_one_that_was_killed(pair: Pai
     wait_until(lambda: pair.survivor.metrics()["num_requests_running"] == 0)
 
 
+def test_a_client_that_got_an_error_of_a_server_that_ends_can_go_on_elsewhere(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as address, serve(tmp_path / "second", "--journal", f"redis://{address}") as survivor:
+        whole = EventClient(survivor.url, COMPLETE, BODY).read_all()
+        with serve(tmp_path / "first", "--journal", f"redis://{address}") as server:
+            client = EventClient(server.url, COMPLETE, BODY)
+            client.read(20)
+            server.processes()["ls-router"][0].kill()
+            cut = client.read_all()
+        *events, error, done = cut
+        found = events + EventClient(survivor.url, COMPLETE, {}, events[-1].id).read_all()
+
+        assert "its router died" in error.json["error"]["message"]
+        assert (error.id, done.id) == (None, None)
+        assert len(events) < len(whole)
+        assert texts(found) == texts(whole)
+
+
 def test_a_stream_of_several_choices_ends_with_its_server(pair: Pair) -> None:
     def resume() -> EventClient:
         return EventClient(pair.survivor.url, COMPLETE, BODY, pair.cut["two"].last_id)

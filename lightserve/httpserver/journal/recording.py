@@ -74,6 +74,12 @@ class Recording(ABC):
             self._journal.put(self, marker, lambda _: self._journal.close(self))
         return events
 
+    def release(self) -> None:
+        if self._is_written and not self._is_lost:
+            self.write()
+            self._put(b"HSET", self.keys.head, b"process", b"")
+        self._is_lost = True
+
     def close(self) -> None:
         if not self._has_ended:
             self._journal.close(self)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lightserve.errors import ClientDisconnectedError, LightserveError
+from lightserve.errors import ClientDisconnectedError, LightserveError, UnavailableError
 from lightserve.httpserver.wire.errors import log_stream_error
 from lightserve.io_struct import StrOut
 
@@ -67,6 +67,9 @@ class StreamRecorder(Protocol):
 
     def end(self, events: bytes) -> bytes:
         """The last events, with ids."""
+
+    def release(self) -> None:
+        """This server cannot go on; another one may. What follows is not kept."""
 
     def close(self) -> None:
         """No more events come: the stream has ended, or was abandoned."""
@@ -217,6 +220,8 @@ class Events:
                 raise
             log_stream_error(error, request_id)
             end = writer.error(error, request_id)
+            if self.recorder is not None and isinstance(error, UnavailableError):
+                self.recorder.release()
         if self.recorder is not None:
             end = self.recorder.end(end)
         if end:
