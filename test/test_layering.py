@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "utils": set(),
     "utils.channel": {"errors", "utils"},
     "utils.int_arrays": set(),
-    "utils.kv_secret": {"errors"},
+    "utils.kv_secret": {"errors", "utils.tls"},
     "utils.metrics": {"io_struct"},
     "utils.net": {"errors"},
     "utils.tls": {"errors"},
