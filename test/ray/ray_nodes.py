@@ -77,6 +77,7 @@ def ray_nodes(folder: Path, count: int) -> Iterator[RayNodes]:
 
     os.environ["REPORTER_UPDATE_INTERVAL_MS"] = "600000"  # of what an agent of each node measures for the dashboard
     os.environ["RAY_raylet_start_wait_time_s"] = "120"  # noqa: SIM112  its name
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # Serve kills a proxy that takes 5 s on a busy machine
     os.environ["RAY_health_check_period_ms"] = "1000"  # noqa: SIM112  a lost node is noticed after 3 s, not 13
     os.environ["RAY_health_check_failure_threshold"] = "3"  # noqa: SIM112
     os.environ["RAY_TMPDIR"] = str(folder)  # /tmp/ray may be missing, and has the address of another cluster
