@@ -83,7 +83,7 @@ class SocketMover:
             raise WireError(f"a frame has {frame.num_blocks} blocks; the limit is {self._max_count}")
         incoming = sink.begin(frame)
         if incoming is None:
-            stream.skip(frame.num_blocks * self._block_bytes)
+            stream.skip(frame, self._block_bytes)
             return
         is_whole = False
         try:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from lightserve.worker.kv_mover.base import Frame
+from lightserve.worker.kv_mover.carrier import Carrier, PipeCarrier
 from lightserve.worker.kv_mover.pipe import Pipe, WireError
 
 MAGIC = b"LSKVMOV1"
@@ -24,7 +25,6 @@ NONCE_BYTES = 32
 IDENTITY_BYTES = 32
 MAC_BYTES = 32
 _HEADER = struct.Struct(f"<qII{MAC_BYTES}s")
-SKIP_BYTES = 1 << 20  # of one read that is dropped
 
 
 class FrameStream:
@@ -32,12 +32,13 @@ class FrameStream:
 
     def __init__(self, pipe: Pipe, key: bytes) -> None:
         self.pipe = pipe
+        self.carrier: Carrier = PipeCarrier(pipe)
         self._key = key  # empty: frames have no MAC
         self._count = 0
 
     def send(self, frame: Frame, blocks: Sequence[memoryview]) -> None:
         header = _HEADER.pack(*frame, self._mac(frame, blocks))
-        self.pipe.send_all([memoryview(header), *blocks])
+        self.carrier.send(header, blocks)
 
     def read_header(self) -> tuple[Frame, bytes]:
         """Waits until there is one."""
@@ -49,14 +50,11 @@ class FrameStream:
         return Frame(ticket, first, num_blocks), mac
 
     def read_blocks(self, blocks: Sequence[memoryview]) -> None:
-        self.pipe.read_into(blocks)
+        self.carrier.read(blocks)
 
-    def skip(self, size: int) -> None:
+    def skip(self, frame: Frame, block_bytes: int) -> None:
         """Drop the blocks of a frame. Its MAC is not checked: nothing of it is used."""
-        spare = memoryview(bytearray(min(size, SKIP_BYTES)))
-        while size:
-            self.pipe.read_into([spare[:size]])
-            size -= len(spare[:size])
+        self.carrier.skip(frame.num_blocks, block_bytes)
         self._count += 1
 
     def check(self, frame: Frame, blocks: Sequence[memoryview], mac: bytes) -> None:
