@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 Role = Literal["normal", "prefill", "decode", "both"]
+KvTransport = Literal["sockets", "nixl"]
 ROLES = get_args(Role)
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
@@ -508,6 +510,12 @@ class ClusterConfig:
         False,
         "with --role: encrypt the KV that engines send each other; all of them need the same kv.pem in --cluster_keys",
     )
+    kv_transport: KvTransport = option(
+        "sockets",
+        "how KV gets from engine to engine: through sockets, or read by NIXL, with RDMA where there is some "
+        "(pip install lightserve[nixl]); the same on all engines",
+        "disaggregation_transfer_backend",
+    )
     min_split_tokens: int = option(
         256, "a decode engine computes a prompt itself if fewer of its tokens are missing there"
     )
@@ -540,6 +548,8 @@ class ClusterConfig:
             if self.role != "decode":
                 raise OptionError(f"kv_listen={self.kv_listen}: only an engine with --role decode receives KV")
             _check_kv_address(self.kv_listen)
+        if self.kv_transport == "nixl":
+            self._check_nixl()
         if self.cluster_tls and self.role == "normal":
             raise OptionError("cluster_tls: it encrypts KV between machines, and needs --role; other links always are")
         if not roles:
@@ -551,6 +561,15 @@ class ClusterConfig:
         if "decode" not in roles or not {"prefill", "both"} & set(roles):
             found = "no engine is decode" if "decode" not in roles else "no engine is prefill or both"
             raise OptionError(f"roles={','.join(roles)}: {found}, so no KV would be sent; leave out --roles")
+
+    def _check_nixl(self) -> None:
+        if not self.is_split:
+            raise OptionError("kv_transport=nixl: engines without roles send no KV; set --roles or --role")
+        has_unix_socket = self.roles or (self.kv_listen or "").startswith("unix://")
+        if self.role == "decode" and not has_unix_socket and not self.cluster_tls:
+            raise OptionError("kv_transport=nixl: engines tell each other where to read over TLS; set --cluster_tls")
+        if find_spec("nixl") is None:
+            raise OptionError("kv_transport=nixl needs NIXL; install it with: pip install 'lightserve[nixl]'")
 
     @property
     def engine_roles(self) -> list[str]:

@@ -16,7 +16,7 @@ from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWA
 from lightserve.server.keys import with_keys
 
 MAX_GATEWAYS = 64
-SPLIT = ("roles", "role", "kv_listen", "cluster_tls", "min_split_tokens")
+SPLIT = ("roles", "role", "kv_listen", "cluster_tls", "kv_transport", "min_split_tokens")
 NODES = ("nnodes", "node_rank", "master_addr", "master_port", "node_timeout")
 OF_DEPLOY = ("dp", "engines", "engines_file", "listen", "cluster_keys", *NODES)
 KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's node, not the files

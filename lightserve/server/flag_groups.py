@@ -72,6 +72,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "role",
         "kv_listen",
         "cluster_tls",
+        "kv_transport",
         "min_split_tokens",
         "nnodes",
         "node_rank",

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvMover, Outgoing
+from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.sockets import SocketMover
 
 logger = init_logger(__name__)
@@ -52,9 +54,14 @@ class Staging:
     def __init__(self, memory: MemoryManager, platform: Device) -> None:
         size = block_bytes(memory.layout, BLOCK_TOKENS)
         count = frame_blocks(size) * STAGED_FRAMES
-        self.kv = HostKv(memory, count, BLOCK_TOKENS, lambda nbytes: platform.host_memory((nbytes,), torch.uint8))
+        self.chunks: list[Tensor] = []
+        self.kv = HostKv(memory, count, BLOCK_TOKENS, lambda nbytes: self._new_chunk(platform, nbytes))
         self._free = list(range(count - 1, -1, -1))
         self._has_freed = threading.Condition()
+
+    def _new_chunk(self, platform: Device, nbytes: int) -> Tensor:
+        self.chunks.append(platform.host_memory((nbytes,), torch.uint8))
+        return self.chunks[-1]
 
     def take(self, count: int, timeout_s: float) -> list[int] | None:
         """So many blocks; None: there are none for so long."""
@@ -78,6 +85,7 @@ class KvSender:
     def __init__(self, memory: MemoryManager, platform: Device, mover: KvMover, rank: int) -> None:
         self._device = memory.buffers[0].device
         self._staging = Staging(memory, platform)
+        mover.register(self._staging.chunks)
         self._copies = platform.side_copies(self._device)
         self._mover = mover
         self._rank = rank
@@ -120,9 +128,11 @@ class _Ticket:
 class KvReceiver:
     """Of a decode engine. The thread that runs steps expects, those of the mover bring, one for the router waits."""
 
-    def __init__(self, memory: MemoryManager, platform: Device) -> None:
+    def __init__(self, memory: MemoryManager, platform: Device, mover: KvMover) -> None:
+        """``mover`` does not listen yet."""
         self._device = memory.buffers[0].device
         self._staging = Staging(memory, platform)
+        mover.register(self._staging.chunks)
         self._copies = platform.side_copies(self._device)
         self._tickets: dict[int, _Ticket] = {}
         self._ended: deque[int] = deque(maxlen=MAX_ENDED)
@@ -232,6 +242,7 @@ class KvSplitArgs(NamedTuple):
     secret: bytes  # of the cluster, if KV goes over TCP
     rank: int
     tls: PeerContexts | None = None  # None: it is not encrypted
+    transport: str = "sockets"
 
 
 def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvSplit:
@@ -243,9 +254,11 @@ def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, id
         )
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
-    mover = SocketMover(identity, args.secret, size, frame_blocks(size), args.tls)
+    nixl = NixlMemory() if args.transport == "nixl" else None
+    identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()
+    mover = SocketMover(identity, args.secret, size, frame_blocks(size), args.tls, nixl)
     if args.role in ("prefill", "both"):
         return KvSplit(sender=KvSender(memory, platform, mover, args.rank))
-    receiver = KvReceiver(memory, platform)
+    receiver = KvReceiver(memory, platform, mover)
     mover.listen(args.address, receiver)
     return KvSplit(receiver=receiver)

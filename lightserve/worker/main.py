@@ -94,7 +94,7 @@ def _split_args(child_config: ChildConfig) -> Any:
     address, keys = child_config.kv_address(rank, child_config.generation), cluster.cluster_keys
     secret = b"" if keys is None else read_kv_secret(keys)
     tls = read_kv_certificate(keys) if keys is not None and cluster.cluster_tls else None
-    return KvSplitArgs(child_config.role, address, secret, rank, tls)
+    return KvSplitArgs(child_config.role, address, secret, rank, tls, cluster.kv_transport)
 
 
 def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, float] | None]) -> RunProfile | None:

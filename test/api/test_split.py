@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS = 600
 KV_TOKENS = "16384"
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
 SPLIT = ("--dp", "3", "--roles", "prefill,decode,decode", "--min_split_tokens", "128")
 
 
@@ -39,9 +41,12 @@ def serve(folder: Path, log: Path, *flags: str) -> Any:
     return running_server(log, "--model_dir", str(folder), *common, *flags)
 
 
-@pytest.fixture(scope="module")
-def split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serve(model, tmp_path_factory.mktemp("split") / "log", *SPLIT) as server:
+@pytest.fixture(scope="module", params=["sockets", pytest.param("nixl", marks=[NEEDS_NIXL, pytest.mark.long])])
+def split(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("split") / "log"
+    with serve(model, log, *SPLIT, "--kv_transport", request.param) as server:
         yield server
 
 
@@ -193,7 +198,15 @@ def test_every_rank_sends_its_part(model: Path, tmp_path: Path, expected: list[l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("secrets", "encryption"), [("equal", []), ("different", []), ("equal", ["--cluster_tls"])])
+@pytest.mark.parametrize(
+    ("secrets", "encryption"),
+    [
+        ("equal", []),
+        ("different", []),
+        ("equal", ["--cluster_tls"]),
+        pytest.param("equal", ["--cluster_tls", "--kv_transport", "nixl"], marks=NEEDS_NIXL),
+    ],
+)
 def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
     model: Path, tmp_path: Path, expected: list[list[Any]], secrets: str, encryption: list[str]
 ) -> None:

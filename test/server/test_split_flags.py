@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightserve import config as config_module
 from lightserve.cluster.tcp.keys import generate
 from lightserve.errors import OptionError
 from lightserve.server.args import parse_server
@@ -90,6 +91,16 @@ def test_encrypted_kv_needs_the_certificate_of_the_cluster(keys: str, tmp_path: 
     assert "kv.pem is no certificate with its private key" in refusal(keys, *flags)
     path.unlink()
     assert "which engines with --cluster_tls need" in refusal(keys, *flags)
+
+
+def test_nixl_is_for_engines_with_roles_that_have_it(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl = "--kv_transport=nixl"
+    assert "engines without roles send no KV" in refusal(nixl)
+    assert "set --cluster_tls" in refusal(keys, LISTEN, "--role=decode", nixl)
+    monkeypatch.setattr(config_module, "find_spec", lambda _: None)
+    assert "install it with: pip install 'lightserve[nixl]'" in refusal(*SPLIT, nixl)
+    monkeypatch.setattr(config_module, "find_spec", lambda _: "it is there")
+    assert parse_server((*SPLIT, nixl)).cluster.kv_transport == "nixl"
 
 
 def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:

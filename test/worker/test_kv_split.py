@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightserve.utils.tls import PeerContexts
 from lightserve.worker import kv_split
 from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing
+from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
@@ -54,19 +56,21 @@ class Pair:
         secret: bytes = SECRET,
         identity: bytes = IDENTITY,
         tls: tuple[PeerContexts | None, PeerContexts | None] = (None, None),
+        has_nixl: bool = False,
     ) -> None:
         """``secret``, ``identity``: of the sender. ``tls``: of both."""
+        nixl = [NixlMemory() if has_nixl else None for _ in range(2)]
         platform = pick_device("cpu")
         device = platform.torch_device(0)
         self.address = address
         self.source, self.target = filled(layout, device), filled(layout, device)
         size = block_bytes(layout, BLOCK_TOKENS)
         self.movers = [
-            SocketMover(identity, secret, size, kv_split.frame_blocks(size), tls[0]),
-            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size), tls[1]),
+            SocketMover(identity, secret, size, kv_split.frame_blocks(size), tls[0], nixl[0]),
+            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size), tls[1], nixl[1]),
         ]
         self.sender = KvSender(self.source, platform, self.movers[0], 0)
-        self.receiver = KvReceiver(self.target, platform)
+        self.receiver = KvReceiver(self.target, platform, self.movers[1])
         self.movers[1].listen(address, self.receiver)
 
     def slots(self, seed: int, blocks: int = BLOCKS) -> np.ndarray[Any, Any]:
@@ -89,14 +93,25 @@ def new_certificate(folder: Path) -> PeerContexts:
     return read_kv_certificate(str(folder))
 
 
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 
 
-@pytest.fixture(params=["unix", "tcp", pytest.param("tls", marks=NEEDS_OPENSSL)])
+WAYS = [
+    "unix",
+    "tcp",
+    pytest.param("tls", marks=NEEDS_OPENSSL),
+    pytest.param("nixl, unix", marks=NEEDS_NIXL),
+    pytest.param("nixl, tls", marks=[NEEDS_NIXL, NEEDS_OPENSSL]),
+]
+
+
+@pytest.fixture(params=WAYS)
 def new_pair(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pair]:
-    address = f"unix://{tmp_path}/kv" if request.param == "unix" else f"tcp://127.0.0.1:{free_port()}"
-    tls = new_certificate(tmp_path) if request.param == "tls" else None
-    return partial(Pair, address, tls=(tls, tls))
+    way: str = request.param
+    address = f"unix://{tmp_path}/kv" if "unix" in way else f"tcp://127.0.0.1:{free_port()}"
+    tls = new_certificate(tmp_path) if "tls" in way else None
+    return partial(Pair, address, tls=(tls, tls), has_nixl="nixl" in way)
 
 
 @pytest.fixture
@@ -211,6 +226,11 @@ def test_only_the_certificate_of_the_cluster_opens_an_encrypted_connection(
     pair = Pair(f"tcp://127.0.0.1:{free_port()}", tls=(sender, None if wrong == "none" else ours))
 
     check_brings_nothing(pair)
+
+
+@NEEDS_NIXL
+def test_nixl_needs_an_encrypted_connection_between_machines() -> None:
+    check_brings_nothing(Pair(f"tcp://127.0.0.1:{free_port()}", has_nixl=True))
 
 
 def check_brings_nothing(pair: Pair) -> None:

@@ -1,13 +1,16 @@
 """What carries blocks of KV between workers of different engines.
 
-``sockets.py`` is the mover for TCP and unix sockets. One for RDMA (NIXL, Mooncake) would register the memory of the
-blocks and write to it directly: it is a class with these methods, which ``make_kv_split`` makes.
+``sockets.py`` is the mover for TCP and unix sockets. With ``nixl.py``, the receiver reads the blocks of its frames from
+the memory of the sender, by RDMA where there is some. Another mover is a class with these methods, which
+``make_kv_split`` makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 
 class Frame(NamedTuple):
@@ -42,6 +45,9 @@ class KvSink(Protocol):
 
 
 class KvMover(Protocol):
+    def register(self, chunks: Sequence[Tensor]) -> None:
+        """All blocks are in these chunks of host memory. It is called once, before anything else."""
+
     def listen(self, address: str, sink: KvSink) -> None:
         """Receive frames there from now on, in threads of its own."""
 

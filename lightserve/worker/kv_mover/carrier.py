@@ -10,19 +10,23 @@ from lightserve.worker.kv_mover.pipe import Pipe
 SKIP_BYTES = 1 << 20  # of one read that is dropped
 
 
-class Carrier(Protocol):
+class SendingCarrier(Protocol):
     def send(self, header: bytes, blocks: Sequence[memoryview]) -> None:
         """The header goes through the pipe, before the blocks. They may be changed afterwards."""
 
+
+class ReceivingCarrier(Protocol):
     def read(self, blocks: Sequence[memoryview]) -> None:
         """Fill them with the blocks of the frame whose header was read."""
 
     def skip(self, num_blocks: int, block_bytes: int) -> None:
         """Nobody needs them."""
 
+    def close(self) -> None: ...
+
 
 class PipeCarrier:
-    """They go through the pipe too."""
+    """They go through the pipe too. It is both ends."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -39,3 +43,5 @@ class PipeCarrier:
         while left:
             self._pipe.read_into([spare[:left]])
             left -= len(spare[:left])
+
+    def close(self) -> None: ...

@@ -7,13 +7,17 @@ import queue
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
+
+from torch import Tensor
 
 from lightserve.errors import ServerError
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
+from lightserve.worker.kv_mover.nixl import NixlMemory, NixlReceiver, NixlSender
 from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, Pipe, SocketPipe, WireError
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver, greet_sender
 
@@ -28,15 +32,22 @@ LOG_INTERVAL_S = 60.0
 
 class SocketMover:
     def __init__(
-        self, identity: bytes, secret: bytes, block_bytes: int, max_count: int, tls: PeerContexts | None = None
+        self,
+        identity: bytes,
+        secret: bytes,
+        block_bytes: int,
+        max_count: int,
+        tls: PeerContexts | None = None,
+        nixl: NixlMemory | None = None,
     ) -> None:
         """``identity``: of what computes the KV, and of its layout. ``max_count``: blocks of a frame.
 
-        ``tls``: encrypts what goes over TCP.
+        ``tls``: encrypts what goes over TCP. ``nixl``: how blocks are read; None: they go through the connection.
         """
         self._identity = identity
         self._secret = secret
         self._tls = tls
+        self._nixl = nixl
         self._block_bytes = block_bytes
         self._max_count = max_count
         self._peers: dict[str, _Peer] = {}
@@ -45,6 +56,10 @@ class SocketMover:
         self._senders = threading.Semaphore(MAX_SENDERS)
         self._logged_s = float("-inf")
         self._listener: socket.socket | None = None
+
+    def register(self, chunks: Sequence[Tensor]) -> None:
+        if self._nixl is not None:
+            self._nixl.register(chunks)
 
     # receive
 
@@ -68,9 +83,12 @@ class SocketMover:
         try:
             pipe = self._pipe(sock, is_server=True)
             stream = greet_sender(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
-            while True:
-                frame, mac = stream.read_header()
-                self._receive(stream, frame, mac, sink)
+            if self._nixl is not None:
+                stream.receiving = NixlReceiver(pipe, self._nixl)
+            with closing(stream.receiving):
+                while True:
+                    frame, mac = stream.read_header()
+                    self._receive(stream, frame, mac, sink)
         except (WireError, OSError) as error:
             if str(error) != ENDED:
                 self._log(f"KV of another engine was refused: {error}")
@@ -110,13 +128,20 @@ class SocketMover:
         pipe: Pipe | None = None
         try:
             pipe = self._pipe(sock, is_server=False)
-            return greet_receiver(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
+            stream = greet_receiver(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
+            if self._nixl is not None:
+                stream.sending = NixlSender(pipe, self._nixl)
+            return stream
         except BaseException:
             (pipe or sock).close()
             raise
 
     def _pipe(self, sock: socket.socket, is_server: bool) -> Pipe:
-        if self._tls is None or sock.family == socket.AF_UNIX:
+        if sock.family == socket.AF_UNIX:
+            return SocketPipe(sock)
+        if self._tls is None:
+            if self._nixl is not None:
+                raise WireError("kv_transport=nixl needs --cluster_tls between machines: addresses need protection")
             return SocketPipe(sock)
         from lightserve.worker.kv_mover.tls import TlsPipe  # few need it
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from lightserve.worker.kv_mover.base import Frame
-from lightserve.worker.kv_mover.carrier import Carrier, PipeCarrier
+from lightserve.worker.kv_mover.carrier import PipeCarrier, ReceivingCarrier, SendingCarrier
 from lightserve.worker.kv_mover.pipe import Pipe, WireError
 
 MAGIC = b"LSKVMOV1"
@@ -32,13 +32,15 @@ class FrameStream:
 
     def __init__(self, pipe: Pipe, key: bytes) -> None:
         self.pipe = pipe
-        self.carrier: Carrier = PipeCarrier(pipe)
+        carrier = PipeCarrier(pipe)
+        self.sending: SendingCarrier = carrier
+        self.receiving: ReceivingCarrier = carrier
         self._key = key  # empty: frames have no MAC
         self._count = 0
 
     def send(self, frame: Frame, blocks: Sequence[memoryview]) -> None:
         header = _HEADER.pack(*frame, self._mac(frame, blocks))
-        self.carrier.send(header, blocks)
+        self.sending.send(header, blocks)
 
     def read_header(self) -> tuple[Frame, bytes]:
         """Waits until there is one."""
@@ -50,11 +52,11 @@ class FrameStream:
         return Frame(ticket, first, num_blocks), mac
 
     def read_blocks(self, blocks: Sequence[memoryview]) -> None:
-        self.carrier.read(blocks)
+        self.receiving.read(blocks)
 
     def skip(self, frame: Frame, block_bytes: int) -> None:
         """Drop the blocks of a frame. Its MAC is not checked: nothing of it is used."""
-        self.carrier.skip(frame.num_blocks, block_bytes)
+        self.receiving.skip(frame.num_blocks, block_bytes)
         self._count += 1
 
     def check(self, frame: Frame, blocks: Sequence[memoryview], mac: bytes) -> None:
@@ -90,7 +92,7 @@ def greet_sender(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = Tr
     if not hmac.compare_digest(mac, _mac_of(secret, b"sender", own, nonce, other)):
         raise WireError("the sender has another kv.secret")
     if other != identity:
-        raise WireError("the sender has another model, KV layout or number of ranks")
+        raise WireError("the sender has another model, KV layout, number of ranks or --kv_transport")
     _send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
     return FrameStream(pipe, _session_key(secret, own, nonce) if has_macs else b"")
 
