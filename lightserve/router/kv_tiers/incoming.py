@@ -167,9 +167,9 @@ class IncomingKv:
         self._expects.append(KvExpect(ticket.id, prefix.slots, ticket.timeout_s))
         self.num_wanted += len(prefix.slots)
         addresses = [] if self._inbox is None else self._inbox.addresses
-        self._send(KvWanted(req.req_id, ticket.id, begin, end - begin, addresses))
-        if req.timeline is not None:
+        if req.timeline is not None:  # before a prefill engine can begin
             req.timeline.kv("kv_wanted", len(prefix.slots))
+        self._send(KvWanted(req.req_id, ticket.id, begin, end - begin, addresses))
 
     def _decline(self, req_id: int) -> None:
         found = self._offers.pop(req_id, None)

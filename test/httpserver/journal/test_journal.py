@@ -183,7 +183,7 @@ def test_a_redis_that_hangs_loses_streams_and_blocks_nobody(tmp_path: Path, monk
     monkeypatch.setattr(module, "RETRY_S", 0.1)
 
     async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        (process,) = psutil.Process().children()
+        (process,) = [one for one in psutil.Process().children() if "redis" in one.name()]
         recording = begin(journal)
         recording.add(TOKEN, b"data: 1\n\n")
         await wait_for_entries(redis, recording.keys, 1)
