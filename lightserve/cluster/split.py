@@ -59,6 +59,8 @@ def choose_prefill(
 
 def relieves(request: RoutedRequest, decode: EngineLoad, prefill: EngineLoad) -> bool:
     """Whether the decode engine should compute the prompt, because the prefill engine would be done much later."""
+    if not prefill.waiting_tokens:  # it has no queue, and only a prompt shows whether it is still as slow as it was
+        return False
     delay_s = _missing_tokens(request, decode) / decode.prefill_tokens_s  # of each stream that runs there
     most_s = cost_s(request, decode) + min(decode.running, MAX_DELAYED) * delay_s + PATIENCE_S
     return cost_s(request, prefill) > most_s

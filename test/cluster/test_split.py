@@ -45,7 +45,7 @@ def test_prefill_engines_generate_only_if_no_other_is_left() -> None:
 
 
 def load(engine: int, **values: float) -> EngineLoad:
-    return EngineLoad(engine, prefill_tokens_s=1000.0, **values)  # type: ignore[arg-type]
+    return EngineLoad(engine, **({"prefill_tokens_s": 1000.0} | values))  # type: ignore[arg-type]
 
 
 def test_the_prefill_engine_that_is_done_first_is_chosen() -> None:
@@ -94,6 +94,12 @@ def test_a_decode_engine_relieves_a_prefill_engine_that_is_much_later(
     decode = load(0, running=running, waiting_tokens=int(1000 * decode_s))
 
     assert relieves(RoutedRequest(2000), decode, load(1, waiting_tokens=int(1000 * queued_s))) == is_relieved
+
+
+def test_an_idle_prefill_engine_gets_a_prompt_though_it_was_slow() -> None:
+    """A pause of a second would keep it without prompts for ever, and nobody would measure it again."""
+    assert not relieves(RoutedRequest(2000), load(0), load(1, prefill_tokens_s=10.0))
+    assert relieves(RoutedRequest(2000), load(0), load(1, prefill_tokens_s=10.0, waiting_tokens=1))
 
 
 engine_loads = st.builds(
