@@ -565,8 +565,8 @@ class ClusterConfig:
     def _check_nixl(self) -> None:
         if not self.is_split:
             raise OptionError("kv_transport=nixl: engines without roles send no KV; set --roles or --role")
-        has_unix_socket = self.roles or (self.kv_listen or "").startswith("unix://")
-        if self.role == "decode" and not has_unix_socket and not self.cluster_tls:
+        is_local = (self.kv_listen or "").startswith("unix://")
+        if self.role == "decode" and not is_local and not self.cluster_tls:
             raise OptionError("kv_transport=nixl: engines tell each other where to read over TLS; set --cluster_tls")
         if find_spec("nixl") is None:
             raise OptionError("kv_transport=nixl needs NIXL; install it with: pip install 'lightserve[nixl]'")

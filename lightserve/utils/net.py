@@ -197,6 +197,16 @@ class RedisAddress(NamedTuple):
         """For logs: without the password."""
         return self.socket_path or f"{self.host}:{self.port}"
 
+    def login(self) -> list[tuple[bytes, ...]]:
+        """The commands that begin a connection."""
+        commands: list[tuple[bytes, ...]] = []
+        if self.password is not None:
+            names = [] if self.user is None else [self.user.encode()]
+            commands.append((b"AUTH", *names, self.password.encode()))
+        if self.db:
+            commands.append((b"SELECT", b"%d" % self.db))
+        return commands
+
 
 def parse_redis(url: str) -> RedisAddress:
     """``redis://[user:password@]host[:port][/db]``; rediss: with TLS; ``unix:///path``. Raises ValueError."""

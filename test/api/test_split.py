@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
+from test.worker.test_kv_split import NEEDS_NIXL
 
 pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS = 600
 KV_TOKENS = "16384"
-NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
 SPLIT = ("--dp", "3", "--roles", "prefill,decode,decode", "--min_split_tokens", "128")
 
 

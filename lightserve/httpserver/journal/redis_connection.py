@@ -35,7 +35,9 @@ class RedisConnection:
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
         connection = cls(reader, writer)
         try:
-            await connection._log_in(address)
+            for reply in await connection.call(*address.login()):
+                if isinstance(reply, RedisError):
+                    raise ConnectionError(str(reply))
         except BaseException:
             connection.close()
             raise
@@ -61,17 +63,6 @@ class RedisConnection:
 
     def close(self) -> None:
         self._writer.transport.abort()
-
-    async def _log_in(self, address: RedisAddress) -> None:
-        commands: list[Command] = []
-        if address.password is not None:
-            names = [] if address.user is None else [address.user.encode()]
-            commands.append((b"AUTH", *names, address.password.encode()))
-        if address.db:
-            commands.append((b"SELECT", address.db))
-        for reply in await self.call(*commands):
-            if isinstance(reply, RedisError):
-                raise ConnectionError(str(reply))
 
 
 class _IncompleteReplyError(Exception):

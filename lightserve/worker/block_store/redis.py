@@ -34,12 +34,8 @@ class Connection:
             self._socket = context.wrap_socket(self._socket, server_hostname=address.host)
         self._has_tls = address.has_tls
         self._file = self._socket.makefile("rb")
-        if address.password is not None:
-            names = [] if address.user is None else [address.user.encode()]
-            self.send(b"AUTH", *names, address.password.encode())
-            self.read_line()
-        if address.db:
-            self.send(b"SELECT", str(address.db).encode())
+        for command in address.login():
+            self.send(*command)
             self.read_line()
 
     def send(self, *parts: bytes | memoryview, joined: int = 1) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from lightserve.errors import ServerError
-from lightserve.worker.kv_mover.pipe import Pipe, WireError
+from lightserve.worker.kv_mover.pipe import Pipe, WireError, read, send
 
 MAX_METADATA_BYTES = 1 << 20
 LENGTH = struct.Struct("<I")
@@ -92,14 +92,14 @@ class NixlSender:
     def __init__(self, pipe: Pipe, memory: NixlMemory) -> None:
         self._pipe = pipe
         metadata: bytes = memory.agent.get_agent_metadata()
-        pipe.send_all([memoryview(LENGTH.pack(len(metadata)) + metadata)])
+        send(pipe, LENGTH.pack(len(metadata)) + metadata)
 
     def send(self, header: bytes, blocks: Sequence[memoryview]) -> None:
         addresses = np.array([_address(block) for block in blocks], "<u8")
         self._pipe.send_all([memoryview(header), memoryview(addresses.tobytes())])
-        answer = _read(self._pipe, 1)
+        answer = read(self._pipe, 1)
         if answer == READ:
-            self._pipe.send_all([memoryview(KEPT)])
+            send(self._pipe, KEPT)
         elif answer != NOT_NEEDED:
             raise WireError(f"the receiver answered {answer!r}")
 
@@ -110,21 +110,21 @@ class NixlReceiver:
     def __init__(self, pipe: Pipe, memory: NixlMemory) -> None:
         self._pipe = pipe
         self._memory = memory
-        (size,) = LENGTH.unpack(_read(pipe, LENGTH.size))
+        (size,) = LENGTH.unpack(read(pipe, LENGTH.size))
         if not 0 < size <= MAX_METADATA_BYTES:
             raise WireError(f"the metadata of a sender has {size} bytes")
-        self._sender = memory.add_sender(_read(pipe, size))
+        self._sender = memory.add_sender(read(pipe, size))
 
     def read(self, blocks: Sequence[memoryview]) -> None:
-        addresses = np.frombuffer(_read(self._pipe, 8 * len(blocks)), "<u8").tolist()
+        addresses = np.frombuffer(read(self._pipe, 8 * len(blocks)), "<u8").tolist()
         self._memory.read(self._sender, addresses, blocks)
-        self._pipe.send_all([memoryview(READ)])
-        if _read(self._pipe, 1) != KEPT:
+        send(self._pipe, READ)
+        if read(self._pipe, 1) != KEPT:
             raise WireError("the sender did not keep its blocks")
 
     def skip(self, num_blocks: int, block_bytes: int) -> None:
-        _read(self._pipe, 8 * num_blocks)
-        self._pipe.send_all([memoryview(NOT_NEEDED)])
+        read(self._pipe, 8 * num_blocks)
+        send(self._pipe, NOT_NEEDED)
 
     def close(self) -> None:
         self._memory.remove_sender(self._sender)
@@ -133,9 +133,3 @@ class NixlReceiver:
 def _address(block: memoryview) -> int:
     address: int = np.frombuffer(block, np.uint8).ctypes.data
     return address
-
-
-def _read(pipe: Pipe, size: int) -> bytes:
-    data = bytearray(size)
-    pipe.read_into([memoryview(data)])
-    return bytes(data)

@@ -83,6 +83,16 @@ class SocketPipe:
         self._socket.close()
 
 
+def send(pipe: Pipe, data: bytes) -> None:
+    pipe.send_all([memoryview(data)])
+
+
+def read(pipe: Pipe, size: int) -> bytes:
+    data = bytearray(size)
+    pipe.read_into([memoryview(data)])
+    return bytes(data)
+
+
 def tune(sock: socket.socket) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)

@@ -18,7 +18,7 @@ from hashlib import blake2b
 
 from lightserve.worker.kv_mover.base import Frame
 from lightserve.worker.kv_mover.carrier import PipeCarrier, ReceivingCarrier, SendingCarrier
-from lightserve.worker.kv_mover.pipe import Pipe, WireError
+from lightserve.worker.kv_mover.pipe import Pipe, WireError, read, send
 
 MAGIC = b"LSKVMOV1"
 NONCE_BYTES = 32
@@ -77,8 +77,8 @@ def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = 
     """The sender's part of the handshake. Frames need no MACs in a pipe that protects its bytes."""
     nonce = _read_nonce(pipe)
     own = os.urandom(NONCE_BYTES)
-    _send(pipe, MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
-    if not hmac.compare_digest(_read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
+    send(pipe, MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
+    if not hmac.compare_digest(read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
         raise WireError("the receiver has another kv.secret")
     return FrameStream(pipe, _session_key(secret, nonce, own) if has_macs else b"")
 
@@ -86,29 +86,19 @@ def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = 
 def greet_sender(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = True) -> FrameStream:
     """The receiver's part."""
     own = os.urandom(NONCE_BYTES)
-    _send(pipe, MAGIC + own)
+    send(pipe, MAGIC + own)
     nonce = _read_nonce(pipe)
-    other, mac = _read(pipe, IDENTITY_BYTES), _read(pipe, MAC_BYTES)
+    other, mac = read(pipe, IDENTITY_BYTES), read(pipe, MAC_BYTES)
     if not hmac.compare_digest(mac, _mac_of(secret, b"sender", own, nonce, other)):
         raise WireError("the sender has another kv.secret")
     if other != identity:
         raise WireError("the sender has another model, KV layout, number of ranks or --kv_transport")
-    _send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
+    send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
     return FrameStream(pipe, _session_key(secret, own, nonce) if has_macs else b"")
 
 
-def _send(pipe: Pipe, data: bytes) -> None:
-    pipe.send_all([memoryview(data)])
-
-
-def _read(pipe: Pipe, size: int) -> bytes:
-    data = bytearray(size)
-    pipe.read_into([memoryview(data)])
-    return bytes(data)
-
-
 def _read_nonce(pipe: Pipe) -> bytes:
-    greeting = _read(pipe, len(MAGIC) + NONCE_BYTES)
+    greeting = read(pipe, len(MAGIC) + NONCE_BYTES)
     if not greeting.startswith(MAGIC):
         raise WireError("the other side speaks another protocol")
     return greeting[len(MAGIC) :]

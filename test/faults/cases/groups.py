@@ -7,11 +7,7 @@ import signal
 from pathlib import Path
 
 from lightserve.benchmark.models import TINY, save_model
-from test.faults.case import Case
-from test.faults.cases.processes import send_signal
-from test.faults.cases.stages import STEP_TIMEOUT
-from test.faults.harness import STREAMING
-from test.faults.reactions import STREAMS_CONTINUE
+from test.faults.cases.stages import rank_case
 
 EXPERTS = {
     "model_type": "mixtral",
@@ -31,17 +27,6 @@ def worker_flags(base: Path) -> tuple[str, ...]:
 
 
 CASES = [
-    Case(
-        f"{name}, streaming",
-        send_signal(worker, number),
-        STREAMS_CONTINUE,
-        STREAMING,
-        flags=STEP_TIMEOUT,
-        restarts=1,
-        is_long=True,
-    )
-    for name, worker, number in (
-        ("kill -9 a rank of a group", "ls-worker-1", signal.SIGKILL),
-        ("a rank of a group is stopped", "ls-worker-1", signal.SIGSTOP),
-    )
+    rank_case("kill -9 a rank of a group", "ls-worker-1", signal.SIGKILL),
+    rank_case("a rank of a group is stopped", "ls-worker-1", signal.SIGSTOP),
 ]

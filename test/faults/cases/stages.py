@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 from lightserve.benchmark.models import TINY, save_model
 from test.faults.case import Case
@@ -20,20 +21,15 @@ def worker_flags(base: Path) -> tuple[str, ...]:
     return ("--model_dir", str(base), "--load_format", "dummy", "--deterministic", "--device", "cpu", "--pp", "2")
 
 
+def rank_case(name: str, worker: str, number: signal.Signals) -> Case:
+    """A rank gets a signal. All ranks are replaced."""
+    options: dict[str, Any] = {"flags": STEP_TIMEOUT, "restarts": 1, "is_long": True}
+    return Case(f"{name}, streaming", send_signal(worker, number), STREAMS_CONTINUE, STREAMING, **options)
+
+
 CASES = [
-    Case(
-        f"{name}, streaming",
-        send_signal(worker, number),
-        STREAMS_CONTINUE,
-        STREAMING,
-        flags=STEP_TIMEOUT,
-        restarts=1,
-        is_long=True,
-    )
-    for name, worker, number in (
-        ("kill -9 the first stage", "ls-worker", signal.SIGKILL),
-        ("kill -9 the last stage", "ls-worker-1", signal.SIGKILL),
-        ("the first stage is stopped", "ls-worker", signal.SIGSTOP),
-        ("the last stage is stopped", "ls-worker-1", signal.SIGSTOP),
-    )
+    rank_case("kill -9 the first stage", "ls-worker", signal.SIGKILL),
+    rank_case("kill -9 the last stage", "ls-worker-1", signal.SIGKILL),
+    rank_case("the first stage is stopped", "ls-worker", signal.SIGSTOP),
+    rank_case("the last stage is stopped", "ls-worker-1", signal.SIGSTOP),
 ]
