@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-DEADLINE_S = 30.0  # far beyond what any of them needs: a slow machine is no failure
+DEADLINE_S = 180.0  # a worker is back after 3 s; a machine that must read its files from disk again is no failure
 
 
 async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

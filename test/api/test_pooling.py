@@ -92,7 +92,7 @@ def test_requests_survive_the_death_of_the_worker(server: ServerProcess, encoder
     sender = threading.Thread(target=lambda: answers.append(server.post("/v1/embeddings", body)))
     sender.start()
     wait_until(lambda: server.metrics()["num_requests_running"] > 0 or not sender.is_alive())
-    (worker,) = server.processes()["ls-worker"]
+    worker = server.processes()["ls-worker"][0]
 
     worker.send_signal(signal.SIGKILL)
     sender.join()

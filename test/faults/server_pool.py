@@ -28,7 +28,7 @@ from test.waiting import wait_until
 
 NULL_WORKER = ("--null_worker",)
 ONE_HTTP_PROCESS = ("--httpserver_workers", "1")  # cases stop it and query its load
-SETTLE_S = 10.0  # resources that remain longer count as leaked
+SETTLE_S = 60.0  # resources that remain longer count as leaked
 THREAD_POOL = 8  # more threads than an HTTP process starts to parse large bodies
 MAX_RESTARTS = 3  # in a row; the server ends at the next death of a worker
 

@@ -63,7 +63,7 @@ def replace_folder_by_a_file(context: FaultContext) -> None:
 
 def kill_the_profiled_worker(context: FaultContext) -> None:
     assert context.client.post(START, {"max_seconds": 60})[0] == 200
-    (worker,) = context.server.processes()["ls-worker"]
+    worker = context.server.processes()["ls-worker"][0]
     worker.kill()
 
 
