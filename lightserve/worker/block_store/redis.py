@@ -32,7 +32,6 @@ class Connection:
         if address.has_tls:
             context = ssl.create_default_context()
             self._socket = context.wrap_socket(self._socket, server_hostname=address.host)
-        self._has_tls = address.has_tls
         self._file = self._socket.makefile("rb")
         for command in address.login():
             self.send(*command)
@@ -70,17 +69,16 @@ class Connection:
             self._socket.close()
 
     def _send_all(self, buffers: list[bytes | memoryview]) -> None:
-        if self._has_tls:  # a TLS socket has no sendmsg
-            for buffer in buffers:
+        """Memory of blocks is sent as it is. All else is small, and joined into as few packets as can be."""
+        small = bytearray()
+        for buffer in buffers:
+            if isinstance(buffer, bytes):
+                small += buffer
+            else:
+                self._socket.sendall(small)
                 self._socket.sendall(buffer)
-            return
-        left = [memoryview(buffer) for buffer in buffers]
-        while left:
-            sent = self._socket.sendmsg(left)
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if left:
-                left[0] = left[0][sent:]
+                small = bytearray()
+        self._socket.sendall(small)
 
 
 def _connect(address: RedisAddress) -> socket.socket:
