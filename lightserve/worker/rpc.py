@@ -105,6 +105,9 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
                     self._let_others_launch()
         except EOFError:  # either side has closed it
             pass
+        except RuntimeError:  # rpyc releases its lock twice if another thread closes it while this one sends
+            if not self._connection.closed:
+                raise
 
     def _let_others_launch(self) -> None:
         if self._thread.is_launching:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rpyc.core import Channel, SocketStream
+from rpyc.core import Channel, SocketStream, consts
+from rpyc.utils.factory import connect_channel
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
@@ -32,7 +33,16 @@ from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.codec import encode
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.process import ChildConfig
-from lightserve.worker.rpc import CompileGrammar, Launch, LoadLora, ModelRpc, StepServer, decode_step, ignore_grammar
+from lightserve.worker.rpc import (
+    RPYC_CONFIG,
+    CompileGrammar,
+    Launch,
+    LoadLora,
+    ModelRpc,
+    StepServer,
+    decode_step,
+    ignore_grammar,
+)
 from test.waiting import DEADLINE_S, until
 
 
@@ -400,6 +410,22 @@ def test_a_worker_that_disconnected_before_a_step_is_sent_is_lost(tmp_path: Path
         assert restart_requests == [("the connection was closed", False)]
 
     within_deadline(scenario())
+
+
+def test_a_worker_ends_quietly_if_the_connection_is_closed_while_it_sends() -> None:
+    class LateChannel(Channel):  # type: ignore[misc]  # rpyc is untyped
+        def send(self, data: bytes) -> None:
+            connection._cleanup()  # as in another thread that finds the router gone, just before this one sends
+
+    ours, theirs = socket.socketpair()
+    rpc = ModelRpc(in_order(echo))
+    connection = rpc._connect(LateChannel(SocketStream(theirs), compress=False), RPYC_CONFIG)
+    router = connect_channel(Channel(SocketStream(ours), compress=False))
+    router.async_request(consts.HANDLE_PING, b"")
+
+    rpc.serve()
+
+    assert connection.closed
 
 
 def test_a_restart_request_fails_the_steps_in_flight_and_does_not_wait(tmp_path: Path) -> None:
