@@ -30,6 +30,7 @@ from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvMover, Outgoing
+from lightserve.worker.kv_mover.carrier import ReadableMemory
 from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.sockets import SocketMover
 
@@ -245,6 +246,11 @@ class KvSplitArgs(NamedTuple):
     transport: str = "sockets"
 
 
+def readable_memory(transport: str) -> ReadableMemory | None:
+    """None: blocks go through sockets."""
+    return NixlMemory() if transport == "nixl" else None
+
+
 def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvSplit:
     """``identity``: of what computes the KV, and of its layout."""
     if memory.windowed_size is not None:
@@ -254,9 +260,8 @@ def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, id
         )
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
-    nixl = NixlMemory() if args.transport == "nixl" else None
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()
-    mover = SocketMover(identity, args.secret, size, frame_blocks(size), args.tls, nixl)
+    mover = SocketMover(identity, args.secret, size, frame_blocks(size), args.tls, readable_memory(args.transport))
     if args.role in ("prefill", "both"):
         return KvSplit(sender=KvSender(memory, platform, mover, args.rank))
     receiver = KvReceiver(memory, platform, mover)

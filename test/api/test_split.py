@@ -18,7 +18,7 @@ from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
-from test.worker.test_kv_split import NEEDS_NIXL
+from test.worker.test_kv_split import NEEDS
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,10 @@ def serve(folder: Path, log: Path, *flags: str) -> Any:
     return running_server(log, "--model_dir", str(folder), *common, *flags)
 
 
-@pytest.fixture(scope="module", params=["sockets", pytest.param("nixl", marks=[NEEDS_NIXL, pytest.mark.long])])
+TRANSPORTS = ["sockets", *(pytest.param(name, marks=[mark, pytest.mark.long]) for name, mark in NEEDS.items())]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def split(
     model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[ServerProcess]:
@@ -203,7 +206,7 @@ def test_every_rank_sends_its_part(model: Path, tmp_path: Path, expected: list[l
         ("equal", []),
         ("different", []),
         ("equal", ["--cluster_tls"]),
-        pytest.param("equal", ["--cluster_tls", "--kv_transport", "nixl"], marks=NEEDS_NIXL),
+        *(pytest.param("equal", ["--cluster_tls", "--kv_transport", name], marks=NEEDS[name]) for name in NEEDS),
     ],
 )
 def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(

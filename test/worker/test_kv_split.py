@@ -30,11 +30,10 @@ from lightserve.utils.tls import PeerContexts
 from lightserve.worker import kv_split
 from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing
-from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
-from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split
+from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split, readable_memory
 from test.cluster.tcp_cluster import free_port
 from test.common.test_host_kv import LAYOUTS, filled
 from test.waiting import wait_until
@@ -56,18 +55,18 @@ class Pair:
         secret: bytes = SECRET,
         identity: bytes = IDENTITY,
         tls: tuple[PeerContexts | None, PeerContexts | None] = (None, None),
-        has_nixl: bool = False,
+        transport: str = "sockets",
     ) -> None:
         """``secret``, ``identity``: of the sender. ``tls``: of both."""
-        nixl = [NixlMemory() if has_nixl else None for _ in range(2)]
+        memories = [readable_memory(transport) for _ in range(2)]
         platform = pick_device("cpu")
         device = platform.torch_device(0)
         self.address = address
         self.source, self.target = filled(layout, device), filled(layout, device)
         size = block_bytes(layout, BLOCK_TOKENS)
         self.movers = [
-            SocketMover(identity, secret, size, kv_split.frame_blocks(size), tls[0], nixl[0]),
-            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size), tls[1], nixl[1]),
+            SocketMover(identity, secret, size, kv_split.frame_blocks(size), tls[0], memories[0]),
+            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size), tls[1], memories[1]),
         ]
         self.sender = KvSender(self.source, platform, self.movers[0], 0)
         self.receiver = KvReceiver(self.target, platform, self.movers[1])
@@ -94,6 +93,8 @@ def new_certificate(folder: Path) -> PeerContexts:
 
 
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
+NEEDS = {"nixl": NEEDS_NIXL}  # transports where the receiver reads the blocks
+READ_BY = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 
 
@@ -101,8 +102,8 @@ WAYS = [
     "unix",
     "tcp",
     pytest.param("tls", marks=NEEDS_OPENSSL),
-    pytest.param("nixl, unix", marks=NEEDS_NIXL),
-    pytest.param("nixl, tls", marks=[NEEDS_NIXL, NEEDS_OPENSSL]),
+    *(pytest.param(f"{name}, unix", marks=mark) for name, mark in NEEDS.items()),
+    *(pytest.param(f"{name}, tls", marks=[mark, NEEDS_OPENSSL]) for name, mark in NEEDS.items()),
 ]
 
 
@@ -111,7 +112,8 @@ def new_pair(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pa
     way: str = request.param
     address = f"unix://{tmp_path}/kv" if "unix" in way else f"tcp://127.0.0.1:{free_port()}"
     tls = new_certificate(tmp_path) if "tls" in way else None
-    return partial(Pair, address, tls=(tls, tls), has_nixl="nixl" in way)
+    transport = way.partition(",")[0] if "," in way else "sockets"
+    return partial(Pair, address, tls=(tls, tls), transport=transport)
 
 
 @pytest.fixture
@@ -228,9 +230,9 @@ def test_only_the_certificate_of_the_cluster_opens_an_encrypted_connection(
     check_brings_nothing(pair)
 
 
-@NEEDS_NIXL
-def test_nixl_needs_an_encrypted_connection_between_machines() -> None:
-    check_brings_nothing(Pair(f"tcp://127.0.0.1:{free_port()}", has_nixl=True))
+@pytest.mark.parametrize("transport", READ_BY)
+def test_addresses_of_blocks_need_an_encrypted_connection_between_machines(transport: str) -> None:
+    check_brings_nothing(Pair(f"tcp://127.0.0.1:{free_port()}", transport=transport))
 
 
 def check_brings_nothing(pair: Pair) -> None:

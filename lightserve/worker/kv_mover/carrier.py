@@ -1,13 +1,28 @@
-"""How the blocks of frames get to the other end of a connection."""
+"""How the blocks of frames get to the other end of a connection: through its pipe, or the receiver reads them.
+
+    sender ──header, addresses of its blocks──▶ receiver ──"read"──▶ sender ──"kept"──▶ receiver
+                                                   └─ or "not needed"
+
+The receiver reads from the sender's memory, so nobody writes to memory that it may use for something else by then. The
+sender says at the end that its blocks were still the same while they were read: a frame counts only then. Who may read,
+and from where, goes through the pipe, which is a unix socket or TLS.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightserve.worker.kv_mover.pipe import Pipe
+import numpy as np
+from torch import Tensor
+
+from lightserve.worker.kv_mover.pipe import Pipe, WireError, read, send
 
 SKIP_BYTES = 1 << 20  # of one read that is dropped
+MAX_INTRODUCTION_BYTES = 1 << 20
+LENGTH = struct.Struct("<I")
+READ, NOT_NEEDED, KEPT = b"R", b"N", b"K"
 
 
 class SendingCarrier(Protocol):
@@ -45,3 +60,75 @@ class PipeCarrier:
             left -= len(spare[:left])
 
     def close(self) -> None: ...
+
+
+class SenderMemory(Protocol):
+    """The memory of a sender, at the receiver."""
+
+    def read(self, addresses: Sequence[int], blocks: Sequence[memoryview]) -> None:
+        """Waits until nothing writes to the blocks any more, even if that takes long. Raises WireError."""
+
+    def close(self) -> None: ...
+
+
+class ReadableMemory(Protocol):
+    """The memory of a mover, which those that it sends to can read. Used by several threads."""
+
+    transport: str  # as --kv_transport calls it
+
+    def register(self, chunks: Sequence[Tensor]) -> None:
+        """All blocks are in these chunks of host memory."""
+
+    def introduction(self) -> bytes:
+        """What a receiver needs to read from here."""
+
+    def open(self, introduction: bytes) -> SenderMemory:
+        """Of another mover. Raises WireError."""
+
+
+class ReadableSender:
+    """A SendingCarrier: the receiver reads the blocks."""
+
+    def __init__(self, pipe: Pipe, memory: ReadableMemory) -> None:
+        self._pipe = pipe
+        introduction = memory.introduction()
+        send(pipe, LENGTH.pack(len(introduction)) + introduction)
+
+    def send(self, header: bytes, blocks: Sequence[memoryview]) -> None:
+        addresses = np.array([address_of(block) for block in blocks], "<u8")
+        self._pipe.send_all([memoryview(header), memoryview(addresses.tobytes())])
+        answer = read(self._pipe, 1)
+        if answer == READ:
+            send(self._pipe, KEPT)
+        elif answer != NOT_NEEDED:
+            raise WireError(f"the receiver answered {answer!r}")
+
+
+class ReadingReceiver:
+    """A ReceivingCarrier: it reads the blocks."""
+
+    def __init__(self, pipe: Pipe, memory: ReadableMemory) -> None:
+        self._pipe = pipe
+        (size,) = LENGTH.unpack(read(pipe, LENGTH.size))
+        if not 0 < size <= MAX_INTRODUCTION_BYTES:
+            raise WireError(f"the introduction of a sender has {size} bytes")
+        self._sender = memory.open(read(pipe, size))
+
+    def read(self, blocks: Sequence[memoryview]) -> None:
+        addresses = np.frombuffer(read(self._pipe, 8 * len(blocks)), "<u8").tolist()
+        self._sender.read(addresses, blocks)
+        send(self._pipe, READ)
+        if read(self._pipe, 1) != KEPT:
+            raise WireError("the sender did not keep its blocks")
+
+    def skip(self, num_blocks: int, block_bytes: int) -> None:
+        read(self._pipe, 8 * num_blocks)
+        send(self._pipe, NOT_NEEDED)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def address_of(block: memoryview) -> int:
+    address: int = np.frombuffer(block, np.uint8).ctypes.data
+    return address

@@ -17,7 +17,7 @@ from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
-from lightserve.worker.kv_mover.nixl import NixlMemory, NixlReceiver, NixlSender
+from lightserve.worker.kv_mover.carrier import ReadableMemory, ReadableSender, ReadingReceiver
 from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, Pipe, SocketPipe, WireError
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver, greet_sender
 
@@ -38,16 +38,16 @@ class SocketMover:
         block_bytes: int,
         max_count: int,
         tls: PeerContexts | None = None,
-        nixl: NixlMemory | None = None,
+        memory: ReadableMemory | None = None,
     ) -> None:
         """``identity``: of what computes the KV, and of its layout. ``max_count``: blocks of a frame.
 
-        ``tls``: encrypts what goes over TCP. ``nixl``: how blocks are read; None: they go through the connection.
+        ``tls``: encrypts what goes over TCP. ``memory``: receivers read it; None: blocks go through the connection.
         """
         self._identity = identity
         self._secret = secret
         self._tls = tls
-        self._nixl = nixl
+        self._memory = memory
         self._block_bytes = block_bytes
         self._max_count = max_count
         self._peers: dict[str, _Peer] = {}
@@ -58,8 +58,8 @@ class SocketMover:
         self._listener: socket.socket | None = None
 
     def register(self, chunks: Sequence[Tensor]) -> None:
-        if self._nixl is not None:
-            self._nixl.register(chunks)
+        if self._memory is not None:
+            self._memory.register(chunks)
 
     # receive
 
@@ -83,8 +83,8 @@ class SocketMover:
         try:
             pipe = self._pipe(sock, is_server=True)
             stream = greet_sender(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
-            if self._nixl is not None:
-                stream.receiving = NixlReceiver(pipe, self._nixl)
+            if self._memory is not None:
+                stream.receiving = ReadingReceiver(pipe, self._memory)
             with closing(stream.receiving):
                 while True:
                     frame, mac = stream.read_header()
@@ -129,8 +129,8 @@ class SocketMover:
         try:
             pipe = self._pipe(sock, is_server=False)
             stream = greet_receiver(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
-            if self._nixl is not None:
-                stream.sending = NixlSender(pipe, self._nixl)
+            if self._memory is not None:
+                stream.sending = ReadableSender(pipe, self._memory)
             return stream
         except BaseException:
             (pipe or sock).close()
@@ -140,8 +140,9 @@ class SocketMover:
         if sock.family == socket.AF_UNIX:
             return SocketPipe(sock)
         if self._tls is None:
-            if self._nixl is not None:
-                raise WireError("kv_transport=nixl needs --cluster_tls between machines: addresses need protection")
+            if self._memory is not None:
+                name = self._memory.transport
+                raise WireError(f"kv_transport={name} needs --cluster_tls between machines: addresses need protection")
             return SocketPipe(sock)
         from lightserve.worker.kv_mover.tls import TlsPipe  # few need it
 
