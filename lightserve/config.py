@@ -22,7 +22,7 @@ Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 Role = Literal["normal", "prefill", "decode", "both"]
-KvTransport = Literal["sockets", "nixl"]
+KvTransport = Literal["sockets", "nixl", "mooncake"]
 ROLES = get_args(Role)
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
@@ -512,8 +512,8 @@ class ClusterConfig:
     )
     kv_transport: KvTransport = option(
         "sockets",
-        "how KV gets from engine to engine: through sockets, or read by NIXL, with RDMA where there is some "
-        "(pip install lightserve[nixl]); the same on all engines",
+        "how KV gets from engine to engine: through sockets, or read by NIXL or Mooncake, with RDMA where there is "
+        "some (pip install lightserve[nixl] or lightserve[mooncake]); the same on all engines",
         "disaggregation_transfer_backend",
     )
     min_split_tokens: int = option(
@@ -548,8 +548,8 @@ class ClusterConfig:
             if self.role != "decode":
                 raise OptionError(f"kv_listen={self.kv_listen}: only an engine with --role decode receives KV")
             _check_kv_address(self.kv_listen)
-        if self.kv_transport == "nixl":
-            self._check_nixl()
+        if self.kv_transport != "sockets":
+            self._check_transport()
         if self.cluster_tls and self.role == "normal":
             raise OptionError("cluster_tls: it encrypts KV between machines, and needs --role; other links always are")
         if not roles:
@@ -562,14 +562,15 @@ class ClusterConfig:
             found = "no engine is decode" if "decode" not in roles else "no engine is prefill or both"
             raise OptionError(f"roles={','.join(roles)}: {found}, so no KV would be sent; leave out --roles")
 
-    def _check_nixl(self) -> None:
+    def _check_transport(self) -> None:
+        name = self.kv_transport
         if not self.is_split:
-            raise OptionError("kv_transport=nixl: engines without roles send no KV; set --roles or --role")
+            raise OptionError(f"kv_transport={name}: engines without roles send no KV; set --roles or --role")
         is_local = (self.kv_listen or "").startswith("unix://")
         if self.role == "decode" and not is_local and not self.cluster_tls:
-            raise OptionError("kv_transport=nixl: engines tell each other where to read over TLS; set --cluster_tls")
-        if find_spec("nixl") is None:
-            raise OptionError("kv_transport=nixl needs NIXL; install it with: pip install 'lightserve[nixl]'")
+            raise OptionError(f"kv_transport={name}: engines tell each other where to read over TLS; set --cluster_tls")
+        if find_spec(name) is None:  # both packages are called like their transport
+            raise OptionError(f"kv_transport={name}: it is not installed; run: pip install 'lightserve[{name}]'")
 
     @property
     def engine_roles(self) -> list[str]:

@@ -31,6 +31,7 @@ from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvMover, Outgoing
 from lightserve.worker.kv_mover.carrier import ReadableMemory
+from lightserve.worker.kv_mover.mooncake import MooncakeMemory
 from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.sockets import SocketMover
 
@@ -248,6 +249,8 @@ class KvSplitArgs(NamedTuple):
 
 def readable_memory(transport: str) -> ReadableMemory | None:
     """None: blocks go through sockets."""
+    if transport == "mooncake":
+        return MooncakeMemory()
     return NixlMemory() if transport == "nixl" else None
 
 

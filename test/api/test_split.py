@@ -206,7 +206,10 @@ def test_every_rank_sends_its_part(model: Path, tmp_path: Path, expected: list[l
         ("equal", []),
         ("different", []),
         ("equal", ["--cluster_tls"]),
-        *(pytest.param("equal", ["--cluster_tls", "--kv_transport", name], marks=NEEDS[name]) for name in NEEDS),
+        *(
+            pytest.param("equal", ["--cluster_tls", "--kv_transport", name], marks=mark, id=name)
+            for name, mark in NEEDS.items()
+        ),
     ],
 )
 def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(

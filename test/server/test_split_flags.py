@@ -93,14 +93,17 @@ def test_encrypted_kv_needs_the_certificate_of_the_cluster(keys: str, tmp_path: 
     assert "which engines with --cluster_tls need" in refusal(keys, *flags)
 
 
-def test_nixl_is_for_engines_with_roles_that_have_it(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nixl = "--kv_transport=nixl"
-    assert "engines without roles send no KV" in refusal(nixl)
-    assert "set --cluster_tls" in refusal(keys, LISTEN, "--role=decode", nixl)
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+def test_a_transport_is_for_engines_with_roles_that_have_it(
+    keys: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    flag = f"--kv_transport={name}"
+    assert "engines without roles send no KV" in refusal(flag)
+    assert "set --cluster_tls" in refusal(keys, LISTEN, "--role=decode", flag)
     monkeypatch.setattr(config_module, "find_spec", lambda _: None)
-    assert "install it with: pip install 'lightserve[nixl]'" in refusal(*SPLIT, nixl)
+    assert f"it is not installed; run: pip install 'lightserve[{name}]'" in refusal(*SPLIT, flag)
     monkeypatch.setattr(config_module, "find_spec", lambda _: "it is there")
-    assert parse_server((*SPLIT, nixl)).cluster.kv_transport == "nixl"
+    assert parse_server((*SPLIT, flag)).cluster.kv_transport == name
 
 
 def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:

@@ -92,8 +92,11 @@ def new_certificate(folder: Path) -> PeerContexts:
     return read_kv_certificate(str(folder))
 
 
-NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
-NEEDS = {"nixl": NEEDS_NIXL}  # transports where the receiver reads the blocks
+PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-non-cuda"}  # by transport: the receiver reads
+NEEDS = {
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install {package}")
+    for name, package in PACKAGES.items()
+}
 READ_BY = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 

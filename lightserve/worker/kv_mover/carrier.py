@@ -79,19 +79,19 @@ class ReadableMemory(Protocol):
     def register(self, chunks: Sequence[Tensor]) -> None:
         """All blocks are in these chunks of host memory."""
 
-    def introduction(self) -> bytes:
-        """What a receiver needs to read from here."""
+    def introduction(self, host: str) -> bytes:
+        """What a receiver needs to read from here. ``host``: address of this machine that the receiver can reach."""
 
-    def open(self, introduction: bytes) -> SenderMemory:
-        """Of another mover. Raises WireError."""
+    def open(self, host: str, introduction: bytes) -> SenderMemory:
+        """Of another mover, which can reach this machine at ``host``. Raises WireError."""
 
 
 class ReadableSender:
     """A SendingCarrier: the receiver reads the blocks."""
 
-    def __init__(self, pipe: Pipe, memory: ReadableMemory) -> None:
+    def __init__(self, pipe: Pipe, memory: ReadableMemory, host: str) -> None:
         self._pipe = pipe
-        introduction = memory.introduction()
+        introduction = memory.introduction(host)
         send(pipe, LENGTH.pack(len(introduction)) + introduction)
 
     def send(self, header: bytes, blocks: Sequence[memoryview]) -> None:
@@ -107,12 +107,12 @@ class ReadableSender:
 class ReadingReceiver:
     """A ReceivingCarrier: it reads the blocks."""
 
-    def __init__(self, pipe: Pipe, memory: ReadableMemory) -> None:
+    def __init__(self, pipe: Pipe, memory: ReadableMemory, host: str) -> None:
         self._pipe = pipe
         (size,) = LENGTH.unpack(read(pipe, LENGTH.size))
         if not 0 < size <= MAX_INTRODUCTION_BYTES:
             raise WireError(f"the introduction of a sender has {size} bytes")
-        self._sender = memory.open(read(pipe, size))
+        self._sender = memory.open(host, read(pipe, size))
 
     def read(self, blocks: Sequence[memoryview]) -> None:
         addresses = np.frombuffer(read(self._pipe, 8 * len(blocks)), "<u8").tolist()

@@ -40,11 +40,11 @@ class NixlMemory:
     def register(self, chunks: Sequence[Tensor]) -> None:
         self.agent.register_memory([(chunk.data_ptr(), chunk.nbytes, 0, "") for chunk in chunks], "DRAM")
 
-    def introduction(self) -> bytes:
+    def introduction(self, host: str) -> bytes:
         metadata: bytes = self.agent.get_agent_metadata()
         return metadata
 
-    def open(self, introduction: bytes) -> NixlSenderMemory:
+    def open(self, host: str, introduction: bytes) -> NixlSenderMemory:
         with self._lock:
             try:
                 name: bytes | str = self.agent.add_remote_agent(introduction)

@@ -81,10 +81,11 @@ class SocketMover:
     def _serve(self, sock: socket.socket, sink: KvSink) -> None:
         pipe: Pipe | None = None
         try:
+            host = _own_host(sock)
             pipe = self._pipe(sock, is_server=True)
             stream = greet_sender(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
             if self._memory is not None:
-                stream.receiving = ReadingReceiver(pipe, self._memory)
+                stream.receiving = ReadingReceiver(pipe, self._memory, host)
             with closing(stream.receiving):
                 while True:
                     frame, mac = stream.read_header()
@@ -127,10 +128,11 @@ class SocketMover:
         sock = _connect(address)
         pipe: Pipe | None = None
         try:
+            host = _own_host(sock)
             pipe = self._pipe(sock, is_server=False)
             stream = greet_receiver(pipe, self._secret_for(sock), self._identity, has_macs=self._tls is None)
             if self._memory is not None:
-                stream.sending = ReadableSender(pipe, self._memory)
+                stream.sending = ReadableSender(pipe, self._memory, host)
             return stream
         except BaseException:
             (pipe or sock).close()
@@ -249,3 +251,11 @@ def _connect(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _own_host(sock: socket.socket) -> str:
+    """The address of this machine that the other side of a connection can reach."""
+    if sock.family == socket.AF_UNIX:
+        return "127.0.0.1"
+    host: str = sock.getsockname()[0]
+    return host

@@ -1,0 +1,116 @@
+"""Memory of another process, read by a transfer engine: what it refuses, and what happens when that process dies."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from lightserve.errors import ServerError
+from lightserve.worker.kv_mover.carrier import ReadableMemory, address_of
+from lightserve.worker.kv_mover.pipe import WireError
+from lightserve.worker.kv_split import readable_memory
+from test.waiting import wait_until
+from test.worker.test_kv_split import NEEDS, READ_BY
+
+HOST = "127.0.0.1"
+BYTES = 1 << 26
+LONG_S = 60.0
+MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+SENDER = f"""
+import sys, torch
+from lightserve.worker.kv_split import readable_memory
+memory, chunk = readable_memory(sys.argv[1]), torch.full(({BYTES},), 7, dtype=torch.uint8)
+memory.register([chunk])
+print("memory", memory.introduction("{HOST}").hex(), chunk.data_ptr(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Sender(NamedTuple):
+    process: subprocess.Popen[str]
+    introduction: bytes
+    address: int
+
+
+@pytest.fixture
+def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
+    command = [sys.executable, "-c", SENDER, request.getfixturevalue("transport")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("memory "))  # libraries print too
+        _, introduction, address = line.split()
+        yield Sender(process, bytes.fromhex(introduction), int(address))
+        process.kill()
+
+
+def registered(transport: str, size: int = BYTES) -> tuple[ReadableMemory, memoryview]:
+    chunk = torch.zeros(size, dtype=torch.uint8)
+    memory = readable_memory(transport)
+    assert memory is not None
+    memory.register([chunk])
+    return memory, chunk.numpy().data
+
+
+@pytest.mark.parametrize("transport", MODULES)
+def test_a_library_that_cannot_be_loaded_is_an_error_at_the_start(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, MODULES[transport], None)
+
+    with pytest.raises(ServerError, match=f"kv_transport={transport}: .* does not start"):
+        readable_memory(transport)
+
+
+@pytest.mark.parametrize("transport", READ_BY)
+def test_only_registered_memory_can_be_read(transport: str) -> None:
+    (source, blocks), (target, place) = registered(transport, 4096), registered(transport, 4096)
+    stranger = memoryview(bytearray(4096))
+    blocks[:] = bytes(range(256)) * 16
+    memory = target.open(HOST, source.introduction(HOST))
+
+    with pytest.raises(WireError):
+        memory.read([address_of(stranger)], [place])
+    memory.read([address_of(blocks)], [place])
+
+    assert place == blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", READ_BY)
+def test_a_sender_that_dies_while_it_is_read_ends_the_read(transport: str, sender: Sender) -> None:
+    target, place = registered(transport)
+    memory = target.open(HOST, sender.introduction)
+    memory.read([sender.address], [place[:4096]])
+    sender.process.send_signal(signal.SIGSTOP)
+
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(memory.read, [sender.address], [place])
+        wait_until(reading.running)
+        sender.process.kill()
+        with pytest.raises(WireError):
+            reading.result(LONG_S)
+
+    assert bytes(place[:4096]) == b"\7" * 4096
+
+
+@NEEDS["mooncake"]
+def test_mooncake_does_not_look_for_a_process_that_died_at_the_address_of_another() -> None:
+    """It remembers what it has found at an address, and ports are used again."""
+    (source, blocks), (target, place) = registered("mooncake", 4096), registered("mooncake", 4096)
+    now = source.introduction(HOST)
+    before = bytes(16) + now[16:]
+    blocks[:] = bytes(range(256)) * 16
+
+    first, second, third = (target.open(HOST, one) for one in (before, now, now))
+    third.read([address_of(blocks)], [place])
+
+    assert place == blocks
+    assert first._engine is not second._engine  # type: ignore[attr-defined]
+    assert second._engine is third._engine  # type: ignore[attr-defined]
