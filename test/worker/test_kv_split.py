@@ -335,7 +335,10 @@ def test_a_frame_beyond_the_slots_of_its_ticket_is_dropped(pair: Pair) -> None:
     assert pair.receiver.next_received() == [KvReceived(7, 2)]
 
 
-def test_a_receiver_that_dies_leaves_no_thread_and_no_memory_in_use(pair: Pair) -> None:
+def test_a_receiver_that_dies_leaves_no_thread_and_no_memory_in_use(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "RETRY_S", LONG_S)
     before = threading.active_count()
     pair.expect(7, pair.slots(2))
     pair.push(7, pair.slots(1))
