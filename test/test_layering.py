@@ -150,6 +150,7 @@ LAYERS: dict[str, set[str]] = {
         "cluster.routing",
         "cluster.tcp",
         "common",
+        "detokenization",
         "grammar",
         "httpserver",
         "llm",
