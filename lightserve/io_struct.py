@@ -221,8 +221,19 @@ _PART_OF = {  # parameter: the field of GenerationParams that has it
 # router -> model worker
 
 
+class ParentPart(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a request is that of another one, which the workers keep: see Step.kept."""
+
+    req_id: int
+    num_tokens: int  # at least one token of the request follows
+    num_slots: int
+
+
 class NewReq(msgspec.Struct, frozen=True):
-    """A request that enters the workers, or enters again after it was preempted."""
+    """A request that enters the workers, or enters again after it was preempted.
+
+    With ``parent``, ``token_ids`` and ``cached_slots`` are those that follow the parent's.
+    """
 
     req_id: int
     token_ids: Int32s  # the prompt, and the output tokens so far if it was preempted
@@ -234,6 +245,13 @@ class NewReq(msgspec.Struct, frozen=True):
     stopping: StoppingParams = StoppingParams()
     cached_windowed_slots: Int32s = NO_INT32  # slots of the windowed pool of the last of the cached tokens
     lora_slot: int = -1  # of its adapter; -1: it uses none
+    parent: ParentPart | None = None
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV is not cached."""
+        own = len(self.token_ids) - len(self.cached_slots)
+        return own if self.parent is None else own + self.parent.num_tokens - self.parent.num_slots
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -293,6 +311,8 @@ class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows.
 
+    Of freed requests it keeps the tokens and slots with which they entered, if later requests may begin with them.
+
     It stores KV in host memory before it computes anything. It only starts loads: see KvLoaded. It sends KV to other
     engines after it has computed the rows.
 
@@ -304,6 +324,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     chunks: list[StepRow]  # of prompts; a chunk may have one token
     new: list[NewReq] = []
     free: list[int] = []
+    kept: list[int] = []  # of ``free``: later requests may name them as parents
+    dropped: list[int] = []  # of the requests that are kept: none will name them any more
     copies: list[KvCopy] = []
     windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token

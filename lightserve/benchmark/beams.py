@@ -104,10 +104,9 @@ class BatchOnly:
         return future
 
     def _update(self, step: Step) -> None:
-        for req_id in step.free:
-            self.batch.remove(req_id)
+        self.batch.free(step)
         for new in step.new:
-            self.batch.add(new)
+            self.batch.add(self.batch.kept.whole(new))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -128,9 +127,9 @@ class BatchOnly:
 class LocalServer:
     """The managers of all processes, connected within this one."""
 
-    def __init__(self, max_len: int) -> None:
+    def __init__(self, max_len: int, workers: BatchOnly | None = None) -> None:
         self.engine = EngineReady(MAX_RUNNING * max_len, max_len, 32_000, pipeline_depth=1)
-        self.workers = BatchOnly(max_len)
+        self.workers = workers or BatchOnly(max_len)
         self.scheduler = Scheduler(KvPool(self.engine.max_total_token_num), SchedulerLimits(MAX_RUNNING, 1 << 20, None))
         to_router: Any = self.workers.to_router
         to_detokenization: Any = Link(ToDetokenization)

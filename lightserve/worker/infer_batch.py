@@ -17,6 +17,7 @@ from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, Step
 from lightserve.utils.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
 from lightserve.worker.infer_req import InferReq
+from lightserve.worker.kept_reqs import KeptReqs
 from lightserve.worker.lora import write_groups
 from lightserve.worker.req_columns import ReqColumns
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
@@ -144,6 +145,7 @@ class InferBatch:
         self._reqs: dict[int, InferReq] = {}  # by id
         self._at: dict[int, InferReq] = {}  # by row
         self._row_of: dict[int, int] = {}  # by id
+        self.kept = KeptReqs()
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
         self._has_kv = has_kv
@@ -240,6 +242,14 @@ class InferBatch:
         ]
         return Sampled(others, PlainRows(places, own, columns.entry[own], columns.req_id[own]))
 
+    def free(self, step: Step) -> None:
+        """Remove the requests that leave with this step, and keep what later ones may begin with."""
+        for req_id in step.kept:
+            self.kept.add(self._reqs[req_id])
+        for req_id in step.free:
+            self.remove(req_id)
+        self.kept.drop(step.dropped)
+
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # it may be unknown if the step that brought it failed
         if req is not None:
@@ -254,6 +264,7 @@ class InferBatch:
         self._reqs.clear()
         self._at.clear()
         self._row_of.clear()
+        self.kept.clear()
         self.columns.entry[:] = 0
         self._prefixes = SharedPrefixes()
         self._req_manager.free_all()
@@ -353,8 +364,6 @@ class InferBatch:
 
     def _record_prompts(self, taken: StepRows) -> None:
         """Record the slots of prompts. Other requests may share them from the next step on."""
-        if not self.shares_prefixes:
-            return
         left = self.columns.leading_len[taken.rows] - self.columns.cache_len[taken.rows]
         places = np.flatnonzero(left > 0).tolist()
         ends = np.cumsum(taken.q_len) if places else NO_INT64
@@ -363,7 +372,7 @@ class InferBatch:
             slots = taken.slots[end - int(taken.q_len[place]) : end][: int(left[place])]
             begin = req.cache_len
             req.leading_slots[begin : begin + len(slots)] = slots
-            if len(slots) == left[place]:
+            if len(slots) == left[place] and self.shares_prefixes:
                 self._prefixes.add(req, req.leading_slots)
 
     def _arrange(self, taken: StepRows) -> tuple[StepRows, list[SharedRows]]:

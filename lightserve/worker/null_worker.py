@@ -43,7 +43,7 @@ class NullWorker:
         for new in step.new:
             if new.sampling.logprobs is not None:
                 self._num_top[new.req_id] = new.sampling.logprobs
-            self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
+            self._missing[new.req_id] = new.num_uncomputed
             self._last[new.req_id] = int(new.token_ids[-1])
         req_ids, token_ids, embeddings, detailed = [], [], [], []
         if step.num_tokens:  # others only free requests

@@ -287,10 +287,9 @@ class ModelWorker:
             self._grammars.compile_grammar(grammar, eos_ids)
 
     def _update_batch(self, step: Step) -> None:
-        for req_id in step.free:
-            self._batch.remove(req_id)
+        self._batch.free(step)
         for new in step.new:
-            self._add(new)
+            self._add(self._batch.kept.whole(new))
         if step.loras and self.loras is not None:
             self.loras.place(step.loras)
         for copy in step.copies:

@@ -8,13 +8,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import FinishReason, GenerationParams, Int32s, Step, StepLimits, Token, TokenOut, WindowedKv
+from lightserve.io_struct import (
+    FinishReason,
+    GenerationParams,
+    Int32s,
+    NewReq,
+    ParentPart,
+    Step,
+    StepLimits,
+    Token,
+    TokenOut,
+    WindowedKv,
+)
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.radix_cache import RadixNode
@@ -24,6 +36,7 @@ from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
 from lightserve.router.windowed_pool import NONE
+from lightserve.utils.codec import encode
 
 EOS = 7
 ROOT = 0
@@ -62,8 +75,10 @@ class KvReq:
     slots: list[int]
     windowed_slots: dict[int, int]  # by position
     prefixes: list[int] = field(default_factory=list)  # what each slot must hold
+    entered_len: int = field(init=False)  # tokens with which it entered
 
     def __post_init__(self) -> None:
+        self.entered_len = len(self.ids)
         self.extend_prefixes()
 
     def extend_prefixes(self) -> None:
@@ -90,14 +105,19 @@ class KvWorker:
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
+        self.kept: dict[int, KvReq] = {}  # that later requests may name as parents
         self._kv: list[int | None] = [None] * scheduler.pool.size
         self._windowed = windowed
         self._windowed_kv: list[int | None] = [None] * (0 if windowed is None else windowed.size)
 
     def run(self, step: Step) -> list[TokenOut]:
+        assert set(step.kept) <= set(step.free), "a request is kept that does not leave"
+        self.kept.update({req_id: self.reqs[req_id] for req_id in step.kept})
         for req_id in step.free:
             del self.reqs[req_id]
-        for new in step.new:
+        for req_id in step.dropped:
+            del self.kept[req_id]
+        for new in map(self._whole, step.new):
             assert new.req_id not in self.reqs, "a request enters that was not freed"
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
             first = len(new.cached_slots) - len(new.cached_windowed_slots)
@@ -119,6 +139,17 @@ class KvWorker:
             self._read_windows(self.reqs[row.req_id], len(row.slots))
         return [out for row in step.rows for out in self._read(row.req_id)]
 
+    def _whole(self, new: NewReq) -> NewReq:
+        if new.parent is None:
+            return new
+        parent, part = self.kept[new.parent.req_id], new.parent
+        assert part.num_tokens <= parent.entered_len, "the parent did not enter with so many tokens"
+        assert part.num_slots <= parent.entered_len
+        token_ids = [*parent.ids[: part.num_tokens], *new.token_ids]
+        return msgspec.structs.replace(
+            new, token_ids=token_ids, cached_slots=[*parent.slots[: part.num_slots], *new.cached_slots]
+        )
+
     def _check_token_ids(self, step: Step) -> None:
         """The first stage of a pipeline does not know the tokens that the last one has sampled."""
         reqs = [(self.reqs[row.req_id], len(row.slots)) for row in step.rows]
@@ -128,6 +159,7 @@ class KvWorker:
     def fail(self, steps: Iterable[Step]) -> None:
         """As if these steps had not been computed; their requests are freed."""
         self.reqs.clear()
+        self.kept.clear()
         for step in steps:
             for slot in (slot for row in step.rows for slot in row.slots):
                 self._kv[slot] = None
@@ -261,6 +293,7 @@ class Server:
         if scheduler.pool.windowed is not None:
             assert scheduler.pool.windowed.used == 0
         assert not self.worker.reqs
+        assert set(self.worker.kept) <= scheduler.parents._parents.keys(), "the worker keeps requests without need"
 
     def _check_kept_counts(self) -> None:
         """What the batch keeps up to date is what its requests add up to."""
@@ -491,6 +524,153 @@ def test_what_failed_steps_were_to_compute_is_never_read(
 
     assert all(req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens) for req in again)
     server.assert_idle()
+
+
+@st.composite
+def beam_steps(draw: st.DrawFn) -> list[list[tuple[int, list[int], bool]]]:
+    """For each step the sequences: which one of the last step they continue, their own tokens, whether they abort."""
+    own = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+    sequence = st.tuples(st.integers(0, 5), own, st.sampled_from([False] * 4 + [True]))
+    return draw(st.lists(st.lists(sequence, min_size=1, max_size=6), min_size=2, max_size=8))
+
+
+@fresh_histories
+@given(
+    server=servers(st.integers(85, 200)),
+    prompt=prompts,
+    steps=beam_steps(),
+    crashes=st.sets(st.integers(0, 7), max_size=2),
+    preempted=st.sets(st.integers(0, 7), max_size=3),
+    others=st.lists(st.tuples(prompts, st.integers(1, 20)), max_size=8),
+)
+def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whatever_happens(
+    server: Server,
+    prompt: list[int],
+    steps: list[list[tuple[int, list[int], bool]]],
+    crashes: set[int],
+    preempted: set[int],
+    others: list[tuple[list[int], int]],
+) -> None:
+    """As a beam search does: each step continues sequences of the last step, and releases those before it."""
+    scheduler, ids = server.scheduler, itertools.count()
+    parents = [make_req(next(ids), prompt, 1, may_be_parent=True)]
+    server.run(parents)
+    unneeded: list[int] = []
+    for number, sequences in enumerate(steps):
+        reqs = []
+        for place, own, _ in sequences:
+            parent = parents[place % len(parents)]
+            begin = scheduler.parent_tokens(parent.req_id)
+            assert begin is not None
+            whole = [*begin.tolist(), *own]
+            reqs.append(make_req(next(ids), whole, 1 + place % 2, parent=parent.req_id, may_be_parent=True))
+            scheduler.add(reqs[-1])
+        scheduler.release_parents(unneeded)
+        if number < len(others):
+            scheduler.add(make_req(1000 + number, *others[number]))
+        server.step()
+        if number in preempted and scheduler.num_running:
+            scheduler.preempt_newest()
+        aborted = [
+            req
+            for req, (_, _, is_aborted) in zip(reqs, sequences, strict=True)
+            if is_aborted and scheduler.abort(req.req_id)
+        ]
+        if number in crashes:
+            server.crash()
+        while server.step():
+            pass
+        ended = [req for req in reqs if req not in aborted and req.req_id not in server.crashing]
+        assert all(req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens) for req in ended)
+        if not ended:
+            unneeded = [req.req_id for req in parents + reqs]
+            break
+        unneeded, parents = [req.req_id for req in (*parents, *reqs) if req not in ended], ended
+    scheduler.release_parents([*unneeded, *(req.req_id for req in parents)])
+    server.run([])
+
+    server.assert_idle()
+    assert not server.worker.kept
+    assert not len(scheduler.parents)
+
+
+def entering(server: Server) -> list[NewReq]:
+    """Run a step. Returns the requests that entered with it."""
+    step = server.scheduler.next_step()
+    assert step is not None
+    server.scheduler.process_tokens(server.worker.run(step))
+    return step.new
+
+
+def test_a_request_with_a_parent_enters_with_the_tokens_that_follow() -> None:
+    server = Server(make())
+    server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
+
+    server.scheduler.add(make_req(1, [*range(100, 150), 3], parent=0))
+    [new] = entering(server)
+
+    assert new.parent == ParentPart(0, 50, 50)
+    assert (list(new.token_ids), list(new.cached_slots)) == ([3], [])
+
+
+def test_a_request_enters_with_all_its_tokens_if_its_parent_is_released() -> None:
+    server = Server(make())
+    server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
+    assert set(server.worker.kept) == {0}
+
+    server.scheduler.release_parents([0])
+    server.scheduler.add(make_req(1, [*range(100, 150), 3], parent=0))
+    [new] = entering(server)
+
+    assert not server.worker.kept
+    assert new.parent is None
+    assert len(new.token_ids) == 51
+    assert len(new.cached_slots) == 50
+
+
+def test_the_workers_keep_no_parent_that_is_released_before_they_free_it() -> None:
+    server = Server(make())
+    server.scheduler.add(make_req(0, list(range(100, 150)), 1, may_be_parent=True))
+    server.step()
+
+    server.scheduler.release_parents([0])
+    server.run([])
+
+    assert not server.worker.kept
+    server.assert_idle()
+
+
+def test_after_a_crash_a_request_enters_with_all_its_tokens_once() -> None:
+    server = Server(make())
+    server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
+    server.crash()
+    children = [make_req(1 + i, [*range(100, 150), i], 1, parent=0, may_be_parent=True) for i in range(2)]
+    server.run(children)
+
+    whole = server.worker.computed
+    server.run([make_req(3 + i, [*range(100, 150), i, 5], 1, parent=1 + i) for i in range(2)])
+
+    assert whole == 50 + 2
+    assert server.worker.computed == whole + 2
+    assert set(server.worker.kept) == {1, 2}
+
+
+def test_a_preempted_request_enters_again_once_with_arrays() -> None:
+    """What the workers know of it has left them with its row, and is sent again with one step."""
+    server = Server(make())
+    req = make_req(0, list(range(100, 150)), 20)
+    req.eos_ids = ()
+    server.scheduler.add(req)
+    for _ in range(5):
+        server.step()
+
+    server.scheduler.preempt_newest()
+    entered = [new for _ in range(4) for new in entering(server)]
+
+    [new] = entered
+    assert isinstance(new.token_ids, np.ndarray)
+    assert (new.token_ids.dtype, new.cached_slots.dtype) == (np.int32, np.int32)
+    assert len(encode(new)) < 400 + 2 * new.token_ids.nbytes
 
 
 def test_only_what_steps_in_flight_were_to_compute_is_taken_back() -> None:

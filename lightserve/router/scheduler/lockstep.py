@@ -111,6 +111,13 @@ class LockstepScheduler:
     def add(self, req: Req) -> None:
         self._choose(req).add(req)
 
+    def parent_tokens(self, req_id: int) -> Int32Array | None:
+        return self._first(lambda group: group.parent_tokens(req_id))
+
+    def release_parents(self, req_ids: Sequence[int]) -> None:
+        for group in self.groups:
+            group.release_parents(req_ids)
+
     def hold(self, req: Req) -> None:
         self._choose(req).hold(req)
 

@@ -32,6 +32,7 @@ from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.parents import Parents
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
@@ -116,6 +117,7 @@ class Scheduler:
         self.incoming: IncomingKv | None = None  # set by ``use_incoming``
         self.num_pushed = 0  # tokens whose KV was sent to other engines
         self._pushing: dict[int, Req] = {}  # by id: requests whose KV another engine wants
+        self.parents = Parents()
 
     def use_incoming(self, send: Callable[[KvWanted | KvMissing], None]) -> IncomingKv:
         """Wait for KV that prefill engines send. ``send``: to the dispatcher."""
@@ -177,6 +179,14 @@ class Scheduler:
         req.target, req.num_pushed = target, target.first_block
         self._pushing[req.req_id] = req
 
+    def parent_tokens(self, req_id: int) -> Int32Array | None:
+        """The prompt of an ended request with which later ones may begin; None: it is not known."""
+        return self.parents.tokens_of(req_id)
+
+    def release_parents(self, req_ids: Iterable[int]) -> None:
+        """No request will name these as its parent any more."""
+        self.parents.release(req_ids)
+
     def hold(self, req: Req) -> None:
         """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
         self._queue.hold(req)
@@ -196,7 +206,7 @@ class Scheduler:
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self._preemption.make_room()
-        admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
+        admitted = {req: self.parents.as_new(req) for req in self._admission.admit(now_s)}
         planned = self._plan_rows()
         is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
         if self.tiers is not None and not is_empty:
@@ -204,13 +214,16 @@ class Scheduler:
         elif self.tiers is not None and not len(self._batch) and not len(self._queue):
             self.tiers.stored.store_idle()
         has_copies = self._has_copies
-        if is_empty and not has_copies and (len(self._batch) or not self._batch.has_rows_to_free):
+        if is_empty and not has_copies and (len(self._batch) or not self._has_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
         loras = self.loras.take_copies()
         planned.loras.extend(place.lora_id for place in loras)
         step = planned.as_step([admitted[req] for req in new], free, loras)
+        if len(self.parents) or self.parents.has_drops:
+            kept, dropped = self.parents.take_kept_and_dropped(free)
+            step = msgspec.structs.replace(step, kept=kept, dropped=dropped)
         if self._pushing:
             step = msgspec.structs.replace(step, pushes=self._take_pushes())
         if self.incoming is not None and self.incoming.has_expects:
@@ -220,6 +233,11 @@ class Scheduler:
         stores, loads = self.tiers.take_copies()
         planned.stores.extend(stores)
         return msgspec.structs.replace(step, stores=stores, loads=loads)
+
+    @property
+    def _has_to_free(self) -> bool:
+        """Whether the workers hold or keep something that is not needed any more."""
+        return self._batch.has_rows_to_free or self.parents.has_drops
 
     @property
     def _has_transfers(self) -> bool:
@@ -338,6 +356,8 @@ class Scheduler:
         if req.finish_reason is not None:
             if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
                 self._estimate.observe(req.output_len)
+            if req.may_be_parent:
+                self.parents.add(req, is_in_workers=req in self._batch)
             self._drop(req)
         return req
 
@@ -393,6 +413,7 @@ class Scheduler:
         self.pool.roll_back(slots, windowed_slots)
         self._in_flight.clear()
         self._batch.clear()
+        self.parents.clear()
 
     def reset(self) -> None:
         """Drop all requests and all KV. The workers have freed all requests."""
@@ -401,6 +422,7 @@ class Scheduler:
         self._isolation.reset()
         self._in_flight.clear()
         self._pushing.clear()
+        self.parents.clear()
         self.pool.reset()
         if self.incoming is not None:
             self.incoming.clear()
@@ -413,6 +435,7 @@ class Scheduler:
         in_flight = {req_id for step in self._in_flight for req_id in step.req_ids.tolist()}
         self._in_flight.clear()
         self.pool.reset()
+        self.parents.lose_workers()
         if self.incoming is not None:
             self.incoming.clear()
         for req in self._batch.clear():

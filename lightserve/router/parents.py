@@ -1,0 +1,97 @@
+"""Ended requests whose tokens later ones begin with, as the steps of a beam search do.
+
+The workers keep the tokens and slots with which such a request entered. A later request names it as its parent, and the
+step has only what follows. The router compares what the workers keep with what the request needs, so it does not matter
+whether the prefix cache has given it the same slots.
+
+After the workers died, later requests enter with all their tokens, and can be parents again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from lightserve.io_struct import NewReq, ParentPart
+from lightserve.router.radix_cache import common_len
+from lightserve.router.req import Req
+from lightserve.utils.int_arrays import Int32Array
+
+
+class Parent(NamedTuple):
+    token_ids: Int32Array  # of its prompt
+    slots: Int32Array  # of these tokens
+
+
+class Parents:
+    def __init__(self) -> None:
+        self._parents: dict[int, Parent] = {}  # by id
+        self._ended: set[int] = set()  # of these, requests that the workers free and keep with the next step
+        self._kept: set[int] = set()  # requests that the workers keep after the last planned step
+        self._dropped: list[int] = []  # of these, those that they drop with the next step
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    @property
+    def has_drops(self) -> bool:
+        return bool(self._dropped)
+
+    def add(self, req: Req, is_in_workers: bool) -> None:
+        """The request ends now. It still has its slots if it ``is_in_workers``."""
+        prompt_len = len(req.prompt_ids)
+        self._parents[req.req_id] = Parent(req.prompt_ids, req.slots[:prompt_len].copy())
+        if is_in_workers:
+            self._ended.add(req.req_id)
+
+    def tokens_of(self, req_id: int) -> Int32Array | None:
+        """The prompt of a parent; None: it is not known."""
+        parent = self._parents.get(req_id)
+        return None if parent is None else parent.token_ids
+
+    def as_new(self, req: Req) -> NewReq:
+        """The message by which a request enters the workers, without what they keep of its parent."""
+        new = req.as_new()
+        if req.parent not in self._ended and req.parent not in self._kept:
+            return new
+        assert req.parent is not None
+        token_ids, slots = self._parents[req.parent]
+        # workers that keep no tokens read the last one, so it is always sent
+        num_tokens = min(common_len(token_ids, new.token_ids), len(new.token_ids) - 1)
+        num_slots = common_len(slots, new.cached_slots)
+        return msgspec.structs.replace(
+            new,
+            token_ids=new.token_ids[num_tokens:],
+            cached_slots=new.cached_slots[num_slots:],
+            parent=ParentPart(req.parent, num_tokens, num_slots),
+        )
+
+    def release(self, req_ids: Iterable[int]) -> None:
+        """No request will name these as its parent any more. Some may not have ended as expected."""
+        for req_id in req_ids:
+            self._parents.pop(req_id, None)
+            self._ended.discard(req_id)
+            if req_id in self._kept:
+                self._kept.remove(req_id)
+                self._dropped.append(req_id)
+
+    def take_kept_and_dropped(self, free: Iterable[int]) -> tuple[list[int], list[int]]:
+        """What the workers keep of the requests that they free with the next step, and what they drop with it."""
+        kept, dropped = [req_id for req_id in free if req_id in self._ended], self._dropped
+        self._kept.update(kept)
+        self._ended.clear()
+        self._dropped = []
+        return kept, dropped
+
+    def lose_workers(self) -> None:
+        """The workers died. Only the tokens are left, which requests may still begin with."""
+        self._ended.clear()
+        self._kept.clear()
+        self._dropped = []
+
+    def clear(self) -> None:
+        """The workers have freed all requests and keep none."""
+        self.lose_workers()
+        self._parents.clear()
