@@ -1,6 +1,6 @@
 """Every message that crosses a process boundary, and nothing else. Neither torch nor a tokenizer is imported here.
 
-    httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
+    httpserver ──GenerateReq, AbortReq, ReleaseParents──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
     httpserver ──GetTimelines, StartProfile, StopProfile──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
     httpserver ──LoadAdapter, UnloadAdapter, ListAdapters──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
@@ -10,6 +10,7 @@
 With --dp, a dispatcher stands where the router stands, and speaks to the routers of several engines:
 
     dispatcher ──DispatchedReq, AbortReq, MovedReqs──▶ router ──BatchTokenIdOut, RouterStats, KvNews──▶ dispatcher
+    dispatcher ──ReleaseParents──▶ router
 
 With roles, a decode engine has prompts computed by a prefill engine, whose workers send the KV to its workers:
 
@@ -248,10 +249,14 @@ class NewReq(msgspec.Struct, frozen=True):
     parent: ParentPart | None = None
 
     @property
+    def num_cached(self) -> int:
+        """Tokens whose KV is cached."""
+        return len(self.cached_slots) + (0 if self.parent is None else self.parent.num_slots)
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV is not cached."""
-        own = len(self.token_ids) - len(self.cached_slots)
-        return own if self.parent is None else own + self.parent.num_tokens - self.parent.num_slots
+        return len(self.token_ids) + (0 if self.parent is None else self.parent.num_tokens) - self.num_cached
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -548,7 +553,10 @@ class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
-    """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_process_of."""
+    """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_process_of.
+
+    With ``parent``, a request of an open group that has ended, ``prompt_ids`` follow the whole prompt of the parent.
+    """
 
     req_id: int
     prompt_ids: Int32s
@@ -558,6 +566,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     group: int = 0  # id of the first of the sequences that continue the same prompt
     is_group_open: bool = False  # more sequences of the group follow, as in a beam search, and use the KV of this one
     request_id: str = ""  # X-Request-Id of the HTTP request, for GET /debug/requests
+    parent: int | None = None
 
     def prefix_salt(self, uses_cache: bool) -> str:
         """Requests share cached prefixes exactly if this is the same. Choices of one prompt always share them."""
@@ -576,6 +585,12 @@ class AbortReq(msgspec.Struct, frozen=True, tag=True):
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
+
+
+class ReleaseParents(msgspec.Struct, frozen=True, tag=True):
+    """No request will name these ones of an open group as its parent any more. They have ended or were aborted."""
+
+    req_ids: list[int]
 
 
 class AbortByRequestId(msgspec.Struct, frozen=True, tag=True):
@@ -648,6 +663,7 @@ ToRouter = (
     GenerateReq
     | ContinueReq
     | AbortReq
+    | ReleaseParents
     | AbortByRequestId
     | GetTimelines
     | StartProfile
@@ -680,7 +696,7 @@ class KvTarget(msgspec.Struct, frozen=True):
 class DispatchedReq(msgspec.Struct, frozen=True, tag=True):
     """A request for one of several engines. It may have begun in another engine, and goes on from its tokens."""
 
-    request: GenerateReq  # with a seed, so that every engine samples the same tokens
+    request: GenerateReq  # with its whole prompt, and a seed, so that every engine samples the same tokens
     age_s: float  # since it arrived: the clock of ``arrived_s`` may be another machine's
     block_hashes: bytes  # [blocks of the prompt] int64: see utils/block_hash.py
     output_ids: list[int] = []  # tokens that the client has got already
@@ -704,7 +720,7 @@ class KvCancel(msgspec.Struct, frozen=True, tag=True):
     was_started: bool = True  # a prefill engine had got the prompt
 
 
-ToEngine = DispatchedReq | AbortReq | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
+ToEngine = DispatchedReq | AbortReq | ReleaseParents | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
@@ -1079,7 +1095,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 5  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 6  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

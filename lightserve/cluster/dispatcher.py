@@ -13,6 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
+import numpy as np
+
 from lightserve.cluster.cluster_metrics import ClusterMetrics
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.link import EngineLink
@@ -36,6 +39,7 @@ from lightserve.io_struct import (
     KvNews,
     KvWanted,
     MovedReqs,
+    ReleaseParents,
     ReqFailed,
     RouterStats,
     SpanCounts,
@@ -45,6 +49,7 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.int_arrays import Int32Array, int32s
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts
 
@@ -76,6 +81,7 @@ class Dispatcher:
         self._queries = ClusterQueries()
         self._jobs = PrefillJobs(placement)
         self._requests: dict[int, OpenRequest] = {}
+        self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
         self._unplaced: dict[int, OpenRequest] = {}  # of these, the requests that no engine can take now
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -136,6 +142,8 @@ class Dispatcher:
                 self._accept(message.request, message.output_ids)
             elif isinstance(message, AbortReq):
                 self._abort(message)
+            elif isinstance(message, ReleaseParents):
+                self._release_parents(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
             elif isinstance(message, SpanCounts | JournalCounts):
@@ -148,7 +156,11 @@ class Dispatcher:
                     self._to_detokenization.send(reply)
 
     def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
-        config = self._config
+        if message.parent is not None and message.parent not in self._prompts:
+            found = f"the request continues {message.parent}, which is not known"
+            self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, found)]))
+            return
+        config, message = self._config, self._with_whole_prompt(message)
         req = open_request(message, not config.disable_dynamic_prompt_cache, config.request_timeout or None)
         req.output_ids = output_ids.copy()
         self._requests[req.req_id] = req
@@ -161,6 +173,21 @@ class Dispatcher:
         self.metrics.values["request_refused_total"] += 1
         found = f"no engine runs now, and {len(self._unplaced)} requests wait (--max_queue_size); retry later"
         self._fail(req, 429, found)
+
+    def _with_whole_prompt(self, message: GenerateReq) -> GenerateReq:
+        """An engine may not know the parent of a request. One that does sends its workers only what follows."""
+        prompt_ids = int32s(message.prompt_ids)
+        if message.parent is not None:
+            prompt_ids = np.concatenate((self._prompts[message.parent], prompt_ids))
+        if message.is_group_open:
+            self._prompts[message.req_id] = prompt_ids
+        return msgspec.structs.replace(message, prompt_ids=prompt_ids)
+
+    def _release_parents(self, message: ReleaseParents) -> None:
+        for req_id in message.req_ids:
+            self._prompts.pop(req_id, None)
+        for engine in self._placement:
+            engine.link.send(message)
 
     def _abort(self, message: AbortReq) -> None:
         req = self._requests.get(message.req_id)

@@ -38,6 +38,7 @@ from lightserve.io_struct import (
     GenerationParams,
     ListAdapters,
     LoadAdapter,
+    ReleaseParents,
     RouterStats,
     SchedulingParams,
     StrOut,
@@ -70,6 +71,7 @@ class PromptRequest:
     params: GenerationParams
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     group: int | None = None  # sequences of a group always share prefixes; None: one group for each prompt's choices
+    parent: int | None = None  # index of the sequence before ``continue_with`` whose prompt comes before ``prompt_ids``
 
 
 class HttpServerManager:
@@ -234,6 +236,7 @@ class HttpServerManager:
                 group,
                 is_group_open=is_open,
                 request_id=generation.log.request_id,
+                parent=None if one.parent is None else generation.parent_ids[one.parent],
             )
             said = generation.said_ids.get(index)
             self._to_router.send(request if said is None else ContinueReq(request, said))
@@ -259,6 +262,9 @@ class HttpServerManager:
         if self.state is not EngineState.READY:
             self._check_drained()
 
+    def _release_parents(self, req_ids: list[int]) -> None:
+        self._to_router.send(ReleaseParents(req_ids))
+
     def _check_drained(self) -> None:
         if not self._running:
             self._drained.set()
@@ -274,6 +280,7 @@ class Generation:
         self.n = n  # sequences a prompt: prompt i has the indices i * n ... i * n + n - 1
         self.log = log
         self.req_ids: list[int] = []
+        self.parent_ids: list[int] = []  # the sequences before those of the last ``continue_with``
         self.said_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
         self._manager = manager
         self._unread: list[tuple[int, StrOut]] = []
@@ -308,16 +315,28 @@ class Generation:
     ) -> None:
         for index, req_id in enumerate(self.req_ids):
             self._manager._close(req_id, is_finished=index not in self._unfinished)
+        if self._is_open:
+            self._manager._release_parents([*self.parent_ids, *self.req_ids])
         self.log.close(error)
 
     def continue_with(self, prompt_requests: Sequence[PromptRequest]) -> None:
-        """Start these sequences after all others have finished. A drain waits for them: it is the same HTTP request."""
-        finished, self.req_ids = self.req_ids, []
+        """Start these sequences after all others have finished. A drain waits for them: it is the same HTTP request.
+
+        Their parents are among those that have finished, so the parents of those are not needed any more.
+        """
+        unneeded, self.parent_ids, self.req_ids = self.parent_ids, self.req_ids, []
         self.prompt_requests = list(prompt_requests)
         self._unfinished = set(range(len(self.prompt_requests)))
         self._manager._send(self)
-        for req_id in finished:
+        for req_id in self.parent_ids:
             self._manager._close(req_id, is_finished=True)
+        if unneeded:
+            self._manager._release_parents(unneeded)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether other sequences may have these as parents."""
+        return any(one.group is not None for one in self.prompt_requests)
 
     async def collect(self) -> list[list[StrOut]]:
         """Start, wait for the end, and return all tokens of every sequence."""

@@ -29,6 +29,7 @@ from lightserve.io_struct import (
     KvCancel,
     KvNews,
     MovedReqs,
+    ReleaseParents,
     SpanCounts,
     ToDetokenization,
     ToEngine,
@@ -47,6 +48,7 @@ from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts
 
@@ -121,14 +123,15 @@ class RouterManager:
     async def _receive(self) -> None:
         while True:
             message = await self._inbox.recv()
-            if isinstance(message, GenerateReq):
-                self._accept(message)
-            elif isinstance(message, ContinueReq):
-                self._accept(message.request, output_ids=message.output_ids)
+            if isinstance(message, GenerateReq | ContinueReq):
+                self._accept_from_http(message)
             elif isinstance(message, DispatchedReq | MovedReqs | KvCancel):
                 self._handle_dispatcher(message)
             elif isinstance(message, AbortReq):
                 self._abort(message)
+            elif isinstance(message, ReleaseParents):
+                self._scheduler.release_parents(message.req_ids)
+                self.steps.wake()
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
@@ -171,6 +174,21 @@ class RouterManager:
                 req.timeline.paused("moved", req.output_len)
         self._reporter.confirm_moved(message.req_ids)
         self.steps.wake()
+
+    def _accept_from_http(self, message: GenerateReq | ContinueReq) -> None:
+        """A request that names a parent has only the tokens that follow it. A dispatcher adds the others."""
+        if isinstance(message, ContinueReq):
+            self._accept(message.request, output_ids=message.output_ids)
+            return
+        if message.parent is None:
+            self._accept(message)
+            return
+        begin = self._scheduler.parent_tokens(message.parent)
+        if begin is None:  # it stays known until the HTTP process releases it
+            self._reporter.refuse(message.req_id, f"the request continues {message.parent}, which is not known", 500)
+            return
+        prompt_ids = np.concatenate((begin, int32s(message.prompt_ids)))
+        self._accept(msgspec.structs.replace(message, prompt_ids=prompt_ids))
 
     def _accept(
         self, message: GenerateReq, dispatched: DispatchedReq | None = None, output_ids: Sequence[int] = ()
@@ -225,6 +243,7 @@ class RouterManager:
         if dispatched.runs_alone:
             self._only_group.isolate(req)
         if dispatched.target is not None:
+            req.may_be_parent = False  # the engine that wants its KV computes it
             self._only_group.push_to(req, dispatched.target)
         if dispatched.ticket is not None and self._scheduler.incoming is not None:
             self._scheduler.incoming.offer(req, dispatched.ticket)
@@ -268,6 +287,8 @@ class RouterManager:
             shares_prefix=shares_prefix,
             salt=lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
+            parent=message.parent,
+            may_be_parent=message.is_group_open,
         )
 
     def _abort(self, message: AbortReq) -> None:

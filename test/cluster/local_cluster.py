@@ -19,6 +19,7 @@ from lightserve.io_struct import (
     GenerateReq,
     GenerationParams,
     KvReceived,
+    NewReq,
     ReqFailed,
     RouterStats,
     Step,
@@ -113,10 +114,12 @@ class SeededModel(FakeModel):
         self.inbox: FakeInbox | None = None
         self.crashes_at = crashes_at  # a token id in a prompt that kills the workers
         self._seeds: dict[int, int] = {}
+        self.entered: list[NewReq] = []
 
     async def _run(self, step: Step) -> StepResult:
         for new in step.new:
             self._seeds[new.req_id] = new.seed
+            self.entered.append(new)
             if self.crashes_at is not None and new.token_ids[0] == self.crashes_at:
                 self.die()
         result = await super()._run(step)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightserve.io_struct import (
     GenerationParams,
     GetTimelines,
     ProfileReply,
+    ReleaseParents,
     SchedulingParams,
     SpanCounts,
     StartProfile,
@@ -333,6 +335,37 @@ def test_a_request_of_another_gateway_goes_on_after_its_tokens_whatever_dies() -
         assert said + cluster.tokens[1] == cluster.tokens[0]
 
     check(scenario, pool=16384)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "round_robin"])
+def test_a_request_continues_its_parent_in_any_engine(policy: str) -> None:
+    """The dispatcher knows the whole prompt. An engine that had the parent sends its workers only what follows."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        group = {"group": 100, "is_group_open": True}
+        cluster.send(0, [5] * 200, 1, seed=0, **group)
+        await cluster.until(lambda: cluster.has_ended(0))
+        for req_id in range(1, 5):
+            cluster.send(req_id, [6], 1, seed=req_id, parent=req_id - 1, **group)
+            await cluster.until(partial(cluster.has_ended, req_id))
+        entered = {new.req_id: new for engine in cluster.engines.values() for new in engine.model.entered}
+        lengths = [new.num_uncomputed + new.num_cached for _, new in sorted(entered.items())]
+        cluster.send(9, [6], 1, parent=77)
+        await cluster.until(lambda: cluster.has_ended(9))
+        cluster.inbox.send(ReleaseParents([0, 1, 2, 3, 4]))
+
+        assert lengths == [200, 201, 202, 203, 204]
+        assert [cluster.tokens[req_id] for req_id in range(5)] == [tokens(req_id, 1) for req_id in range(5)]
+        if policy == "prefix":  # all are in the engine that has the prefix
+            assert all(len(entered[req_id].token_ids) == 1 for req_id in range(1, 5))
+        assert (cluster.failed[9].status, cluster.failed[9].message) == (
+            500,
+            "the request continues 77, which is not known",
+        )
+        await until(lambda: not any(len(engine.scheduler.parents) for engine in cluster.engines.values()))
+        assert not cluster.dispatcher._prompts
+
+    check(scenario, policy=policy)
 
 
 def test_queries_are_answered_by_all_engines_together() -> None:

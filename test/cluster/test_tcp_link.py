@@ -34,12 +34,14 @@ from lightserve.io_struct import (
     DispatchedReq,
     EngineReady,
     EngineToGateway,
+    FinishReason,
     GatewayHello,
     GenerateReq,
     GenerationParams,
     GetTimelines,
     MovedReqs,
     PromptLogprobs,
+    ReleaseParents,
     RequestTimeline,
     SchedulingParams,
     TimelineEvent,
@@ -473,17 +475,27 @@ def test_what_strangers_cause_is_logged_once_a_minute(
 
 def test_requests_of_a_gateway_that_sends_nothing_any_more_are_aborted() -> None:
     request = DispatchedReq(GenerateReq(5, [1, 2], GenerationParams(), 0.0), 0.0, b"")
+    beams = [
+        DispatchedReq(GenerateReq(req_id, [1, 2], GenerationParams(), 0.0, is_group_open=True), 0.0, b"")
+        for req_id in (6, 7)
+    ]
 
     async def scenario() -> None:
         sockets: Any = RecordingSocket()
         server = EngineServer(sockets, hello_of("engine", 0))
         server._handle(b"peer", HELLO)
-        server._handle(b"peer", request)
-        assert isinstance(await server.recv(), DispatchedReq)
+        for message in (request, *beams):
+            server._handle(b"peer", message)
+            assert isinstance(await server.recv(), DispatchedReq)
+        server.send(BatchTokenIdOut([TokenIdOut(one, Token(7), finish_reason=FinishReason.LENGTH) for one in (6, 7)]))
+        server._handle(b"peer", ReleaseParents([6]))
+        assert await server.recv() == ReleaseParents([6])
+        sockets.sent.clear()
         server._by_peer[b"peer"].silent_ticks = engine_server.SILENT_TICKS
         watching = asyncio.create_task(server._watch())
 
         assert await server.recv() == MovedReqs([5])
+        assert await server.recv() == ReleaseParents([7])
         server.send(BatchTokenIdOut([TokenIdOut(5, Token(7))]))  # of a step that was in flight
 
         assert not sockets.sent

@@ -25,6 +25,7 @@ from lightserve.io_struct import (
     GenerateReq,
     GetTimelines,
     ProfileReply,
+    ReleaseParents,
     ReqFailed,
     RequestTimeline,
     StartProfile,
@@ -78,6 +79,9 @@ class FakeEngine:
         self.script = script
         self.received: list[GenerateReq] = []
         self.aborted: list[int] = []
+        self.parents: dict[int, list[int]] = {}  # prompts of open groups by request, until they are released
+        self.most_parents = 0  # at once
+        self.num_sent_ids = 0  # of prompts
         self.profile_messages: list[StartProfile | StopProfile] = []
         self.profile_reply = ProfileReply(0)  # to every one of them
         self.adapter_queries: list[AdapterQuery] = []
@@ -97,6 +101,9 @@ class FakeEngine:
             message = await self._inbox.recv()
             if isinstance(message, AbortReq):
                 self.aborted.append(message.req_id)
+            elif isinstance(message, ReleaseParents):
+                for req_id in message.req_ids:
+                    del self.parents[req_id]
             elif isinstance(message, GetTimelines):
                 self.queries.append(message)
                 self._outbox.send(Timelines(message.query_id, self.timelines))
@@ -107,10 +114,18 @@ class FakeEngine:
                 self.adapter_queries.append(message)
                 self._outbox.send(msgspec.structs.replace(self.adapter_reply, query_id=message.query_id))
             elif isinstance(message, GenerateReq):
-                self.received.append(msgspec.structs.replace(message, prompt_ids=message.prompt_ids.tolist()))
+                self.received.append(self._with_whole_prompt(message))
                 task = asyncio.create_task(self._respond(self.received[-1]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+
+    def _with_whole_prompt(self, req: GenerateReq) -> GenerateReq:
+        self.num_sent_ids += len(req.prompt_ids)
+        prompt_ids = [*([] if req.parent is None else self.parents[req.parent]), *req.prompt_ids.tolist()]
+        if req.is_group_open:
+            self.parents[req.req_id] = prompt_ids
+            self.most_parents = max(self.most_parents, len(self.parents))
+        return msgspec.structs.replace(req, prompt_ids=prompt_ids)
 
     async def _respond(self, req: GenerateReq) -> None:
         assert self._outbox is not None

@@ -23,6 +23,8 @@ from lightserve.io_struct import (
     GenerationParams,
     GrammarSpec,
     KvLoaded,
+    ParentPart,
+    ReleaseParents,
     ReqFailed,
     RouterStats,
     SchedulingParams,
@@ -100,7 +102,7 @@ class FakeModel:
         if self.is_lost:
             raise WorkerDiedError("gone")
         for new in step.new:
-            self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
+            self._missing[new.req_id] = new.num_uncomputed
             self._made[new.req_id] = new.output_len
         outs: list[TokenOut] = []
         failed = []
@@ -747,6 +749,31 @@ def test_sequences_of_an_open_group_share_kv_without_the_cache_of_others(tmp_pat
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission is not None}
         assert cached == {1: 0, 2: 19, 3: 0}
+
+    check(scenario, tmp_path)
+
+
+def test_a_request_continues_the_prompt_of_its_parent_until_that_is_released(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        first = msgspec.structs.replace(request(1, prompt_len=20), group=9, is_group_open=True)
+        child = msgspec.structs.replace(request(2, prompt_len=1), group=9, is_group_open=True, parent=1)
+        router.send(first)
+        await router.until(lambda: router.has_finished(1))
+        router.send(child)
+        await router.until(lambda: router.has_finished(2))
+        [entered] = [new for step in router.model.steps for new in step.new if new.req_id == 2]
+
+        router.send(ReleaseParents([1, 2]))
+        router.send(msgspec.structs.replace(child, req_id=3))
+        await router.until(lambda: any(batch.failed for batch in router.batches))
+
+        assert entered.parent == ParentPart(1, 20, 20)
+        assert len(entered.token_ids) == 1
+        [failure] = [failure for batch in router.batches for failure in batch.failed]
+        assert (failure.req_id, failure.status) == (3, 500)
+        assert failure.message == "the request continues 1, which is not known"
+        await router.until(lambda: any(step.dropped for step in router.model.steps))
+        assert [req_id for step in router.model.steps for req_id in step.dropped] == [1, 2]
 
     check(scenario, tmp_path)
 

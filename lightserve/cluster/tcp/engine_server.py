@@ -32,6 +32,7 @@ from lightserve.io_struct import (
     Heartbeat,
     LinkRefused,
     MovedReqs,
+    ReleaseParents,
     ReqFailed,
     Timelines,
     ToEngine,
@@ -55,6 +56,7 @@ class Session:
     gateway: str
     silent_ticks: int = 0
     requests: set[int] = field(default_factory=set)  # open ones, by the engine's ids
+    parents: set[int] = field(default_factory=set)  # the same of open groups, until the gateway releases them
 
 
 class EngineServer:
@@ -126,8 +128,12 @@ class EngineServer:
                 if translated.request.req_id in session.requests:
                     raise MessageError("a request has an id that is in use")
                 session.requests.add(translated.request.req_id)
+                if translated.request.is_group_open:
+                    session.parents.add(translated.request.req_id)
             elif isinstance(translated, AbortReq):
                 session.requests.discard(translated.req_id)
+            elif isinstance(translated, ReleaseParents):
+                session.parents.difference_update(translated.req_ids)
             self._inbox.put_nowait(translated)
 
     def _open(self, peer: bytes, hello: GatewayHello) -> None:
@@ -207,6 +213,8 @@ class EngineServer:
         del self._by_peer[session.peer]
         if session.requests:
             self._inbox.put_nowait(MovedReqs(sorted(session.requests)))
+        if session.parents:
+            self._inbox.put_nowait(ReleaseParents(sorted(session.parents)))
         logger.info("gateway %s %s: %d requests aborted", session.gateway, reason, len(session.requests))
         is_connected = any(one.gateway == session.gateway for one in self._sessions.values())
         if not is_connected and len(self._past) > MAX_PAST_SESSIONS:

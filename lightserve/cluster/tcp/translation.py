@@ -22,6 +22,7 @@ from lightserve.io_struct import (
     KvNews,
     KvWanted,
     MovedReqs,
+    ReleaseParents,
     RequestTimeline,
     RouterStats,
     Timelines,
@@ -37,11 +38,12 @@ def for_engine(session: int, message: ToEngine) -> ToEngine:
     if isinstance(message, DispatchedReq):
         request = message.request
         ids = {"req_id": engine_id(session, request.req_id), "group": engine_id(session, request.group)}
-        return replace(message, request=replace(request, **ids))
+        parent = None if request.parent is None else engine_id(session, request.parent)
+        return replace(message, request=replace(request, **ids, parent=parent))
     if isinstance(message, AbortReq | KvCancel):
         return replace(message, req_id=engine_id(session, message.req_id))
-    if isinstance(message, MovedReqs):
-        return MovedReqs([engine_id(session, one) for one in message.req_ids])
+    if isinstance(message, MovedReqs | ReleaseParents):
+        return replace(message, req_ids=[engine_id(session, one) for one in message.req_ids])
     return replace(message, query_id=engine_id(session, message.query_id))
 
 

@@ -59,6 +59,7 @@ class BeamResult:
 class _Beam:
     token_ids: tuple[int, ...]
     logprob: float  # of all its tokens
+    parent: int = 0  # index of the beam that it continues, in the step before
 
 
 class BeamSearch:
@@ -82,6 +83,15 @@ class BeamSearch:
         return [beam.token_ids for beam in self._running]
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def extensions(self) -> list[tuple[int, int]]:
+        """The same after the first step: which of the last ``beams`` each of them continues, and by which token."""
+        return [(beam.parent, beam.token_ids[-1]) for beam in self._running]
+
+    @property
     def num_candidates(self) -> int:
         """Top tokens needed for a beam: num_beams of them must not end it."""
         return self.params.num_beams + len(self._ends)
@@ -103,11 +113,12 @@ class BeamSearch:
 
     def _ranked(self, candidates: Sequence[Candidates]) -> list[_Beam]:
         """All continuations that can matter, the most likely first."""
-        pairs = zip(self._running, candidates, strict=True)
-        continued = [(beam.logprob + logprob, beam, token) for beam, top in pairs for token, logprob in top]
+        running = self._running
+        pairs = enumerate(zip(running, candidates, strict=True))
+        continued = [(beam.logprob + logprob, at, token) for at, (beam, top) in pairs for token, logprob in top]
         continued.sort(key=lambda one: one[0], reverse=True)
         needed = self.params.num_beams * (1 + len(self._ends))  # every beam may end with each of the end tokens
-        return [_Beam((*beam.token_ids, token), logprob) for logprob, beam, token in continued[:needed]]
+        return [_Beam((*running[at].token_ids, token), logprob, at) for logprob, at, token in continued[:needed]]
 
     def _has_ended(self, beam: _Beam) -> bool:
         return beam.token_ids[-1] in self._ends
@@ -140,6 +151,8 @@ class BeamBatch:
 
     def __init__(self, prompts: Sequence[list[int]], searches: Sequence[BeamSearch]) -> None:
         self._searches = list(zip(prompts, searches, strict=True))
+        self.is_at_start = True
+        self.extensions: list[tuple[int, int]] = []  # for each of ``sequences``: index of the one before it, its token
 
     @property
     def params(self) -> GenerationParams:
@@ -153,10 +166,13 @@ class BeamBatch:
 
     def advance(self, candidates: Sequence[Candidates]) -> None:
         """``candidates`` of each of ``sequences``."""
+        self.is_at_start, self.extensions = False, []
         begin = 0
         for _, search in self._unfinished():
-            end = begin + len(search.beams)
+            end = begin + search.num_running
             search.advance(candidates[begin:end])
+            if not search.is_done:
+                self.extensions += [(begin + at, token) for at, token in search.extensions]
             begin = end
 
     def best(self) -> list[list[BeamResult]]:

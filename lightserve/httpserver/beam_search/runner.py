@@ -63,9 +63,11 @@ class _Steps:
         self._group = manager.new_group()
 
     def prompt_requests(self) -> list[PromptRequest]:
-        """Of the next step; empty when the search is done."""
-        params = self._batch.params
-        return [PromptRequest(ids, params, self._scheduling, self._group) for ids in self._batch.sequences()]
+        """Of the next step; empty when the search is done. After the first step, each has one token and a parent."""
+        params, scheduling, group = self._batch.params, self._scheduling, self._group
+        if self._batch.is_at_start:
+            return [PromptRequest(ids, params, scheduling, group) for ids in self._batch.sequences()]
+        return [PromptRequest([token], params, scheduling, group, at) for at, token in self._batch.extensions]
 
     async def advance(self, generation: Generation) -> list[StrOut]:
         """Wait for the one token of every sequence."""

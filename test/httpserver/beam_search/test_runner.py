@@ -75,10 +75,12 @@ def test_the_engine_generates_one_token_for_every_beam(tmp_path: Path) -> None:
         assert [beam.score for beam in found] == pytest.approx([math.log(0.4 * 0.9) / 2, math.log(0.6 * 0.4) / 2])
         assert {beam.finish_reason for beam in found} == {FinishReason.STOP}
         assert [req.prompt_ids for req in fake.received] == [[7], [7, 1], [7, 2]]
+        assert fake.num_sent_ids == 3  # the parents of the others have the rest
         assert {(req.params.stopping.max_new_tokens, req.params.sampling.logprobs) for req in fake.received} == {(1, 3)}
         assert {req.arrived_s for req in fake.received} == {line.arrived_s}
         assert (line.output_tokens, line.cached_tokens) == (4, 3)  # of what is returned; of the prompt
         assert context.manager.running_requests == 0
+        await until(lambda: not fake.parents)
         assert not fake.aborted
 
     check(scenario, tmp_path)
@@ -90,6 +92,7 @@ def test_prompts_are_searched_together(tmp_path: Path) -> None:
 
         assert [[beam.token_ids for beam in beams] for beams in found] == [[[2, END], [1, END]]] * 2
         assert [req.prompt_ids for req in fake.received] == [[7], [8], [7, 1], [7, 2], [8, 1], [8, 2]]
+        assert fake.num_sent_ids == 6
 
     check(scenario, tmp_path)
 
@@ -117,9 +120,28 @@ def test_a_cancelled_beam_search_aborts_its_beams(tmp_path: Path) -> None:
 
         await until(lambda: len(fake.aborted) == 2)
         assert set(fake.aborted) == {req.req_id for req in fake.received[1:]}
+        await until(lambda: not fake.parents)
         assert context.manager.running_requests == 0
 
     check(scenario, tmp_path, silent_at_the_second_step)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 12])
+def test_a_step_sends_one_token_a_beam_and_names_parents_of_the_last_step(tmp_path: Path, num_tokens: int) -> None:
+    def any_token(req: GenerateReq) -> list[StrOut | ReqFailed]:
+        top = [(token, -1.0 - token / 8) for token in (1, 2, 3)]
+        return [StrOut(req.req_id, "x", Token(1, logprob=-1.0, top_logprobs=top), finish_reason=FinishReason.LENGTH)]
+
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        [found] = await run_beam_search(context, [[7] * 100], BeamParams(num_beams=2, max_new_tokens=num_tokens), log())
+
+        assert found[0].token_ids == [1] * num_tokens
+        assert fake.num_sent_ids == 100 + 2 * (num_tokens - 1)
+        assert len(fake.received) == 1 + 2 * (num_tokens - 1)
+        await until(lambda: not fake.parents)
+        assert fake.most_parents <= 3 * 2  # of three steps: those before are released
+
+    check(scenario, tmp_path, any_token)
 
 
 def test_a_beam_search_can_be_aborted_by_its_request_id(tmp_path: Path) -> None:
