@@ -127,10 +127,11 @@ class BatchOnly:
 class LocalServer:
     """The managers of all processes, connected within this one."""
 
-    def __init__(self, max_len: int, workers: BatchOnly | None = None) -> None:
-        self.engine = EngineReady(MAX_RUNNING * max_len, max_len, 32_000, pipeline_depth=1)
+    def __init__(self, max_len: int, workers: BatchOnly | None = None, num_stages: int = 1) -> None:
+        self.engine = EngineReady(MAX_RUNNING * max_len, max_len, 32_000, pipeline_depth=num_stages)
         self.workers = workers or BatchOnly(max_len)
-        self.scheduler = Scheduler(KvPool(self.engine.max_total_token_num), SchedulerLimits(MAX_RUNNING, 1 << 20, None))
+        limits = SchedulerLimits(MAX_RUNNING, 1 << 20, None, num_stages=num_stages)
+        self.scheduler = Scheduler(KvPool(self.engine.max_total_token_num), limits)
         to_router: Any = self.workers.to_router
         to_detokenization: Any = Link(ToDetokenization)
         to_http: Any = Link(ToHttpserver)
@@ -158,9 +159,9 @@ class LocalServer:
         return [beam.token_ids for beam in found]
 
 
-async def measure(num_beams: int, length: int, steps: int) -> Costs:
+async def measure(num_beams: int, length: int, steps: int, num_stages: int = 1) -> Costs:
     """Medians of a step of a search with a prompt of ``length`` tokens."""
-    server = LocalServer(length + steps + 1)
+    server = LocalServer(length + steps + 1, num_stages=num_stages)
     server.workers.time_planning(server.scheduler)
     async with server.running():
         await server.search(length, BeamParams(num_beams=num_beams, max_new_tokens=steps, ignore_eos=True))

@@ -57,9 +57,10 @@ async def assert_nothing_is_left(server: LocalServer) -> None:
     assert server.http.running_requests == 0
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_what_a_step_sends_does_not_grow_with_the_length(num_beams: int) -> None:
-    short, long = (asyncio.run(measure(num_beams, length, steps=12)) for length in (200, 3000))
+@pytest.mark.parametrize(("num_beams", "num_stages"), [(1, 1), (4, 1), (4, 2)])
+def test_what_a_step_sends_does_not_grow_with_the_length(num_beams: int, num_stages: int) -> None:
+    """All ranks of a stage and of all stages get the same bytes. With stages, the router sends the tokens too."""
+    short, long = (asyncio.run(measure(num_beams, length, 12, num_stages)) for length in (200, 3000))
 
     assert bytes_of(long) == pytest.approx(bytes_of(short), abs=8 * num_beams)  # larger numbers take a few bytes more
     assert max(bytes_of(long)) < 600 * num_beams
