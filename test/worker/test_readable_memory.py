@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from test.worker.test_kv_split import NEEDS, READ_BY
 HOST = "127.0.0.1"
 BYTES = 1 << 26
 LONG_S = 60.0
+IDLE_S = 2.0
 MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 SENDER = f"""
 import sys, torch
@@ -80,6 +83,17 @@ def test_only_registered_memory_can_be_read(transport: str) -> None:
     memory.read([address_of(blocks)], [place])
 
     assert place == blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", READ_BY)
+def test_memory_that_nobody_reads_takes_no_core(transport: str, sender: Sender) -> None:
+    process = psutil.Process(sender.process.pid)
+    begin_s, begin_used_s = time.monotonic(), sum(process.cpu_times()[:2])
+    wait_until(lambda: time.monotonic() - begin_s > IDLE_S)
+
+    used_s = sum(process.cpu_times()[:2]) - begin_used_s
+    assert used_s < 0.2 * (time.monotonic() - begin_s), transport
 
 
 @pytest.mark.slow

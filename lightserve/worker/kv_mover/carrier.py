@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -85,19 +86,24 @@ class ReadableMemory(Protocol):
     def open(self, host: str, introduction: bytes) -> SenderMemory:
         """Of another mover, which can reach this machine at ``host``. Raises WireError."""
 
+    def being_read(self) -> AbstractContextManager[None]:
+        """A receiver may read within this context."""
+
 
 class ReadableSender:
     """A SendingCarrier: the receiver reads the blocks."""
 
     def __init__(self, pipe: Pipe, memory: ReadableMemory, host: str) -> None:
         self._pipe = pipe
+        self._memory = memory
         introduction = memory.introduction(host)
         send(pipe, LENGTH.pack(len(introduction)) + introduction)
 
     def send(self, header: bytes, blocks: Sequence[memoryview]) -> None:
         addresses = np.array([address_of(block) for block in blocks], "<u8")
-        self._pipe.send_all([memoryview(header), memoryview(addresses.tobytes())])
-        answer = read(self._pipe, 1)
+        with self._memory.being_read():
+            self._pipe.send_all([memoryview(header), memoryview(addresses.tobytes())])
+            answer = read(self._pipe, 1)
         if answer == READ:
             send(self._pipe, KEPT)
         elif answer != NOT_NEEDED:

@@ -7,7 +7,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightserve.worker.kv_mover.carrier import address_of
 from lightserve.worker.kv_mover.pipe import WireError
 
 POLL_S = 20e-6
+IDLE_POLL_S = 0.01  # a receiver that was given up may still read: it waits until that has ended
 
 
 class NixlMemory:
@@ -30,12 +32,15 @@ class NixlMemory:
         try:
             nixl: Any = import_module("nixl._api")
             strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # every connection has a thread
-            config = nixl.nixl_agent_config(backends=["UCX"], sync_mode=strict)
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
             self.agent: Any = nixl.nixl_agent(secrets.token_hex(16), config)
         except (ImportError, RuntimeError) as error:
             raise ServerError(f"kv_transport=nixl: NIXL does not start ({error}); see docs/scaling.md") from error
         self._senders: Counter[str] = Counter()  # connections, by the name of the sender's agent
         self._lock = threading.Lock()
+        self._num_read = 0  # frames that receivers may read now
+        self._is_read = threading.Condition()
+        threading.Thread(target=self._progress, name="nixl", daemon=True).start()
 
     def register(self, chunks: Sequence[Tensor]) -> None:
         self.agent.register_memory([(chunk.data_ptr(), chunk.nbytes, 0, "") for chunk in chunks], "DRAM")
@@ -61,6 +66,26 @@ class NixlMemory:
             if not self._senders[sender]:
                 del self._senders[sender]
                 self.agent.remove_remote_agent(sender)
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        with self._is_read:
+            self._num_read += 1
+            self._is_read.notify()
+        try:
+            yield
+        finally:
+            with self._is_read:
+                self._num_read -= 1
+
+    def _progress(self) -> None:
+        """Without RDMA, UCX moves bytes only when it is called. NIXL's own thread would take a whole core for that."""
+        while True:
+            with self._is_read:
+                is_read = self._is_read.wait_for(lambda: self._num_read, IDLE_POLL_S)
+            self.agent.get_new_notifs()  # there are none, but it calls UCX
+            if is_read:
+                time.sleep(POLL_S)
 
 
 class NixlSenderMemory:
