@@ -1095,7 +1095,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 6  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 7  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,8 @@ BY_ENGINE = {
     "dp_requests_waiting": "num_requests_waiting",
     "dp_kv_cache_usage_perc": "kv_cache_usage_perc",
 }
+BY_ROLE = ("role_requests_running", "role_requests_waiting", "role_kv_cache_usage_perc")
+OF_ROLE = ("num_requests_running", "num_requests_waiting", "kv_split_requests_waiting", "kv_cache_usage_perc")
 GAUGES = {one.name for one in METRICS if one.kind is Kind.GAUGE}
 
 
@@ -49,6 +51,7 @@ class ClusterMetrics:
         total.values["num_requests_waiting"] += num_unplaced
         for name, metric in BY_ENGINE.items():
             total.labelled[name] = {str(number): one.values[metric] for number, one in stats.items()}
+        total.labelled.update(_by_role([(found[number].role, one.values) for number, one in stats.items()]))
         total.labelled["dp_engine_serving"] = {
             str(number): float(number in found and found[number].is_serving) for number in addresses
         }
@@ -58,6 +61,18 @@ class ClusterMetrics:
             if address
         }
         return total
+
+
+def _by_role(engines: list[tuple[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The load of each role: who decides how many engines it needs must not count requests that wait for another."""
+    found: dict[str, dict[str, float]] = {name: {} for name in BY_ROLE}
+    for role in dict.fromkeys(role for role, _ in engines):
+        own = [values for one, values in engines if one == role]
+        running, waiting, for_kv, usage = (sum(values[name] for values in own) for name in OF_ROLE)
+        loads = running, waiting - for_kv, usage / len(own)
+        for name, load in zip(BY_ROLE, loads, strict=True):
+            found[name][role] = load
+    return found
 
 
 def _sum(snapshots: list[MetricsSnapshot]) -> MetricsSnapshot:

@@ -121,6 +121,7 @@ class RouterMetrics:
         """Present values of the metrics ``kv_split_...``."""
         self.values["kv_split_sent_tokens_total"] = sent
         if incoming is not None:
+            self.values["kv_split_requests_waiting"] = incoming.num_waiting
             self.values["kv_split_waited_tokens_total"] = incoming.num_wanted
             self.values["kv_split_received_tokens_total"] = incoming.num_received
             self.values["kv_split_given_up_tokens_total"] = incoming.num_given_up

@@ -144,6 +144,24 @@ METRICS = (
         "kv_split_recomputed_tokens_total",
         "With --roles: prompt tokens that a decode engine computed although their KV had come.",
     ),
+    _gauge(
+        "kv_split_requests_waiting",
+        "With --roles: of the waiting requests, those that wait for KV of a prefill engine.",
+    ),
+    *(
+        Metric(name, Kind.GAUGE, help, label="role")
+        for name, help in (
+            ("role_requests_running", "With --dp or --engines: requests that are running in engines of this role."),
+            (
+                "role_requests_waiting",
+                "With --dp or --engines: requests that wait for engines of this role, and not for KV of others.",
+            ),
+            (
+                "role_kv_cache_usage_perc",
+                "With --dp or --engines: mean share of the KV pools of this role in use; 1 is all.",
+            ),
+        )
+    ),
     _engine_gauge("dp_engine_serving", "With --dp or --engines: 1 if the engine generates tokens now, else 0."),
     Metric(
         "engine_takes_requests",

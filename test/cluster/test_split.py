@@ -270,6 +270,32 @@ def test_decode_engines_relieve_a_prefill_engine_whose_queue_is_long() -> None:
     check(scenario, num_engines=3, roles=ROLES, pool=40_000)
 
 
+def test_requests_that_wait_for_kv_do_not_wait_for_the_decode_engine() -> None:
+    """Who counts the engines that a role needs sees a queue of the prefill engine only."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.engines[PREFILL].model.may_run.clear()
+        for req_id in range(2):
+            cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
+
+        def loads() -> tuple[float, dict[str, float], dict[str, float]]:
+            found = None if cluster.stats is None else cluster.stats.metrics
+            if found is None:
+                return 0.0, {}, {}
+            waiting, usage = found.labelled["role_requests_waiting"], found.labelled["role_kv_cache_usage_perc"]
+            return found.values["kv_split_requests_waiting"], waiting, usage
+
+        await cluster.until(lambda: loads()[0] == 2)
+        _, waiting, usage = loads()
+        assert waiting["decode"] == 0
+        assert usage["decode"] > 0, "their slots are reserved"
+        assert set(waiting) == set(usage) == {"prefill", "decode"}
+        cluster.engines[PREFILL].model.may_run.set()
+        await cluster.until(lambda: cluster.has_ended(0, 1) and loads()[0] == 0)
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
 def test_kv_that_came_does_not_show_how_fast_the_decode_engine_is() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         cluster.send(0, list(range(1000)), 5, seed=1)

@@ -100,7 +100,7 @@ def scrapes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Sample]]:
             for _ in range(2):
                 traffic(metrics, 10)
                 snapshot = metrics.snapshot()
-                for name in (one.name for one in METRICS if one.label == "engine"):
+                for name in (one.name for one in METRICS if one.label in ("engine", "role")):
                     snapshot.labelled[name]["0"] = 1.0  # as with --dp
                 server.context.manager.stats = RouterStats(0.0, snapshot)
                 text = (await server.get("/metrics")).text
