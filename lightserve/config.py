@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -541,17 +540,10 @@ class ClusterConfig:
 
     def _check_roles(self) -> None:
         roles = self.engine_roles
-        if self.role != "normal" and self.listen is None:
-            remedy = "use --roles" if self.dp > 1 else "start `lightserve engine --listen`, or use --dp and --roles"
-            raise OptionError(f"role={self.role}: for an engine of a gateway; {remedy}")
         if self.kv_listen is not None:
             if self.role != "decode":
                 raise OptionError(f"kv_listen={self.kv_listen}: only an engine with --role decode receives KV")
             _check_kv_address(self.kv_listen)
-        if self.kv_transport != "sockets":
-            self._check_transport()
-        if self.cluster_tls and self.role == "normal":
-            raise OptionError("cluster_tls: it encrypts KV between machines, and needs --role; other links always are")
         if not roles:
             return
         if unknown := next((role for role in roles if role not in ROLES), None):
@@ -561,16 +553,6 @@ class ClusterConfig:
         if "decode" not in roles or not {"prefill", "both"} & set(roles):
             found = "no engine is decode" if "decode" not in roles else "no engine is prefill or both"
             raise OptionError(f"roles={','.join(roles)}: {found}, so no KV would be sent; leave out --roles")
-
-    def _check_transport(self) -> None:
-        name = self.kv_transport
-        if not self.is_split:
-            raise OptionError(f"kv_transport={name}: engines without roles send no KV; set --roles or --role")
-        is_local = (self.kv_listen or "").startswith("unix://")
-        if self.role == "decode" and not is_local and not self.cluster_tls:
-            raise OptionError(f"kv_transport={name}: engines tell each other where to read over TLS; set --cluster_tls")
-        if find_spec(name) is None:  # both packages are called like their transport
-            raise OptionError(f"kv_transport={name}: it is not installed; run: pip install 'lightserve[{name}]'")
 
     @property
     def engine_roles(self) -> list[str]:
@@ -665,11 +647,16 @@ class ServerConfig:
             raise OptionError(
                 "kv_ram_gb keeps prefixes that the prefix cache evicts: not with disable_dynamic_prompt_cache"
             )
-        if self.cluster.is_split and self.router.disable_dynamic_prompt_cache:
-            raise OptionError("roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache")
-        if self.cluster.is_split and self.launch.null_worker:
-            raise OptionError("roles: the null worker has no KV to send; leave out one of the flags")
+        if self.cluster.is_split:
+            self.check_split()
         self._check_nodes()
+
+    def check_split(self) -> None:
+        """Refuse what does not go with engines that have roles."""
+        if self.router.disable_dynamic_prompt_cache:
+            raise OptionError("roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache")
+        if self.launch.null_worker:
+            raise OptionError("roles: the null worker has no KV to send; leave out one of the flags")
 
     def _check_nodes(self) -> None:
         nodes, ranks = self.cluster.nnodes, self.worker.num_ranks

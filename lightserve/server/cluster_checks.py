@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
+from importlib.util import find_spec
 from typing import Any
 
 from lightserve.cluster.tcp.engines_file import read_engines_file
@@ -31,10 +32,33 @@ def check_cluster(config: ServerConfig) -> None:
         raise OptionError(
             f"min_split_tokens={cluster.min_split_tokens}: set it where requests are divided, with --roles or --engines"
         )
+    _check_kv_flags(cluster)
     if config.cluster.is_gateway:
         _check_gateway(config)
     elif config.cluster.listen is not None and not config.is_other_node:
         _check_engine(config)
+
+
+def _check_kv_flags(cluster: ClusterConfig) -> None:
+    """Of roles, and of the way of KV between engines."""
+    if cluster.role != "normal" and cluster.listen is None:
+        remedy = "use --roles" if cluster.dp > 1 else "start `lightserve engine --listen`, or use --dp and --roles"
+        raise OptionError(f"role={cluster.role}: for an engine of a gateway; {remedy}")
+    if cluster.kv_transport != "sockets":
+        _check_transport(cluster)
+    if cluster.cluster_tls and cluster.role == "normal":
+        raise OptionError("cluster_tls: it encrypts KV between machines, and needs --role; other links always are")
+
+
+def _check_transport(cluster: ClusterConfig) -> None:
+    name = cluster.kv_transport
+    if not cluster.is_split:
+        raise OptionError(f"kv_transport={name}: engines without roles send no KV; set --roles or --role")
+    is_local = (cluster.kv_listen or "").startswith("unix://")
+    if cluster.role == "decode" and not is_local and not cluster.cluster_tls:
+        raise OptionError(f"kv_transport={name}: engines tell each other where to read over TLS; set --cluster_tls")
+    if find_spec(name) is None:  # both packages are called like their transport
+        raise OptionError(f"kv_transport={name}: it is not installed; run: pip install 'lightserve[{name}]'")
 
 
 def check_nodes(config: ServerConfig) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightserve import config as config_module
 from lightserve.cluster.tcp.keys import generate
 from lightserve.errors import OptionError
+from lightserve.server import cluster_checks
 from lightserve.server.args import parse_server
 from lightserve.server.cluster_checks import check_cluster
 from lightserve.utils.process import ChildConfig
@@ -100,10 +100,10 @@ def test_a_transport_is_for_engines_with_roles_that_have_it(
     flag = f"--kv_transport={name}"
     assert "engines without roles send no KV" in refusal(flag)
     assert "set --cluster_tls" in refusal(keys, LISTEN, "--role=decode", flag)
-    monkeypatch.setattr(config_module, "find_spec", lambda _: None)
+    monkeypatch.setattr(cluster_checks, "find_spec", lambda _: None)
     assert f"it is not installed; run: pip install 'lightserve[{name}]'" in refusal(*SPLIT, flag)
-    monkeypatch.setattr(config_module, "find_spec", lambda _: "it is there")
-    assert parse_server((*SPLIT, flag)).cluster.kv_transport == name
+    monkeypatch.setattr(cluster_checks, "find_spec", lambda _: "it is there")
+    check_cluster(parse_server((*SPLIT, flag)))
 
 
 def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:
