@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,12 @@ def main(argv: Sequence[str]) -> int:
 
 def lines(status: DeploymentStatus) -> list[str]:
     gateway, load = status.gateway.process, status.gateway.load
-    serving = sum(one.takes_requests for one in status.replicas)
-    limits = "" if status.min_replicas == status.max_replicas else f" ({status.min_replicas}:{status.max_replicas})"
+    serving = Counter(one.role for one in status.replicas if one.takes_requests)
+    counts = [f"{serving[group.role]} of {group.wanted}{group.limits}" for group in status.groups]
     several = status.gateways if len(status.gateways) > 1 else []
     front = "HAProxy" if several else "gateway"
     found = [
-        f"{status.name}: {serving} of {status.wanted}{limits} replicas serve, version {status.version}",
+        f"{status.name}: {status.by_role(counts)} serve, version {status.version}",
         f"{front} {gateway.state} at {gateway.address or '-'} {gateway.reason}".rstrip(),
         f"requests: {load.running:g} running, {load.waiting:g} waiting; KV {load.kv_usage:.0%}",
         *(_gateway_line(number, one) for number, one in enumerate(several)),

@@ -28,8 +28,9 @@ METRICS_S = 5.0  # until /metrics must have answered
 
 
 class ReplicaActor:
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, role: str) -> None:
         deployment = unpack(raw, Deployment)
+        self._role = role
         self._folder = make_folder()
         write_keys(self._folder, deployment.keys)
         write_flags(self._folder / "engine.yaml", deployment.engine_flags)
@@ -38,6 +39,7 @@ class ReplicaActor:
     def _command(self) -> list[str]:
         host = ray.util.get_node_ip_address()
         flags = ["--config", str(self._folder / "engine.yaml"), "--cluster_keys", str(self._folder)]
+        flags += ["--role", self._role]
         return lightserve_command("engine", *flags, "--listen", tcp_address(host, free_port(host)))
 
     def status(self) -> tuple[str, bytes]:

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import math
 
-from lightserve.ray.messages import Deployment, Load
+from lightserve.ray.messages import Deployment, Load, ReplicaGroup
 
 FULL_KV = 0.9  # above it, requests wait for memory or are preempted
 TARGET_KV = 0.7
 
 
 class Autoscaler:
-    def __init__(self, deployment: Deployment, running: int) -> None:
-        self._deployment = deployment
-        self.wanted = min(max(running, deployment.min_replicas), deployment.max_replicas)
-        self._fewer_since_s: float | None = None
+    """Of one group of replicas."""
 
-    def change(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        self.wanted = min(max(self.wanted, deployment.min_replicas), deployment.max_replicas)
+    def __init__(self, deployment: Deployment, group: ReplicaGroup, running: int) -> None:
+        self.wanted = running
+        self._fewer_since_s: float | None = None
+        self.change(deployment, group)
+
+    def change(self, deployment: Deployment, group: ReplicaGroup) -> None:
+        self._deployment, self.group = deployment, group
+        self.wanted = self._within_limits(self.wanted)
 
     def update(self, load: Load, now_s: float) -> int:
         """The number of replicas from now on."""
-        limits = self._deployment.min_replicas, self._deployment.max_replicas
-        needed = min(max(replicas_for(load, self.wanted, self._deployment.target_queue), limits[0]), limits[1])
+        needed = self._within_limits(replicas_for(load, self.wanted, self._deployment.target_queue))
         if needed >= self.wanted:
             self.wanted, self._fewer_since_s = needed, None
         elif self._fewer_since_s is None:
@@ -35,6 +36,9 @@ class Autoscaler:
         elif now_s - self._fewer_since_s >= self._deployment.scale_down_s:
             self.wanted, self._fewer_since_s = self.wanted - 1, None
         return self.wanted
+
+    def _within_limits(self, count: int) -> int:
+        return min(max(count, self.group.min_replicas), self.group.max_replicas)
 
 
 def replicas_for(load: Load, replicas: int, target_queue: float) -> int:

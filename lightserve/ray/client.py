@@ -96,18 +96,20 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
     end_s, shown = time.monotonic() + timeout_s, ""
     while True:
         found = status(name)
-        current = [one for one in found.replicas if one.version == found.version]
-        serving = sum(one.takes_requests for one in current)
+        current = found.current
+        are_serving = all(found.serving(group.role) >= group.wanted for group in found.groups)
         processes = [found.gateway.process, *(one.process for one in found.gateways)]
         is_up = all(one.state == "serving" for one in processes) and all(one.taking for one in found.gateways)
-        if is_up and serving >= found.wanted and len(found.replicas) == len(current):
+        if is_up and are_serving and len(found.replicas) == len(current):
             return found
         failed = [one.process for one in current if one.process.state == "failed"]
-        if not serving and any(one.exit_code == EXIT_CONFIG_ERROR for one in failed):
-            raise CannotStartError(f"replicas do not start: {failed[0].reason}")
-        for one in processes:
-            if one.exit_code == EXIT_CONFIG_ERROR and one.state == "failed":
-                raise CannotStartError(f"the gateway does not start: {one.reason}")
+        for one in current:
+            has_wrong_flag = one.process.state == "failed" and one.process.exit_code == EXIT_CONFIG_ERROR
+            if has_wrong_flag and not found.serving(one.role):
+                raise CannotStartError(f"replicas do not start: {one.process.reason}")
+        for process in processes:
+            if process.exit_code == EXIT_CONFIG_ERROR and process.state == "failed":
+                raise CannotStartError(f"the gateway does not start: {process.reason}")
         line = found.progress()
         if line != shown:
             show(line)
@@ -153,7 +155,8 @@ def dry_run(nodes: list[Node], deployment: Deployment) -> list[str]:
         places = enumerate(place_gateways(nodes, deployment.num_gateways))
         lines = [f"HAProxy: head node, {_url(deployment)}"]
         lines += [f"gateway {number}: {f'node {node[:8]}' if node else 'head node'}" for number, node in places]
-    return [*lines, *plan_lines(nodes, deployment.bundle, deployment.min_replicas)]
+    roles = [group.role for group in deployment.groups for _ in range(group.min_replicas)]
+    return [*lines, *plan_lines(nodes, deployment.bundle, roles)]
 
 
 def _url(deployment: Deployment) -> str:

@@ -92,7 +92,7 @@ def start_proxy(proxy: type, name: str, raw: bytes) -> Any:
     return ray.remote(proxy).options(name=f"{name}/proxy", **options).remote(raw)
 
 
-def start_replica(replica: type, name: str, raw: bytes, bundle: dict[str, float], node: str | None) -> Any:
+def start_replica(replica: type, name: str, args: tuple[bytes, str], bundle: dict[str, float], node: str | None) -> Any:
     """An actor with a placement group of its own, on ``node`` if it still has room. Both have the same name."""
     options = FOREVER | {
         "num_cpus": bundle.get("CPU", 0),
@@ -100,7 +100,7 @@ def start_replica(replica: type, name: str, raw: bytes, bundle: dict[str, float]
         "max_concurrency": 4,
         "scheduling_strategy": _on_node(name, bundle, node),
     }
-    return ray.remote(replica).options(name=name, **options).remote(raw)
+    return ray.remote(replica).options(name=name, **options).remote(*args)
 
 
 def _on_node(name: str, bundle: dict[str, float], node: str | None) -> PlacementGroupSchedulingStrategy:

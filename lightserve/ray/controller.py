@@ -22,8 +22,10 @@ from lightserve.ray.actors import GatewayActor, ProxyActor, ReplicaActor
 from lightserve.ray.autoscaling import Autoscaler
 from lightserve.ray.gateway_group import GatewayGroup
 from lightserve.ray.messages import (
+    NORMAL,
     Deployment,
     DeploymentStatus,
+    GroupStatus,
     Kept,
     ProcessStatus,
     ReplicaStatus,
@@ -32,7 +34,8 @@ from lightserve.ray.messages import (
 )
 from lightserve.ray.placement import place, why_no_room
 from lightserve.ray.polled_actor import PolledActor
-from lightserve.ray.replica_changes import ReplicaView, next_changes
+from lightserve.ray.replica_changes import GroupView, ReplicaView, group_changes
+from lightserve.ray.replica_name import parse_replica_name, replica_name
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -45,6 +48,7 @@ STARTING = ProcessStatus("starting")
 @dataclass(slots=True, eq=False)
 class _Replica:
     name: str  # of its actor
+    role: str
     version: int
     polled: PolledActor
     node: str = ""
@@ -68,7 +72,8 @@ class Controller:
         self._is_ending = False
         self._next_number = 0
         self._find_actors(raw)
-        self._autoscaler = Autoscaler(self._deployment, len(self._replicas))
+        self._autoscalers: dict[str, Autoscaler] = {}  # by role
+        self._set_limits()
         threading.Thread(target=self._run, name="controller", daemon=True).start()
 
     # from operators
@@ -77,7 +82,7 @@ class Controller:
         """Use another Deployment. Replicas with older flags are replaced one by one."""
         with self._lock:
             self._deployment = unpack(raw, Deployment)
-            self._autoscaler.change(self._deployment)
+            self._set_limits()
 
     def deployment(self) -> bytes:
         return pack(self._deployment)
@@ -88,18 +93,21 @@ class Controller:
             taking = set(gateway.taking)
             replicas = [
                 ReplicaStatus(
-                    one.short_name, one.version, one.node, _shown(one), _address(one) in taking and not one.is_draining
+                    *(one.short_name, one.version, one.node, _shown(one)),
+                    takes_requests=_address(one) in taking and not one.is_draining,
+                    role=one.role,
                 )
                 for one in self._replicas.values()
             ]
-            wanted = self._deployment
+            groups = [
+                GroupStatus(role, one.wanted, one.group.min_replicas, one.group.max_replicas)
+                for role, one in self._autoscalers.items()
+            ]
             return pack(
                 DeploymentStatus(
-                    wanted.name,
-                    wanted.version,
-                    self._autoscaler.wanted,
-                    wanted.min_replicas,
-                    wanted.max_replicas,
+                    self._deployment.name,
+                    self._deployment.version,
+                    groups,
                     gateway,
                     replicas,
                     sorted(self._drained_nodes),
@@ -143,11 +151,20 @@ class Controller:
             self._deployment, engines, self._drained_nodes = kept.deployment, kept.engines, set(kept.drained_nodes)
         for found in cluster.actor_names(f"{name}/replica-"):
             actor = cluster.get_actor(found)
-            version, number = map(int, found.rpartition("-v")[2].split("."))
+            role, version, number = parse_replica_name(found)
             if actor is not None:
                 process = ProcessStatus("starting", engines.get(found, ""))
-                self._replicas[found] = _Replica(found, version, PolledActor(actor), process=process)
+                self._replicas[found] = _Replica(found, role, version, PolledActor(actor), process=process)
                 self._next_number = max(self._next_number, number + 1)
+
+    def _set_limits(self) -> None:
+        """Those of the deployment, in the order of its roles."""
+        old, self._autoscalers = self._autoscalers, {}
+        for group in self._deployment.groups:
+            running = sum(one.role == group.role for one in self._replicas.values())
+            scaler = old.get(group.role) or Autoscaler(self._deployment, group, running)
+            scaler.change(self._deployment, group)
+            self._autoscalers[group.role] = scaler
 
     def _run(self) -> None:
         while True:
@@ -167,8 +184,9 @@ class Controller:
         engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
         self._gateways.use(Kept(self._deployment, engines, sorted(self._drained_nodes)))
         self._remove_ended()
-        wanted = self._autoscaler.update(self._gateways.status().load, now_s)
-        self._change(wanted)
+        for scaler in self._autoscalers.values():
+            scaler.update(self._gateways.status().load, now_s)
+        self._change()
 
     def _poll(self) -> None:
         self._gateways.poll()
@@ -187,36 +205,51 @@ class Controller:
                 for other in self._replicas.values():
                     other.waits_since_s = time.monotonic()
 
-    def _change(self, wanted: int) -> None:
-        nodes = cluster.nodes(without=self._drained_nodes)
-        used = [one.node for one in self._replicas.values()]
-        taking = set(self._gateways.status().taking)
-        views = [self._view(one, taking) for one in self._replicas.values()]
-        for replica, view in zip(self._replicas.values(), views, strict=True):
-            replica.no_room = why_no_room(nodes, self._deployment.bundle) if view.is_stuck else ""
-        has_room = place(nodes, self._deployment.bundle, 1, used) != [None]
-        changes = next_changes(views, wanted, has_room)
-        for node in place(nodes, self._deployment.bundle, changes.start, used):
+    def _change(self) -> None:
+        nodes, bundle = cluster.nodes(without=self._drained_nodes), self._deployment.bundle
+        used = [(one.node, one.role) for one in self._replicas.values()]
+        groups = self._views()
+        for view in (one for group in groups for one in group.replicas):
+            self._replicas[view.replica].no_room = why_no_room(nodes, bundle) if view.is_stuck else ""
+        most = sum(group.missing + 1 for group in groups)
+        room = sum(node is not None for node in place(nodes, bundle, [NORMAL] * most, used))
+        changes = group_changes(groups, room)
+        roles = [role for role, one in changes.items() for _ in range(one.start)]
+        for role, node in zip(roles, place(nodes, bundle, roles, used), strict=True):
             if node is not None or not self._drained_nodes:  # Ray could choose a drained node
-                self._start(node)
-        for name in changes.drain:
+                self._start(role, node)
+        for name in (name for one in changes.values() for name in one.drain):
             self._replicas[name].is_draining = True
             self._replicas[name].polled.actor.drain.remote()
             logger.info("%s drains", self._replicas[name].short_name)
 
+    def _views(self) -> list[GroupView]:
+        """Wanted roles first, then those that are left from an earlier deployment."""
+        taking = set(self._gateways.status().taking)
+        roles = dict.fromkeys((*self._autoscalers, *(one.role for one in self._replicas.values())))
+        found = []
+        for role in roles:
+            wanted = self._autoscalers[role].wanted if role in self._autoscalers else 0
+            own = [self._view(one, taking) for one in self._replicas.values() if one.role == role]
+            found.append(GroupView(role, wanted, own))
+        return found
+
     def _view(self, replica: _Replica, taking: set[str]) -> ReplicaView:
-        must_leave = replica.must_leave or replica.node in self._drained_nodes
+        is_wanted = replica.role in self._autoscalers
+        must_leave = replica.must_leave or replica.node in self._drained_nodes or not is_wanted
         is_current = replica.version == self._deployment.version and not must_leave
         is_late = not replica.node and time.monotonic() - replica.waits_since_s > STUCK_S
         is_stuck = is_late and not cluster.is_placed(replica.name)
         return ReplicaView(replica.name, is_current, _address(replica) in taking, replica.is_draining, is_stuck)
 
-    def _start(self, node: str | None) -> None:
+    def _start(self, role: str, node: str | None) -> None:
         deployment = self._deployment
-        name = f"{deployment.name}/replica-v{deployment.version}.{self._next_number}"
+        name = f"{deployment.name}/{replica_name(role, deployment.version, self._next_number)}"
         self._next_number += 1
-        actor = cluster.start_replica(ReplicaActor, name, pack(deployment), deployment.bundle, node)
-        self._replicas[name] = _Replica(name, deployment.version, PolledActor(actor), waits_since_s=time.monotonic())
+        actor = cluster.start_replica(ReplicaActor, name, (pack(deployment), role), deployment.bundle, node)
+        self._replicas[name] = _Replica(
+            name, role, deployment.version, PolledActor(actor), waits_since_s=time.monotonic()
+        )
         logger.info("%s starts", name)
 
     def _end_step(self) -> None:

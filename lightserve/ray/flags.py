@@ -10,7 +10,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import OptionError
-from lightserve.ray.messages import Deployment
+from lightserve.ray.messages import Deployment, ReplicaGroup
 from lightserve.ray.placement import Node
 from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
 from lightserve.server.keys import with_keys
@@ -86,9 +86,9 @@ def make_deployment(config: ServerConfig, name: str, replicas: str, gateways: in
         raise OptionError(f"gateways={gateways}: must be at least 1 and at most {MAX_GATEWAYS}")
     if not name or "/" in name:
         raise OptionError(f"name={name!r}: must not be empty and must not have a /")
-    least, most = parse_replicas(replicas)
+    groups = [ReplicaGroup(*parse_replicas(replicas))]
     flags = engine_flags(config), gateway_flags(config)
-    return Deployment(name, 1, *flags, {}, {}, least, most, num_gateways=gateways)
+    return Deployment(name, 1, *flags, {}, {}, groups, num_gateways=gateways)
 
 
 def with_resources(deployment: Deployment, bundle: dict[str, float]) -> Deployment:

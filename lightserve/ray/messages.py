@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 S = TypeVar("S", bound=msgspec.Struct)
+NORMAL = "normal"  # the role of replicas without one
 State = Literal["starting", "serving", "failed", "draining", "stopped", "lost"]
+
+
+class ReplicaGroup(msgspec.Struct, frozen=True):
+    """Replicas of one role: as many as their load needs."""
+
+    min_replicas: int
+    max_replicas: int
+    role: str = NORMAL
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -19,12 +29,14 @@ class Deployment(msgspec.Struct, frozen=True):
     gateway_flags: dict[str, Any]
     keys: dict[str, bytes]  # files of --cluster_keys
     bundle: dict[str, float]  # resources of a replica
-    min_replicas: int
-    max_replicas: int
+    groups: list[ReplicaGroup]
     target_queue: float = 4.0  # requests that may wait for each replica before one is added
     scale_down_s: float = 300.0  # that the load must fit into fewer replicas before one is drained
     num_gateways: int = 1  # more than one: HAProxy is in front of them
     owner: str = ""  # the application of Ray Serve that made it
+
+    def group(self, role: str) -> ReplicaGroup | None:
+        return next((one for one in self.groups if one.role == role), None)
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -74,24 +86,57 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     node: str  # Ray's id of it; "": not placed yet
     process: ProcessStatus
     takes_requests: bool
+    role: str = NORMAL
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    role: str
+    wanted: int
+    min_replicas: int
+    max_replicas: int
+
+    @property
+    def limits(self) -> str:
+        """For people; "": their number is fixed."""
+        is_fixed = self.min_replicas == self.max_replicas
+        return "" if is_fixed else f" ({self.min_replicas}:{self.max_replicas})"
 
 
 class DeploymentStatus(msgspec.Struct, frozen=True):
     name: str
     version: int
-    wanted: int
-    min_replicas: int
-    max_replicas: int
+    groups: list[GroupStatus]
     gateway: GatewayStatus  # with several, their sum: its process is HAProxy
     replicas: list[ReplicaStatus]
     drained_nodes: list[str]
     gateways: list[GatewayStatus] = []
 
+    @property
+    def wanted(self) -> int:
+        return sum(group.wanted for group in self.groups)
+
+    @property
+    def current(self) -> list[ReplicaStatus]:
+        """Replicas of the newest flags and of a role that is wanted. All others are replaced."""
+        roles = {group.role for group in self.groups}
+        return [one for one in self.replicas if one.version == self.version and one.role in roles]
+
+    def serving(self, role: str) -> int:
+        """Replicas of the newest flags that take requests."""
+        return sum(one.takes_requests for one in self.current if one.role == role)
+
     def progress(self) -> str:
         """How many replicas of the newest flags serve, and why one has no node."""
-        current = [one for one in self.replicas if one.version == self.version]
-        no_room = next((f": {one.process.reason}" for one in current if not one.node and one.process.reason), "")
-        return f"{sum(one.takes_requests for one in current)} of {self.wanted} replicas serve{no_room}"
+        counts = [f"{self.serving(group.role)} of {group.wanted}" for group in self.groups]
+        no_room = next((f": {one.process.reason}" for one in self.current if not one.node and one.process.reason), "")
+        return f"{self.by_role(counts)} serve{no_room}"
+
+    def by_role(self, counts: Iterable[str]) -> str:
+        """Numbers of replicas of each group, for people."""
+        roles = [group.role for group in self.groups]
+        if roles == [NORMAL]:
+            return f"{next(iter(counts))} replicas"
+        return f"{' and '.join(f'{count} {role}' for count, role in zip(counts, roles, strict=True))} replicas"
 
 
 def pack(message: msgspec.Struct) -> bytes:

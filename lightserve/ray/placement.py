@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightserve.ray.messages import NORMAL
+
 HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives to the head node alone
 
 
@@ -17,20 +19,24 @@ class Node:
     total: Mapping[str, float]
 
 
-def place(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, used: Iterable[str] = ()) -> list[str | None]:
-    """The node of each of ``count`` replicas; None: there is no room. ``used``: the nodes of those that run already.
+def place(
+    nodes: Sequence[Node], bundle: Mapping[str, float], roles: Sequence[str], used: Iterable[tuple[str, str]] = ()
+) -> list[str | None]:
+    """The node of a replica of each role; None: there is no room. ``used``: nodes and roles of those that run already.
 
-    Replicas are spread: a node that is lost takes as few of them as possible with it.
+    Replicas are spread, first those of one role: a node that is lost takes as few of them as possible with it.
     """
     free = {node.id: dict(node.free) for node in nodes}
-    replicas = Counter(used)
+    of_role = Counter(used)
+    replicas = Counter(node for node, _ in of_role.elements())
     found: list[str | None] = []
-    for _ in range(count):
+    for role in roles:
         fitting = [node.id for node in nodes if fits(bundle, free[node.id])]
         if not fitting:
             found.append(None)
             continue
-        best = min(fitting, key=lambda one: (replicas[one], -_room(bundle, free[one])))
+        best = min(fitting, key=lambda one: (of_role[one, role], replicas[one], -_room(bundle, free[one])))
+        of_role[best, role] += 1
         replicas[best] += 1
         for resource, amount in bundle.items():
             free[best][resource] -= amount
@@ -65,12 +71,16 @@ def describe(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {resource}" for resource, amount in resources.items())
 
 
-def plan_lines(nodes: Sequence[Node], bundle: Mapping[str, float], count: int) -> list[str]:
+def plan_lines(nodes: Sequence[Node], bundle: Mapping[str, float], roles: Sequence[str]) -> list[str]:
     """The placement, for people."""
     names = {node.id: f"node {node.id[:8]} ({node.name})" for node in nodes}
-    found = place(nodes, bundle, count)
-    lines = [f"replica {index}: {names[node]}" for index, node in enumerate(found) if node is not None]
-    if missing := found.count(None):
-        replicas = "1 replica has" if missing == 1 else f"{missing} replicas have"
+    found = list(zip(roles, place(nodes, bundle, roles), strict=True))
+    lines = [f"{_kind(role)} {index}: {names[node]}" for index, (role, node) in enumerate(found) if node is not None]
+    for role, missing in Counter(role for role, node in found if node is None).items():
+        replicas = f"1 {_kind(role)} has" if missing == 1 else f"{missing} {_kind(role)}s have"
         lines.append(f"{replicas} no place: {why_no_room(nodes, bundle)}")
     return lines
+
+
+def _kind(role: str) -> str:
+    return "replica" if role == NORMAL else f"{role} replica"

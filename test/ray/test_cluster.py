@@ -23,6 +23,7 @@ import ray
 from ray import serve
 
 from lightserve.ray import app, cluster as ray_cluster
+from lightserve.ray.messages import ReplicaGroup
 from lightserve.ray.serve_app import parse
 from test.api.server import MODULE, ServerProcess, start_server
 from test.api.test_dp import COMPLETE, bodies, expected, model
@@ -387,7 +388,7 @@ def test_ray_serve_takes_the_flags_of_deploy() -> None:
     config, found = parse(own | {"model_dir": "m", "cpus_per_replica": "0.5", "deterministic": "true"})
 
     assert (config.worker.model_dir, config.worker.deterministic) == ("m", True)
-    assert (found.name, found.min_replicas, found.max_replicas, found.num_gateways) == ("d", 1, 4, 2)
+    assert (found.name, found.groups, found.num_gateways) == ("d", [ReplicaGroup(1, 4)], 2)
     assert (found.target_queue, found.scale_down_s) == (2.0, 5.0)
 
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from lightserve.ray.autoscaling import Autoscaler, replicas_for
 from lightserve.ray.gateway_load import taken_by_all, total_load, url_for_proxy
 from lightserve.ray.messages import (
+    NORMAL,
     Deployment,
     DeploymentStatus,
     GatewayStatus,
+    GroupStatus,
     Load,
     ProcessStatus,
+    ReplicaGroup,
     ReplicaStatus,
     pack,
     unpack,
 )
 from lightserve.ray.placement import HEAD_RESOURCE, Node, place, place_gateways, plan_lines
-from lightserve.ray.replica_changes import Changes, ReplicaView, next_changes
+from lightserve.ray.replica_changes import Changes, GroupView, ReplicaView, group_changes, next_changes
+from lightserve.ray.replica_name import parse_replica_name, replica_name
 
 GPU_NODE = {"GPU": 4.0, "CPU": 8.0}
+GROUPS = [ReplicaGroup(1, 2, "prefill"), ReplicaGroup(2, 4, "decode")]
 BUNDLE = {"GPU": 2.0, "CPU": 1.0}
 
 
@@ -33,16 +39,20 @@ def view(name: str, *, is_old: bool = False, takes: bool = True, drains: bool = 
     return ReplicaView(name, not is_old, takes, drains)
 
 
-def deployment(least: int = 1, most: int = 4) -> Deployment:
-    return Deployment("d", 1, {}, {}, {}, {"CPU": 1.0}, least, most, target_queue=4.0, scale_down_s=60.0)
+def deployment(*groups: ReplicaGroup) -> Deployment:
+    return Deployment("d", 1, {}, {}, {}, {"CPU": 1.0}, list(groups), target_queue=4.0, scale_down_s=60.0)
+
+
+def scaler_of(group: ReplicaGroup, running: int) -> Autoscaler:
+    return Autoscaler(deployment(group), group, running)
 
 
 def test_replicas_are_spread_over_the_nodes_that_have_room() -> None:
     nodes = [node("1", GPU=4, CPU=8), node("2", GPU=2, CPU=8), node("3", GPU=1, CPU=8), node("4", GPU=4, CPU=0)]
 
-    assert place(nodes, BUNDLE, 4) == ["1", "2", "1", None]
-    assert place(nodes, BUNDLE, 1, used=["1"]) == ["2"]
-    assert place([], BUNDLE, 1) == [None]
+    assert place(nodes, BUNDLE, [NORMAL] * 4) == ["1", "2", "1", None]
+    assert place(nodes, BUNDLE, [NORMAL], used=[("1", NORMAL)]) == ["2"]
+    assert place([], BUNDLE, [NORMAL]) == [None]
 
 
 def test_the_first_gateway_is_on_the_head_node_and_the_others_are_spread() -> None:
@@ -54,8 +64,8 @@ def test_the_first_gateway_is_on_the_head_node_and_the_others_are_spread() -> No
 
 
 def test_the_plan_says_why_a_replica_has_no_place() -> None:
-    busy = plan_lines([node("1", GPU=2, CPU=8)], BUNDLE, 2)
-    too_large = plan_lines([node("1", GPU=2, CPU=8)], {"GPU": 8.0, "CPU": 1.0}, 1)
+    busy = plan_lines([node("1", GPU=2, CPU=8)], BUNDLE, [NORMAL] * 2)
+    too_large = plan_lines([node("1", GPU=2, CPU=8)], {"GPU": 8.0, "CPU": 1.0}, [NORMAL])
 
     assert busy == ["replica 0: node 1 (10.0.0.1)", "1 replica has no place: no node has 2 GPU, 1 CPU free now"]
     assert too_large[0].endswith("a replica runs on one node, and the largest ones have 4 GPU, 8 CPU")
@@ -126,6 +136,101 @@ def test_every_rolling_update_ends_with_new_replicas_only_and_keeps_all_but_one_
     assert started == wanted
 
 
+def test_replicas_of_one_role_are_spread_first() -> None:
+    nodes = [node("1", GPU=8, CPU=8), node("2", GPU=4, CPU=8)]
+
+    assert place(nodes, BUNDLE, ["prefill", "prefill", "decode", "decode"]) == ["1", "2", "1", "2"]
+    assert place(nodes, BUNDLE, ["decode"], used=[("1", "decode"), ("2", "prefill"), ("2", "prefill")]) == ["2"]
+
+
+def test_the_plan_says_which_role_has_no_place() -> None:
+    found = plan_lines([node("1", GPU=2, CPU=8)], BUNDLE, ["prefill", "decode", "decode"])
+
+    assert found == [
+        "prefill replica 0: node 1 (10.0.0.1)",
+        "2 decode replicas have no place: no node has 2 GPU, 1 CPU free now",
+    ]
+
+
+def test_of_all_roles_one_replica_is_replaced_at_a_time() -> None:
+    prefill = GroupView("prefill", 1, [view("p", is_old=True)])
+    decode = GroupView("decode", 2, [view("d", is_old=True), view("e", is_old=True)])
+    draining = GroupView("prefill", 1, [view("p", is_old=True, drains=True), view("q", takes=False)])
+
+    assert group_changes([prefill, decode], 0) == {"prefill": Changes(drain=("p",)), "decode": Changes()}
+    assert group_changes([prefill, decode], 2) == {"prefill": Changes(start=1), "decode": Changes()}
+    assert group_changes([draining, decode], 1) == {"prefill": Changes(), "decode": Changes()}
+    assert group_changes([GroupView("prefill", 1, [view("q")]), decode], 1)["decode"] == Changes(start=1)
+
+
+def test_room_is_for_replicas_that_are_missing_first() -> None:
+    prefill = GroupView("prefill", 1, [view("p", is_old=True)])
+    decode = GroupView("decode", 2, [view("d")])
+
+    assert group_changes([prefill, decode], 1) == {"prefill": Changes(drain=("p",)), "decode": Changes(start=1)}
+    assert group_changes([prefill, decode], 2) == {"prefill": Changes(start=1), "decode": Changes(start=1)}
+
+
+class Nodes:
+    """Replicas by role, and a cluster that has room for some of them."""
+
+    def __init__(self, choice: random.Random, before: dict[str, int], room: int) -> None:
+        self._choice = choice
+        self.replicas = {role: [view(f"old-{role}-{n}", is_old=True) for n in range(before[role])] for role in before}
+        self._placed = {one.replica for one in self.all()}
+        self._capacity = len(self._placed) + room
+        self._calm_ticks = 0
+        self.started = 0
+
+    def all(self) -> list[ReplicaView]:
+        return [one for own in self.replicas.values() for one in own]
+
+    def change(self, wanted: dict[str, int]) -> None:
+        is_late = self._calm_ticks > 3
+        groups = []
+        for role in dict.fromkeys((*wanted, *self.replicas)):
+            own = self.replicas.setdefault(role, [])
+            stuck = [replace(one, is_stuck=is_late and one.replica not in self._placed) for one in own]
+            groups.append(GroupView(role, wanted.get(role, 0), stuck))
+        for role, changes in group_changes(groups, self._capacity - len(self._placed)).items():
+            own = self.replicas[role]
+            own[:] = [replace(one, is_draining=one.is_draining or one.replica in changes.drain) for one in own]
+            for _ in range(changes.start):
+                own.append(view(f"new-{role}-{self.started}", takes=False))
+                self.started += 1
+
+    def tick(self) -> None:
+        self._calm_ticks += 1
+        waiting = [one.replica for one in self.all() if one.replica not in self._placed]
+        self._choice.shuffle(waiting)
+        self._placed.update(waiting[: self._capacity - len(self._placed)])
+        for own in self.replicas.values():
+            for index, one in enumerate(own):
+                if one.replica in self._placed and not one.is_draining and self._choice.random() < 0.2:
+                    own[index] = replace(one, takes_requests=True)
+            for one in [one for one in own if one.is_draining and self._choice.random() < 0.3]:
+                own.remove(one)
+                self._placed.discard(one.replica)
+                self._calm_ticks = 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_change_of_roles_ends_with_the_wanted_ones_and_keeps_all_but_one_serving(seed: int) -> None:
+    """New flags, or replicas without roles before."""
+    choice = random.Random(seed)
+    wanted = {"prefill": choice.randint(1, 2), "decode": choice.randint(1, 3)}
+    total = sum(wanted.values())
+    nodes = Nodes(choice, choice.choice([wanted, {NORMAL: total}]), room=choice.randint(0, 2))
+    for _ in range(600):
+        nodes.change(wanted)
+        assert sum(one.takes_requests and not one.is_draining for one in nodes.all()) >= total - 1
+        nodes.tick()
+
+    assert {role: len(own) for role, own in nodes.replicas.items() if own} == wanted
+    assert all(one.is_current and one.takes_requests for one in nodes.all())
+    assert nodes.started == total
+
+
 @pytest.mark.parametrize(
     ("load", "replicas", "needed"),
     [
@@ -143,7 +248,7 @@ def test_the_load_decides_how_many_replicas_it_needs(load: Load, replicas: int, 
 
 
 def test_replicas_are_added_at_once_and_removed_one_by_one_after_a_while() -> None:
-    scaler = Autoscaler(deployment(), running=0)
+    scaler = scaler_of(ReplicaGroup(1, 4), running=0)
     busy, idle = Load(running=8, waiting=20), Load()
 
     assert [scaler.update(busy, now_s) for now_s in (0.0, 1.0, 2.0)] == [2, 4, 4]
@@ -180,7 +285,8 @@ def test_the_progress_of_a_deployment_says_why_a_replica_has_no_node() -> None:
     replicas = [ReplicaStatus(name, 2, "n", serving, True) for name in ("a", "b")]
 
     def progress(*last: ReplicaStatus) -> str:
-        return DeploymentStatus("d", 2, 3, 3, 3, gateway, [*replicas, *last], []).progress()
+        groups = [GroupStatus(NORMAL, 3, 3, 3)]
+        return DeploymentStatus("d", 2, groups, gateway, [*replicas, *last], []).progress()
 
     assert progress(ReplicaStatus("c", 1, "n", serving, True)) == "2 of 3 replicas serve"  # it has old flags
     assert progress(ReplicaStatus("c", 2, "", ProcessStatus("starting"), False)) == "2 of 3 replicas serve"
@@ -188,14 +294,22 @@ def test_the_progress_of_a_deployment_says_why_a_replica_has_no_node() -> None:
 
 
 def test_new_limits_count_at_once() -> None:
-    scaler = Autoscaler(deployment(1, 4), running=2)
-    scaler.change(deployment(3, 5))
+    scaler = scaler_of(ReplicaGroup(1, 4), running=2)
+    scaler.change(deployment(), ReplicaGroup(3, 5))
     assert scaler.wanted == 3
-    scaler.change(deployment(1, 2))
+    scaler.change(deployment(), ReplicaGroup(1, 2))
     assert scaler.wanted == 2
 
 
 def test_a_deployment_is_the_same_after_its_way_through_ray() -> None:
-    sent = Deployment("d", 2, {"tp": 2, "model_dir": "m"}, {"api_key": ["k"]}, {"a": b"\xff"}, {"GPU": 2.0}, 1, 2)
+    sent = Deployment("d", 2, {"tp": 2, "model_dir": "m"}, {"api_key": ["k"]}, {"a": b"\xff"}, {"GPU": 2.0}, GROUPS)
 
     assert unpack(pack(sent), Deployment) == sent
+
+
+@pytest.mark.parametrize("role", [NORMAL, "prefill"])
+def test_the_name_of_a_replica_tells_its_role_version_and_number(role: str) -> None:
+    name = f"my-d/{replica_name(role, 3, 14)}"
+
+    assert name.startswith("my-d/replica-")
+    assert parse_replica_name(name) == (role, 3, 14)

@@ -13,6 +13,7 @@ from lightserve.cli.main import main
 from lightserve.errors import OptionError
 from lightserve.ray.flags import bundle_of, make_deployment, parse_replicas
 from lightserve.ray.kept_process import KeptProcess, lightserve_command
+from lightserve.ray.messages import ReplicaGroup
 from lightserve.ray.node_folder import make_folder, write_flags
 from lightserve.ray.placement import Node
 from lightserve.server.args import parse_server
@@ -38,7 +39,7 @@ def test_each_flag_goes_where_it_counts(tmp_path: Path, monkeypatch: pytest.Monk
         "drain_timeout": 5.0,
         "cluster_policy": "session",
     }
-    assert (made.min_replicas, made.max_replicas) == (2, 8)
+    assert made.groups == [ReplicaGroup(2, 8)]
 
 
 def test_flags_come_back_from_the_file_that_a_process_reads(tmp_path: Path) -> None:
