@@ -15,6 +15,7 @@ USAGE = "%(prog)s [MODEL] --replicas N [flags of lightserve serve and lightserve
 
 def arguments() -> Parser:
     parser = server_parser(PROG)
+    parser.conflict_handler = "resolve"  # --roles is another flag than that of a server
     parser.usage, parser.description = USAGE, "Serve a model with several replicas on the nodes of a Ray cluster."
     _add_own(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())  # --help explains the first group
@@ -24,7 +25,13 @@ def arguments() -> Parser:
 def _add_own(parser: Parser) -> None:
     group = parser.add_argument_group("Deployment")
     group.add_argument(
-        "--replicas", default="1", metavar="N|MIN:MAX", help="number of engines; MIN:MAX: as many as the load needs"
+        "--replicas", metavar="N|MIN:MAX", help="number of engines; MIN:MAX: as many as the load needs; default: 1"
+    )
+    group.add_argument(
+        "--roles",
+        metavar="ROLE=N,...",
+        help="instead of --replicas: numbers of engines that compute prompts and that generate, such as "
+        "prefill=1:2,decode=2:4",
     )
     group.add_argument(
         "--gateways", type=int, default=1, metavar="N", help="HTTP servers; several: on other nodes too, behind HAProxy"
@@ -69,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_server(rest, PROG)
     from lightserve.ray import client, cluster, flags  # here, because Ray is an extra
 
-    deployment = flags.make_deployment(config, own.name, own.replicas, own.gateways)
+    deployment = flags.make_deployment(config, own.name, own.replicas, own.gateways, own.roles)
     cluster.connect(own.ray_address)
     nodes = cluster.nodes()
     deployment = flags.with_resources(deployment, flags.bundle_of(config, nodes, own.cpus_per_replica))
@@ -87,9 +94,8 @@ def main(argv: Sequence[str]) -> int:
             if is_new:  # with these flags it would fail for ever
                 client.undeploy(own.name, timeout_s=0.0)
             raise
-        print(
-            f"{found.gateway.process.address} serves with {found.wanted} replicas ({time.monotonic() - begin_s:.1f} s)"
-        )
+        replicas = found.by_role(str(group.wanted) for group in found.groups)
+        print(f"{found.gateway.process.address} serves with {replicas} ({time.monotonic() - begin_s:.1f} s)")
     return 0
 
 

@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import os
 import sys
-import urllib.request
 from pathlib import Path
 
 import msgspec
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 
 from lightserve.cluster.proxy.haproxy_config import ProxySettings
 from lightserve.cluster.tcp.engines_file import write_engines_file
-from lightserve.config import HttpConfig
+from lightserve.config import HttpConfig, WorkerConfig
+from lightserve.ray.gateway_metrics import read_metrics
 from lightserve.ray.kept_process import KeptProcess, lightserve_command
-from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Kept, Load, pack, unpack
-from lightserve.ray.node_folder import free_port, make_folder, tcp_address, write_flags, write_json, write_keys
-from lightserve.utils.tls import trust_exactly
+from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Kept, pack, unpack
+from lightserve.ray.node_folder import (
+    free_port,
+    free_ports,
+    make_folder,
+    tcp_address,
+    write_flags,
+    write_json,
+    write_keys,
+)
 
 OF_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile")  # flags of HAProxy, if there is one
-METRICS_S = 5.0  # until /metrics must have answered
 
 
 class ReplicaActor:
     def __init__(self, raw: bytes, role: str) -> None:
         deployment = unpack(raw, Deployment)
         self._role = role
+        self._kv_ports = num_ranks(deployment) if role == "decode" else 0  # each rank receives KV
         self._folder = make_folder()
         write_keys(self._folder, deployment.keys)
         write_flags(self._folder / "engine.yaml", deployment.engine_flags)
@@ -39,8 +45,11 @@ class ReplicaActor:
     def _command(self) -> list[str]:
         host = ray.util.get_node_ip_address()
         flags = ["--config", str(self._folder / "engine.yaml"), "--cluster_keys", str(self._folder)]
-        flags += ["--role", self._role]
-        return lightserve_command("engine", *flags, "--listen", tcp_address(host, free_port(host)))
+        port = free_ports(host, 1 + self._kv_ports)
+        flags += ["--role", self._role, "--listen", tcp_address(host, port)]
+        if self._kv_ports:
+            flags += ["--kv_listen", tcp_address(host, port + 1)]
+        return lightserve_command("engine", *flags)
 
     def status(self) -> tuple[str, bytes]:
         """The node, and the ProcessStatus."""
@@ -48,6 +57,13 @@ class ReplicaActor:
 
     def drain(self) -> None:
         self._process.drain()
+
+
+def num_ranks(deployment: Deployment) -> int:
+    """Of one replica."""
+    flags, default = deployment.engine_flags, WorkerConfig()
+    ranks: int = flags.get("tp", default.tp) * flags.get("pp", default.pp)
+    return ranks
 
 
 class GatewayActor:
@@ -88,10 +104,10 @@ class GatewayActor:
         if process.state not in ("serving", "draining"):
             return pack(GatewayStatus(process, node=node))
         try:
-            load, taking = read_metrics(process.address, self._key(), self._flags.get("ssl_certfile"))
+            load, by_role, taking = read_metrics(process.address, self._key(), self._flags.get("ssl_certfile"))
         except OSError:  # it is busy, or has just ended
             return pack(GatewayStatus(process, node=node))
-        return pack(GatewayStatus(process, load, taking, node))
+        return pack(GatewayStatus(process, load, taking, node, by_role))
 
     def drain(self) -> None:
         self._process.drain()
@@ -141,24 +157,3 @@ def proxy_settings(deployment: Deployment) -> ProxySettings:
         keyfile=flags.get("ssl_keyfile"),
         root_path=flags.get("root_path", ""),
     )
-
-
-def read_metrics(url: str, key: str | None, certificate: str | None) -> tuple[Load, list[str]]:
-    """The load, and the engines that get requests. Raises OSError."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    context = None if certificate is None else trust_exactly(certificate)
-    request = urllib.request.Request(f"{url}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=METRICS_S, context=context) as response:
-        text = response.read().decode()
-    found: dict[str, float] = {}
-    taking = []
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name] = sample.value
-            if sample.name == "lightserve_engine_takes_requests" and sample.value:
-                taking.append(sample.labels["address"])
-    running, waiting, kv_usage = (
-        found.get(f"lightserve_{name}", 0.0)
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    )
-    return Load(running, waiting, kv_usage), taking

@@ -2,6 +2,9 @@
 
 A replica is added as soon as requests wait or KV memory runs short. One is removed only after the load has fitted into
 fewer replicas for ``scale_down_s``: to start a replica costs more than to keep it.
+
+Prefill replicas have other rules. Their KV memory says nothing, because prompts leave it at once. Their queues stay
+short, because decode replicas relieve them: if these do it all the time, there are too few prefill replicas.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from lightserve.ray.messages import Deployment, Load, ReplicaGroup
 
 FULL_KV = 0.9  # above it, requests wait for memory or are preempted
 TARGET_KV = 0.7
+RELIEF_S = 10.0  # that decode replicas must relieve prefill replicas before one is added: bursts are what they are for
 
 
 class Autoscaler:
@@ -20,6 +24,7 @@ class Autoscaler:
     def __init__(self, deployment: Deployment, group: ReplicaGroup, running: int) -> None:
         self.wanted = running
         self._fewer_since_s: float | None = None
+        self._relief = Relief()
         self.change(deployment, group)
 
     def change(self, deployment: Deployment, group: ReplicaGroup) -> None:
@@ -28,7 +33,7 @@ class Autoscaler:
 
     def update(self, load: Load, now_s: float) -> int:
         """The number of replicas from now on."""
-        needed = self._within_limits(replicas_for(load, self.wanted, self._deployment.target_queue))
+        needed = self._within_limits(self._needed(load, now_s))
         if needed >= self.wanted:
             self.wanted, self._fewer_since_s = needed, None
         elif self._fewer_since_s is None:
@@ -37,14 +42,63 @@ class Autoscaler:
             self.wanted, self._fewer_since_s = self.wanted - 1, None
         return self.wanted
 
+    def _needed(self, load: Load, now_s: float) -> int:
+        target_queue = self._deployment.target_queue
+        if self.group.role != "prefill":
+            return replicas_for(load, self.wanted, target_queue)
+        needed = prefill_replicas_for(load, self.wanted, target_queue)
+        if self._relief.lasts(load.relieved_tokens, now_s):
+            return max(needed, self.wanted + 1)
+        return max(needed, self.wanted) if self._relief.is_seen else needed
+
     def _within_limits(self, count: int) -> int:
         return min(max(count, self.group.min_replicas), self.group.max_replicas)
+
+
+class Relief:
+    """Whether decode replicas keep computing prompts that prefill replicas should compute."""
+
+    def __init__(self) -> None:
+        self._tokens: float | None = None
+        self._since_s: float | None = None
+        self._last_s = 0.0
+
+    @property
+    def is_seen(self) -> bool:
+        return self._since_s is not None
+
+    def lasts(self, tokens: float, now_s: float) -> bool:
+        """True if it has lasted for RELIEF_S, and then again only after as long. ``tokens``: a counter."""
+        grows = self._tokens is not None and tokens > self._tokens
+        self._tokens = tokens
+        if not grows:
+            if now_s - self._last_s > RELIEF_S:
+                self._since_s = None
+            return False
+        self._last_s = now_s
+        if self._since_s is None:
+            self._since_s = now_s
+        if now_s - self._since_s < RELIEF_S:
+            return False
+        self._since_s = now_s
+        return True
+
+
+def prefill_replicas_for(load: Load, replicas: int, target_queue: float) -> int:
+    """As many as there are prompts at the same time; more, if too many of these wait."""
+    if load.waiting > target_queue * replicas:
+        return _more(load, replicas, target_queue)
+    return min(replicas, math.ceil(load.running + load.waiting))
+
+
+def _more(load: Load, replicas: int, target_queue: float) -> int:
+    return replicas + max(1, min(replicas, math.ceil(load.waiting / target_queue) - replicas))
 
 
 def replicas_for(load: Load, replicas: int, target_queue: float) -> int:
     """What this load needs, if ``replicas`` carry it now."""
     if load.waiting > target_queue * replicas:
-        return replicas + max(1, min(replicas, math.ceil(load.waiting / target_queue) - replicas))
+        return _more(load, replicas, target_queue)
     if load.kv_usage > FULL_KV:
         return replicas + 1
     if load.waiting:

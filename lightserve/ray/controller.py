@@ -184,8 +184,8 @@ class Controller:
         engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
         self._gateways.use(Kept(self._deployment, engines, sorted(self._drained_nodes)))
         self._remove_ended()
-        for scaler in self._autoscalers.values():
-            scaler.update(self._gateways.status().load, now_s)
+        for role, scaler in self._autoscalers.items():
+            scaler.update(self._gateways.load(role), now_s)
         self._change()
 
     def _poll(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lightserve.config import ServerConfig
+from lightserve.config import ROLES, ServerConfig
 from lightserve.errors import OptionError
 from lightserve.ray.messages import Deployment, ReplicaGroup
 from lightserve.ray.placement import Node
@@ -16,7 +16,9 @@ from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWA
 from lightserve.server.keys import with_keys
 
 MAX_GATEWAYS = 64
-SPLIT = ("roles", "role", "kv_listen", "cluster_tls", "kv_transport", "min_split_tokens")
+OF_ROLES = ("roles", "role", "kv_listen")  # --roles of deploy is another flag than that of a server
+ENGINE_KV = ("cluster_tls", "kv_transport")
+GATEWAY_CLUSTER = ("cluster_policy", "min_split_tokens")
 NODES = ("nnodes", "node_rank", "master_addr", "master_port", "node_timeout")
 OF_DEPLOY = ("dp", "engines", "engines_file", "listen", "cluster_keys", *NODES)
 KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's node, not the files
@@ -24,17 +26,46 @@ KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's
 
 def parse_replicas(text: str) -> tuple[int, int]:
     """``3`` or ``MIN:MAX``."""
+    return parse_count("replicas", text)
+
+
+def parse_count(name: str, text: str) -> tuple[int, int]:
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise OptionError(f"replicas={text!r}: must be a number, or MIN:MAX as 2:8")
+        raise OptionError(f"{name}={text!r}: must be a number, or MIN:MAX as 2:8")
     least, most = int(parts[0]), int(parts[-1])
     if not 1 <= least <= most:
-        raise OptionError(f"replicas={text!r}: must be at least 1, and MIN not above MAX")
+        raise OptionError(f"{name}={text!r}: must be at least 1, and MIN not above MAX")
     return least, most
 
 
+def parse_roles(text: str) -> list[ReplicaGroup]:
+    """``prefill=1:2,decode=2:4``: what --replicas says, for each role."""
+    found: list[ReplicaGroup] = []
+    for part in text.split(","):
+        role, equals, count = (one.strip() for one in part.partition("="))
+        if not equals:
+            raise OptionError(f"roles={text!r}: {part.strip()!r} has no number; write prefill=1:2,decode=2:4")
+        if role not in ROLES:
+            raise OptionError(f"roles={text!r}: {role!r} is none; a role is one of {', '.join(ROLES)}")
+        if role in (group.role for group in found):
+            raise OptionError(f"roles={text!r}: {role} is there twice")
+        found.append(ReplicaGroup(*parse_count(f"roles={text!r}: {role}", count), role))
+    roles = {group.role for group in found}
+    if "decode" not in roles or not roles & {"prefill", "both"}:
+        missing = "no replica is decode" if "decode" not in roles else "no replica is prefill or both"
+        raise OptionError(f"roles={text!r}: {missing}, so no KV would be sent; use --replicas without roles")
+    return found
+
+
 def engine_flags(config: ServerConfig) -> dict[str, Any]:
-    return {**_set(config.worker), **_set(config.router), **_set(config.launch), **_set(config.http, ENGINE_HTTP)}
+    return {
+        **_set(config.worker),
+        **_set(config.router),
+        **_set(config.launch),
+        **_set(config.http, ENGINE_HTTP),
+        **_set(config.cluster, ENGINE_KV),
+    }
 
 
 def gateway_flags(config: ServerConfig) -> dict[str, Any]:
@@ -45,7 +76,7 @@ def gateway_flags(config: ServerConfig) -> dict[str, Any]:
         **_set(config.worker, GATEWAY_WORKER),
         **_set(config.router, GATEWAY_ROUTER),
         **_set(config.launch, GATEWAY_LAUNCH),
-        **_set(config.cluster, ("cluster_policy",)),
+        **_set(config.cluster, GATEWAY_CLUSTER),
     }
 
 
@@ -60,13 +91,22 @@ def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def check(config: ServerConfig) -> None:
-    for name in OF_DEPLOY:
-        if name in _set(config.cluster):
-            raise OptionError(f"{name}: not with lightserve deploy, which sets it; use --replicas")
-    for name in SPLIT:
-        if name in _set(config.cluster):
-            raise OptionError(f"{name}: lightserve deploy has no roles yet; start engines with --role by hand")
+def check(config: ServerConfig, has_roles: bool) -> None:
+    given = _set(config.cluster)
+    for name in (*OF_DEPLOY, *OF_ROLES):
+        if name in given:
+            flag = "--roles prefill=1,decode=2" if name in OF_ROLES else "--replicas"
+            raise OptionError(f"{name}: not with lightserve deploy, which sets it; use {flag}")
+    for name in (*ENGINE_KV, "min_split_tokens"):
+        if name in given and not has_roles:
+            raise OptionError(f"{name}: replicas without roles send no KV; set --roles prefill=1,decode=2 too")
+    if has_roles:
+        config.check_split()
+        transport = config.cluster.kv_transport
+        if transport != "sockets" and not config.cluster.cluster_tls:
+            raise OptionError(
+                f"kv_transport={transport}: replicas tell each other where to read over TLS; set --cluster_tls"
+            )
     if config.http.ssl_ca_certs is not None:
         raise OptionError("ssl_ca_certs: lightserve deploy has no client certificate for the gateway's metrics")
 
@@ -80,13 +120,18 @@ def bundle_of(config: ServerConfig, nodes: Sequence[Node], cpus: float | None) -
     return {"CPU": float(ranks) if cpus is None else cpus}
 
 
-def make_deployment(config: ServerConfig, name: str, replicas: str, gateways: int = 1) -> Deployment:
-    check(config)
+def make_deployment(
+    config: ServerConfig, name: str, replicas: str | None, gateways: int = 1, roles: str | None = None
+) -> Deployment:
+    if replicas is not None and roles is not None:
+        raise OptionError("replicas and roles exclude each other: --roles has the numbers of replicas too")
+    check(config, roles is not None)
     if not 1 <= gateways <= MAX_GATEWAYS:
         raise OptionError(f"gateways={gateways}: must be at least 1 and at most {MAX_GATEWAYS}")
     if not name or "/" in name:
         raise OptionError(f"name={name!r}: must not be empty and must not have a /")
-    groups = [ReplicaGroup(*parse_replicas(replicas))]
+    same = [ReplicaGroup(*parse_replicas("1" if replicas is None else replicas))]
+    groups = same if roles is None else parse_roles(roles)
     flags = engine_flags(config), gateway_flags(config)
     return Deployment(name, 1, *flags, {}, {}, groups, num_gateways=gateways)
 

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from lightserve.errors import ServerError
 from lightserve.ray import cluster
-from lightserve.ray.gateway_load import taken_by_all, total_load, url_for_proxy
-from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Kept, ProcessStatus, pack, unpack
+from lightserve.ray.gateway_load import taken_by_all, total_by_role, total_load, url_for_proxy
+from lightserve.ray.messages import (
+    NORMAL,
+    Deployment,
+    GatewayStatus,
+    GatewayUrls,
+    Kept,
+    Load,
+    ProcessStatus,
+    pack,
+    unpack,
+)
 from lightserve.ray.placement import place_gateways
 from lightserve.ray.polled_actor import PolledActor
 
@@ -76,4 +86,10 @@ class GatewayGroup:
         """Of all together."""
         if self._proxy is None:
             return self.statuses[0]
-        return GatewayStatus(self._proxy_process, total_load(self.statuses), taken_by_all(self.statuses))
+        taking, by_role = taken_by_all(self.statuses), total_by_role(self.statuses)
+        return GatewayStatus(self._proxy_process, total_load(self.statuses), taking, by_role=by_role)
+
+    def load(self, role: str) -> Load:
+        """Of the replicas of a role. Without roles, requests that wait for any replica are counted too."""
+        found = self.status()
+        return found.load if role == NORMAL and set(found.by_role) <= {NORMAL} else found.by_role.get(role, Load())

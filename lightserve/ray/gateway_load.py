@@ -9,8 +9,20 @@ from lightserve.ray.messages import GatewayStatus, Load
 
 def total_load(gateways: Sequence[GatewayStatus]) -> Load:
     """Each gateway counts the requests of all gateways in its engines, and besides those that wait in itself."""
-    loads = [one.load for one in gateways]
-    return Load(*(max(getattr(load, name) for load in loads) for name in ("running", "waiting", "kv_usage")))
+    return _together([one.load for one in gateways])
+
+
+def total_by_role(gateways: Sequence[GatewayStatus]) -> dict[str, Load]:
+    roles = dict.fromkeys(role for one in gateways for role in one.by_role)
+    return {role: _together([one.by_role[role] for one in gateways if role in one.by_role]) for role in roles}
+
+
+def _together(loads: Sequence[Load]) -> Load:
+    """What engines say is the same for all gateways. Each gateway itself decides which prompts are relieved."""
+    running, waiting, kv_usage = (
+        max(getattr(load, name) for load in loads) for name in ("running", "waiting", "kv_usage")
+    )
+    return Load(running, waiting, kv_usage, sum(load.relieved_tokens for load in loads))
 
 
 def taken_by_all(gateways: Sequence[GatewayStatus]) -> list[str]:

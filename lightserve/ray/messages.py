@@ -58,11 +58,12 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """All requests of the gateway, as it says in /metrics."""
+    """Requests of the gateway, as it says in /metrics: all of them, or those of one role."""
 
     running: float = 0.0
     waiting: float = 0.0
     kv_usage: float = 0.0  # mean over engines; 1 is full
+    relieved_tokens: float = 0.0  # so far, that decode engines computed because prefill engines had long queues
 
 
 class GatewayStatus(msgspec.Struct, frozen=True):
@@ -70,6 +71,7 @@ class GatewayStatus(msgspec.Struct, frozen=True):
     load: Load = Load()
     taking: list[str] = []  # addresses of engines that get new requests
     node: str = ""  # Ray's id of it
+    by_role: dict[str, Load] = {}
 
 
 class GatewayUrls(msgspec.Struct, frozen=True):

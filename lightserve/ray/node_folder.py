@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "lightserve-ray-"
+MAX_PORT = 65535
+PORT_TRIES = 100
 
 
 def make_folder() -> Path:
@@ -60,6 +62,15 @@ def free_port(host: str, last: int = 0) -> int:
             sock.bind((host, 0))
         port: int = sock.getsockname()[1]
         return port
+
+
+def free_ports(host: str, count: int) -> int:
+    """The first of ``count`` ports in a row that are free now."""
+    for _ in range(PORT_TRIES):
+        first = free_port(host)
+        if first + count <= MAX_PORT + 1 and all(free_port(host, port) == port for port in range(first, first + count)):
+            return first
+    raise OSError(f"{host} has no {count} free ports in a row")
 
 
 def tcp_address(host: str, port: int) -> str:

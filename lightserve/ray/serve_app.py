@@ -22,7 +22,7 @@ from lightserve.ray.messages import Deployment
 from lightserve.server.args import parse_server
 
 START_S, END_S = 1800.0, 60.0
-OWN = ("name", "replicas", "gateways", "cpus_per_replica", "target_queue", "scale_down_s")
+OWN = ("name", "replicas", "roles", "gateways", "cpus_per_replica", "target_queue", "scale_down_s")
 
 
 class Ingress:
@@ -55,8 +55,8 @@ def server_flags(args: dict[str, str]) -> list[str]:
 def parse(args: dict[str, str]) -> tuple[ServerConfig, Deployment]:
     """All but the resources of a replica, which depend on the cluster."""
     config = parse_server(server_flags(args), "lightserve.ray:app")
-    numbers = str(args.get("replicas", "1")), int(args.get("gateways", "1"))
-    made = make_deployment(config, args.get("name", "lightserve"), *numbers)
+    replicas, roles = (str(args[name]) if name in args else None for name in ("replicas", "roles"))
+    made = make_deployment(config, args.get("name", "lightserve"), replicas, int(args.get("gateways", "1")), roles)
     target, down_s = args.get("target_queue", made.target_queue), args.get("scale_down_s", made.scale_down_s)
     return config, with_scaling(made, float(target), float(down_s))
 

@@ -23,11 +23,12 @@ import ray
 from ray import serve
 
 from lightserve.ray import app, cluster as ray_cluster
-from lightserve.ray.messages import ReplicaGroup
+from lightserve.ray.messages import ReplicaGroup, ReplicaStatus
 from lightserve.ray.serve_app import parse
 from test.api.server import MODULE, ServerProcess, start_server
 from test.api.test_dp import COMPLETE, bodies, expected, model
-from test.api.test_restart import Clients
+from test.api.test_restart import Clients, clients_of
+from test.api.test_split import PROMPT_TOKENS, bodies as long_bodies
 from test.cluster.tcp_cluster import free_port, takes_connections
 from test.ray.ray_nodes import CHANGE_S, COMMAND_S, RayNodes, is_up, ray_nodes, status, wait_for, wait_serving
 from test.waiting import wait_until
@@ -40,7 +41,9 @@ FLAGS = (
     *("--deterministic", "--max_total_token_num", "8192", "--port", "0", "--device", "cpu", "--drain_timeout", "300"),
     *("--cpus_per_replica", "0.6", "--wait_s", str(COMMAND_S)),  # a node has room for one
 )
-OTHER_CPUS = "0.3"  # of a replica of another deployment, which has room beside it
+OTHER_CPUS = "0.2"  # of a replica of other deployments: two have room beside it
+SEVERAL = ("--name", "several", "--gateways", "2", "--cpus_per_replica", OTHER_CPUS)
+ROLES = ("--roles", "prefill=1,decode=2", "--min_split_tokens", "128")
 PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 16, 512, 8  # round_robin finds 87 % of one server's hits
 
 
@@ -302,13 +305,21 @@ def test_replicas_come_with_the_load_and_go_without_it(
     wait_serving(1)
 
 
-def test_several_gateways_are_one_server_for_clients(
-    nodes: RayNodes, deployed: Gateway, model: Path, expected: list[Any]
-) -> None:
+@pytest.fixture(scope="module")
+def several(nodes: RayNodes, deployed: Gateway, model: Path) -> Iterator[Gateway]:
+    """Two gateways, and replicas with roles."""
+    printed = nodes.call("deploy", str(model), *ROLES, *FLAGS, *SEVERAL)
+    found = Gateway(printed.split()[0])
+    yield found
+    nodes.call("undeploy", "--name", "several")
+    assert not ray_cluster.actor_names("several/")
+    assert not groups("several/")
+    wait_until(lambda: not is_up(found.url))
+
+
+def test_several_gateways_are_one_server_for_clients(nodes: RayNodes, several: Gateway, expected: list[Any]) -> None:
     """HAProxy is in front of them. One that is killed costs nobody else anything."""
-    name = ("--name", "several")
-    printed = nodes.call("deploy", str(model), "--gateways", "2", *FLAGS, "--cpus_per_replica", OTHER_CPUS, *name)
-    several, found = Gateway(printed.split()[0]), status("several")
+    found = status("several")
 
     assert len({one.node for one in found.gateways}) == 2
     assert several.url not in {one.process.address for one in found.gateways}
@@ -320,11 +331,107 @@ def test_several_gateways_are_one_server_for_clients(
     assert answers == [200] * 10
     wait_for(lambda: status("several").gateways[1].process.address not in ("", killed.address))
     assert status("several").gateway.process.address == several.url
-    assert "gateway 1 " in nodes.call("status", *name)
-    nodes.call("undeploy", *name)
-    assert not ray_cluster.actor_names("several/")
-    assert not groups("several/")
-    wait_until(lambda: not is_up(several.url))
+    assert "gateway 1 " in nodes.call("status", "--name", "several")
+
+
+def ask_long(round_: int, *servers: ServerProcess) -> list[list[Any]]:
+    """The answers of each server to long prompts, which no earlier round had."""
+
+    def ask(server: ServerProcess) -> list[Any]:
+        with clients_of(server) as clients:
+            return [answer.result() for answer in clients.ask(long_bodies(round_)[::3])]
+
+    with ThreadPoolExecutor(len(servers)) as threads:
+        return list(threads.map(ask, servers))
+
+
+def received(gateway: Gateway) -> float:
+    return gateway.settled_metrics()["kv_split_received_tokens_total"]
+
+
+def roles_of(name: str) -> list[str]:
+    return sorted(replica.role for replica in status(name).replicas)
+
+
+def test_a_prefill_replica_computes_the_prompts_of_decode_replicas_and_the_text_is_that_of_one_server(
+    nodes: RayNodes, several: Gateway, one: ServerProcess
+) -> None:
+    before = several.settled_metrics()
+
+    found, expected = ask_long(0, several, one)
+
+    assert found == expected
+    after = several.settled_metrics()
+    sent, got = (
+        after[name] - before[name] for name in ("kv_split_sent_tokens_total", "kv_split_received_tokens_total")
+    )
+    assert sent == got >= PROMPT_TOKENS // 64 * 64
+    assert after["kv_split_given_up_tokens_total"] == after["kv_split_recomputed_tokens_total"] == 0
+    assert roles_of("several") == ["decode", "decode", "prefill"]
+    shown = nodes.call("status", "--name", "several")
+    assert "1 of 1 prefill and 2 of 2 decode replicas serve" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("replica-")].count("prefill") == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+def test_a_killed_replica_comes_back_with_its_role_and_loses_no_answer(
+    several: Gateway, one: ServerProcess, role: str
+) -> None:
+    first = 1 if role == "prefill" else 4
+    killed = next(replica for replica in status("several").replicas if replica.role == role)
+
+    def now() -> ReplicaStatus:
+        return next(replica for replica in status("several").replicas if replica.replica == killed.replica)
+
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(ask_long, first, several, one)]
+        wait_until(lambda: several.metrics()["num_requests_running"] > 0 or asked[0].done(), CHANGE_S)
+        ray.kill(ray_cluster.get_actor(f"several/{killed.replica}"), no_restart=False)
+        asked.append(threads.submit(ask_long, first + 1, several, one))
+        answers = [answer.result() for answer in asked]
+
+    assert [found for found, _ in answers] == [expected for _, expected in answers]
+    wait_for(lambda: now().takes_requests and now().process.address != killed.process.address)
+    assert now().role == role
+    assert roles_of("several") == ["decode", "decode", "prefill"]
+    before = received(several)
+    found, expected = ask_long(first + 2, several, one)
+    assert found == expected
+    assert received(several) > before
+
+
+@pytest.mark.long
+def test_new_flags_replace_replicas_of_every_role(
+    nodes: RayNodes, several: Gateway, one: ServerProcess, model: Path
+) -> None:
+    old = {replica.replica for replica in status("several").replicas}
+
+    with ThreadPoolExecutor(1) as threads:
+        flags = ("--running_max_req_size", "100")
+        deployed = threads.submit(nodes.run, "deploy", str(model), *ROLES, *FLAGS, *SEVERAL, *flags)
+        while not deployed.done():
+            found, expected = ask_long(7, several, one)
+            assert found == expected
+        printed = deployed.result()
+
+    assert "serves with 1 prefill and 2 decode replicas" in printed
+    assert not old & {replica.replica for replica in status("several").replicas}
+    assert roles_of("several") == ["decode", "decode", "prefill"]
+    drained = next(replica.replica for replica in status("several").replicas if replica.role == "prefill")
+    nodes.call("drain", drained, "--name", "several")
+    wait_for(lambda: drained not in {replica.replica for replica in wait_serving(3, "several").replicas})
+    assert roles_of("several") == ["decode", "decode", "prefill"]
+
+
+def test_a_dry_run_prints_the_node_of_each_role(nodes: RayNodes, model: Path) -> None:
+    roles = ("--roles", "prefill=1:2,decode=1", "--name", "planned", "--cpus_per_replica", "0.01")
+
+    found = nodes.call("deploy", str(model), *FLAGS, *roles, "--dry_run").splitlines()
+
+    assert [line.partition(":")[0] for line in found] == ["gateway", "prefill replica 0", "decode replica 1"]
+    assert not ray_cluster.actor_names("planned/")
+    wrong = nodes.call("deploy", str(model), *FLAGS, *roles, "--replicas", "2", code=2)
+    assert "replicas and roles exclude each other" in wrong
 
 
 def groups(prefix: str) -> list[str]:
@@ -390,6 +497,8 @@ def test_ray_serve_takes_the_flags_of_deploy() -> None:
     assert (config.worker.model_dir, config.worker.deterministic) == ("m", True)
     assert (found.name, found.groups, found.num_gateways) == ("d", [ReplicaGroup(1, 4)], 2)
     assert (found.target_queue, found.scale_down_s) == (2.0, 5.0)
+    _, found = parse({"model_dir": "m", "roles": "prefill=1:2,decode=2"})
+    assert found.groups == [ReplicaGroup(1, 2, "prefill"), ReplicaGroup(2, 2, "decode")]
 
 
 @pytest.mark.long

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from lightserve.cli.status import lines
 from lightserve.ray.autoscaling import Autoscaler, replicas_for
-from lightserve.ray.gateway_load import taken_by_all, total_load, url_for_proxy
+from lightserve.ray.gateway_load import taken_by_all, total_by_role, total_load, url_for_proxy
+from lightserve.ray.gateway_metrics import parse_metrics
 from lightserve.ray.messages import (
     NORMAL,
     Deployment,
@@ -259,6 +261,62 @@ def test_replicas_are_added_at_once_and_removed_one_by_one_after_a_while() -> No
     assert [scaler.update(idle, float(now_s)) for now_s in range(192, 400)][-1] == 1
 
 
+def test_a_role_grows_by_its_own_load() -> None:
+    prefill, decode = (Autoscaler(deployment(*GROUPS), group, 0) for group in GROUPS)
+    prompts_wait, kv_is_full = Load(running=1, waiting=9, kv_usage=0.1), Load(running=40, waiting=0, kv_usage=0.95)
+
+    assert (prefill.wanted, decode.wanted) == (1, 2)
+    assert (prefill.update(prompts_wait, 0.0), decode.update(Load(running=40, kv_usage=0.5), 0.0)) == (2, 2)
+    assert (prefill.update(Load(running=1, kv_usage=0.95), 1.0), decode.update(kv_is_full, 1.0)) == (2, 3)
+    assert decode.update(Load(running=9, waiting=400), 2.0) == 4, "MAX of its role"
+
+
+def test_a_prefill_replica_leaves_if_there_never_was_a_prompt_for_it() -> None:
+    scaler = scaler_of(ReplicaGroup(1, 4, "prefill"), running=2)
+    one, two = Load(running=1, kv_usage=0.9), Load(running=1, waiting=1, kv_usage=0.1)
+
+    assert [scaler.update(one, 0.0), scaler.update(two, 50.0)] == [2, 2]
+    assert [scaler.update(one, now_s) for now_s in (51.0, 110.0, 111.0)] == [2, 2, 1]
+
+
+def test_a_prefill_replica_is_added_if_decode_replicas_relieve_the_others_all_the_time() -> None:
+    group = ReplicaGroup(1, 4, "prefill")
+    scaler, bursts = scaler_of(group, running=1), scaler_of(group, running=1)
+
+    wanted = [scaler.update(Load(running=1, relieved_tokens=1000.0 * now_s), now_s) for now_s in range(31)]
+    seldom = [bursts.update(Load(running=1, relieved_tokens=1000.0 * (now_s // 20)), now_s) for now_s in range(200)]
+
+    assert wanted[:11] == [1] * 11  # the first figure is old: the counter may have grown at any time
+    assert (wanted[11], wanted[20], wanted[21]) == (2, 2, 3)
+    assert seldom == [1] * 200
+    assert scaler.update(Load(relieved_tokens=0.0), 32.0) == 3, "a gateway was restarted"
+
+
+def test_loads_of_roles_come_from_the_metrics_of_a_gateway() -> None:
+    text = (
+        "# TYPE lightserve_num_requests_running gauge\nlightserve_num_requests_running 5\n"
+        "# TYPE lightserve_kv_split_relieved_tokens counter\nlightserve_kv_split_relieved_tokens_total 700\n"
+        "# TYPE lightserve_role_requests_running gauge\n"
+        'lightserve_role_requests_running{role="prefill"} 1\nlightserve_role_requests_running{role="decode"} 4\n'
+        '# TYPE lightserve_role_requests_waiting gauge\nlightserve_role_requests_waiting{role="prefill"} 3\n'
+        '# TYPE lightserve_role_kv_cache_usage_perc gauge\nlightserve_role_kv_cache_usage_perc{role="decode"} 0.5\n'
+        "# TYPE lightserve_engine_takes_requests gauge\n"
+        'lightserve_engine_takes_requests{address="tcp://a:1"} 1\n'
+        'lightserve_engine_takes_requests{address="tcp://a:2"} 0\n'
+    )
+    by_role = {"prefill": Load(1, 3, 0.0, 700), "decode": Load(4, 0, 0.5, 700)}
+
+    assert parse_metrics(text) == (Load(5, 0, 0.0, 700), by_role, ["tcp://a:1"])
+
+
+def test_several_gateways_say_the_same_of_engines_and_each_relieves_its_own_prompts() -> None:
+    serving = ProcessStatus("serving", "http://a")
+    first = GatewayStatus(serving, by_role={"prefill": Load(1, 3, 0.1, 100), "decode": Load(9, 0, 0.5, 100)})
+    second = GatewayStatus(serving, by_role={"prefill": Load(1, 2, 0.1, 50)})
+
+    assert total_by_role([first, second]) == {"prefill": Load(1, 3, 0.1, 150), "decode": Load(9, 0, 0.5, 100)}
+
+
 def test_a_replica_takes_requests_if_every_gateway_that_has_engines_sends_it_some() -> None:
     serving = ProcessStatus("serving", "http://a")
     first = GatewayStatus(serving, Load(3, 1, 0.2), ["a", "b"])
@@ -291,6 +349,28 @@ def test_the_progress_of_a_deployment_says_why_a_replica_has_no_node() -> None:
     assert progress(ReplicaStatus("c", 1, "n", serving, True)) == "2 of 3 replicas serve"  # it has old flags
     assert progress(ReplicaStatus("c", 2, "", ProcessStatus("starting"), False)) == "2 of 3 replicas serve"
     assert progress(ReplicaStatus("c", 2, "", waiting, False)) == "2 of 3 replicas serve: no node has 1 CPU free now"
+
+
+def test_progress_and_status_have_a_number_for_each_role() -> None:
+    load = {"prefill": Load(1, 3, 0.1), "decode": Load(9, 0, 0.5)}
+    gateway = GatewayStatus(ProcessStatus("serving", "http://g"), Load(10, 3, 0.3), by_role=load)
+    serving, groups = (
+        ProcessStatus("serving", "tcp://a"),
+        [GroupStatus("prefill", 1, 1, 2), GroupStatus("decode", 2, 2, 2)],
+    )
+    replicas = [
+        ReplicaStatus("replica-prefill-v1.0", 1, "n", serving, True, "prefill"),
+        ReplicaStatus("replica-decode-v1.1", 1, "n", serving, True, "decode"),
+        ReplicaStatus("replica-v1.2", 1, "n", serving, True),  # of an earlier deployment, without roles
+    ]
+    found = DeploymentStatus("d", 1, groups, gateway, replicas, [])
+
+    assert found.wanted == 3
+    assert found.progress() == "1 of 1 prefill and 1 of 2 decode replicas serve"
+    first, _, *loads, header, prefill, decode, _ = lines(found)
+    assert first == "d: 1 of 1 (1:2) prefill and 1 of 2 decode replicas serve, version 1"
+    assert loads[1:] == ["prefill: 1 running, 3 waiting; KV 10%", "decode: 9 running, 0 waiting; KV 50%"]
+    assert (header.split()[1], prefill.split()[1], decode.split()[1]) == ("role", "prefill", "decode")
 
 
 def test_new_limits_count_at_once() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import lightserve.ray
+from lightserve.cli.deploy import arguments
 from lightserve.cli.main import main
 from lightserve.errors import OptionError
 from lightserve.ray.flags import bundle_of, make_deployment, parse_replicas
 from lightserve.ray.kept_process import KeptProcess, lightserve_command
 from lightserve.ray.messages import ReplicaGroup
-from lightserve.ray.node_folder import make_folder, write_flags
+from lightserve.ray.node_folder import free_port, free_ports, make_folder, write_flags
 from lightserve.ray.placement import Node
 from lightserve.server.args import parse_server
 from test.waiting import wait_until
@@ -59,8 +60,71 @@ def test_wrong_numbers_of_replicas_are_refused(text: str) -> None:
         parse_replicas(text)
 
 
+def test_roles_have_numbers_of_replicas() -> None:
+    flags = ["m", "--cluster_tls", "--min_split_tokens=64", "--tp=2"]
+    made = make_deployment(parse_server(flags), "d", None, roles="prefill=1:2, decode=3")
+
+    assert made.groups == [ReplicaGroup(1, 2, "prefill"), ReplicaGroup(3, 3, "decode")]
+    assert made.engine_flags == {"model_dir": "m", "tp": 2, "cluster_tls": True}
+    assert made.gateway_flags == {"model_dir": "m", "min_split_tokens": 64}
+    assert make_deployment(parse_server(["m"]), "d", None).groups == [ReplicaGroup(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "'' has no number; write prefill=1:2,decode=2:4"),
+        ("prefill,decode", "'prefill' has no number"),
+        ("prefill=1,", "'' has no number"),
+        ("prefill=0,decode=1", "prefill='0': must be at least 1, and MIN not above MAX"),
+        ("prefill=1,decode=4:2", "decode='4:2': must be at least 1, and MIN not above MAX"),
+        ("prefill=,decode=1", "prefill='': must be a number, or MIN:MAX"),
+        ("prefill=1,decoder=1", "'decoder' is none; a role is one of normal, prefill, decode, both"),
+        ("prefill=1,decode=1,prefill=2", "prefill is there twice"),
+        ("prefill=1", "no replica is decode, so no KV would be sent; use --replicas without roles"),
+        ("decode=1,normal=1", "no replica is prefill or both"),
+    ],
+)
+def test_wrong_roles_are_refused(text: str, found: str) -> None:
+    with pytest.raises(OptionError) as error:
+        make_deployment(parse_server(["m"]), "d", None, roles=text)
+
+    assert str(error.value).startswith(f"roles={text!r}: {found}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "roles", "found"),
+    [
+        (["--cluster_tls"], None, "cluster_tls: replicas without roles send no KV; set --roles"),
+        (["--min_split_tokens=9"], None, "min_split_tokens: replicas without roles"),
+        (["--kv_transport=nixl"], "prefill=1,decode=1", "kv_transport=nixl: .*; set --cluster_tls"),
+        (["--null_worker"], "prefill=1,decode=1", "roles: the null worker has no KV to send"),
+        (["--disable_dynamic_prompt_cache"], "prefill=1,decode=1", "roles: KV that is sent enters the prefix cache"),
+    ],
+)
+def test_flags_that_do_not_fit_the_roles_are_refused(flags: list[str], roles: str | None, found: str) -> None:
+    with pytest.raises(OptionError, match=f"^{found}"):
+        make_deployment(parse_server(["m", *flags]), "d", None, roles=roles)
+
+
+def test_replicas_and_roles_exclude_each_other() -> None:
+    with pytest.raises(OptionError, match=r"^replicas and roles exclude each other"):
+        make_deployment(parse_server(["m"]), "d", "2", roles="prefill=1,decode=1")
+    parsed = arguments().parse(["m", "--roles", "prefill=1,decode=1"])
+    assert (parsed.roles, parsed.replicas) == ("prefill=1,decode=1", None)
+
+
+def test_ports_of_an_engine_and_its_ranks_follow_each_other() -> None:
+    first = free_ports("127.0.0.1", 4)
+
+    assert [free_port("127.0.0.1", port) for port in range(first, first + 4)] == list(range(first, first + 4))
+    with pytest.raises(OSError, match="has no 70000 free ports in a row"):
+        free_ports("127.0.0.1", 70_000)
+
+
 def test_what_deploy_sets_itself_is_refused() -> None:
-    for flags, name in ((["--dp=2"], "dp"), (["--cluster_keys=k", "--listen=tcp://a:1"], "listen")):
+    listen = ["--cluster_keys=k", "--listen=tcp://a:1"]
+    for flags, name in ((["--dp=2"], "dp"), (listen, "listen"), (["--role=decode"], "role")):
         with pytest.raises(OptionError, match=f"^{name}: not with lightserve deploy"):
             make_deployment(parse_server(flags), "d", "1")
     with pytest.raises(OptionError, match=r"^name='a/b'"):
