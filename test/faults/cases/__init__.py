@@ -11,6 +11,7 @@ from dataclasses import replace
 from test.faults.case import SERVER, Case
 from test.faults.cases import (
     adapters,
+    beams,
     clocks,
     connections,
     engines,
@@ -35,6 +36,7 @@ from test.faults.start_case import StartCase
 
 CASES: list[Case] = sorted(
     [
+        *beams.CASES,
         *clocks.CASES,
         *connections.CASES,
         *scheduling.CASES,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import signal
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from test.api.test_faults import Client
 from test.faults.case import Case
-from test.faults.cases.processes import STEP, Fault, send_signal
+from test.faults.cases.processes import STEP, send_signal
 from test.faults.harness import STREAMING, FaultContext
+from test.faults.in_flight import InFlight
 from test.faults.reactions import Reaction, ends, responds
 
 FLAGS = ("--task", "embed", *STEP)
 EMBED = "/v1/embeddings"
-REQUESTS = 4
 BODY = {"input": [[20 + i, 30] for i in range(600)], "dimensions": 2}
 WRONG_KIND: dict[str, Any] = {
     EMBED: {"input": "a"},
@@ -26,33 +24,6 @@ WRONG_KIND: dict[str, Any] = {
 }
 
 
-class Embeddings:
-    """Requests that are in flight while a fault occurs."""
-
-    def __init__(self) -> None:
-        self.answers: list[Future[tuple[int, Any]]] = []
-
-    def during(self, fault: Fault) -> Fault:
-        def run(context: FaultContext) -> None:
-            pool = context.exits.enter_context(ThreadPoolExecutor(REQUESTS))
-            self.answers = [pool.submit(_post, context) for _ in range(REQUESTS)]
-            context.wait_until(lambda: context.load() > 0)
-            fault(context)
-
-        return run
-
-    def all_complete(self, context: FaultContext) -> None:
-        expected = _post(context)
-        for answer in self.answers:
-            status, response = answer.result(context.deadline_s)
-            assert status == 200, response
-            assert response["data"] == expected[1]["data"]
-
-
-def _post(context: FaultContext) -> tuple[int, Any]:
-    return Client(context.server).post(EMBED, BODY)
-
-
 def ask_the_wrong_kind(context: FaultContext) -> None:
     for path, body in WRONG_KIND.items():
         status, response = context.client.post(path, body)
@@ -60,7 +31,7 @@ def ask_the_wrong_kind(context: FaultContext) -> None:
         context.statuses.append(status)
 
 
-_killed = Embeddings()
+_killed, _lost = (InFlight(EMBED, BODY, "data", number=4) for _ in range(2))
 CASES = [
     Case(
         "kill -9 ls-worker, embeddings",
@@ -72,7 +43,7 @@ CASES = [
     ),
     Case(
         "kill -9 ls-router, embeddings",
-        Embeddings().during(send_signal("ls-router", signal.SIGKILL)),
+        _lost.during(send_signal("ls-router", signal.SIGKILL)),
         ends(1, "router"),
         flags=FLAGS,
         is_long=True,
