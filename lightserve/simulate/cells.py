@@ -16,6 +16,7 @@ from typing import Any
 
 from lightserve.simulate.load import Load
 from lightserve.simulate.result import Result, merged
+from lightserve.utils.process import end_with_parent
 
 SEEDS = 2  # of a load: for its requests, and for its arrivals
 
@@ -29,7 +30,7 @@ def processes(count: int) -> Iterator[Map]:
     if count <= 1:
         yield map
         return
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
         yield pool.map
 
 

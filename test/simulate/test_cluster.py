@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 
+import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -16,6 +19,7 @@ from lightserve.simulate.cells import share_of, simulate_cells
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
 from lightserve.simulate.simulation import Failure, Simulation, simulate
+from test.waiting import wait_until
 
 SHARED = Load(
     lognormal(20, 1.0, 200), lognormal(10, 0.8, 40), count=120, streams=24, max_new_tokens=40, num_prefixes=8,
@@ -116,6 +120,31 @@ def test_cells_serve_their_shares_of_the_load_apart() -> None:
     assert both.ttft == alone[0].ttft + alone[1].ttft
     assert both.output_tokens == alone[0].output_tokens + alone[1].output_tokens
     assert both.seconds == max(alone[0].seconds, alone[1].seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core simulates them one after the other")
+def test_cells_end_with_the_process_that_started_them() -> None:
+    flags = "--policies fifo --requests 1000000 --rate 100 --replicas 2 --cells 2"
+    command = [sys.executable, "-m", "lightserve.simulate", *flags.split()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        parent = psutil.Process(process.pid)
+
+        def cells() -> list[psutil.Process]:
+            return [one for one in parent.children() if "spawn_main" in " ".join(one.cmdline())]
+
+        wait_until(lambda: sum(one.cpu_times().user > 1.0 for one in cells()) == 2)  # they have begun
+        found = cells()
+
+        process.kill()
+
+    def has_ended(one: psutil.Process) -> bool:
+        try:
+            return bool(one.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(lambda: all(has_ended(one) for one in found))
 
 
 def test_clusters_run_from_the_command_line(
