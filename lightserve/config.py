@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -550,9 +551,10 @@ class ClusterConfig:
             raise OptionError(f"roles: {unknown!r} is none; a role is one of {', '.join(ROLES)}")
         if len(roles) != self.dp:
             raise OptionError(f"roles={','.join(roles)}: {len(roles)} roles for the {self.dp} engines of --dp")
-        if "decode" not in roles or not {"prefill", "both"} & set(roles):
-            found = "no engine is decode" if "decode" not in roles else "no engine is prefill or both"
-            raise OptionError(f"roles={','.join(roles)}: {found}, so no KV would be sent; leave out --roles")
+        if missing := missing_role(roles):
+            raise OptionError(
+                f"roles={','.join(roles)}: no engine is {missing}, so no KV would be sent; leave out --roles"
+            )
 
     @property
     def engine_roles(self) -> list[str]:
@@ -712,6 +714,13 @@ def _check_address(source: str, text: str) -> None:
         parse_tcp(text)
     except ValueError as error:
         raise OptionError(f"{source}{text!r}: {error}; an address is tcp://HOST:PORT") from error
+
+
+def missing_role(roles: Collection[str]) -> str | None:
+    """What engines with these roles lack to send each other KV."""
+    if "decode" not in roles:
+        return "decode"
+    return None if {"prefill", "both"} & set(roles) else "prefill or both"
 
 
 def _check_kv_address(text: str) -> None:

@@ -572,6 +572,15 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
         """Requests share cached prefixes exactly if this is the same. Choices of one prompt always share them."""
         return f"salt {self.scheduling.cache_salt}" if uses_cache else f"group {self.group}"
 
+    def after(self, parent_ids: Int32s) -> GenerateReq:
+        """The same with its whole prompt. ``parent_ids``: that of its parent."""
+        return msgspec.structs.replace(self, prompt_ids=np.concatenate((parent_ids, int32s(self.prompt_ids))))
+
+    @property
+    def orphaned(self) -> str:
+        """What its client is told if the parent is not known."""
+        return f"the request continues {self.parent}, which is not known"
+
 
 class ContinueReq(msgspec.Struct, frozen=True, tag=True):
     """A request that began in another server, which died. Its client has these tokens: generate those that follow."""

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import psutil
+
 DEADLINE_S = 180.0  # a worker is back after 3 s; a machine that must read its files from disk again is no failure
 
 
@@ -22,3 +24,11 @@ def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S, pa
         if time.monotonic() > end:
             raise TimeoutError(f"not so within {deadline_s} s")
         time.sleep(pause_s)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more. Nobody may have asked for its exit code yet."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

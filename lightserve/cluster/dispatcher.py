@@ -13,9 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
-import numpy as np
-
 from lightserve.cluster.cluster_metrics import ClusterMetrics
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.link import EngineLink
@@ -156,11 +153,14 @@ class Dispatcher:
                     self._to_detokenization.send(reply)
 
     def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
-        if message.parent is not None and message.parent not in self._prompts:
-            found = f"the request continues {message.parent}, which is not known"
-            self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, found)]))
-            return
-        config, message = self._config, self._with_whole_prompt(message)
+        if message.parent is not None:  # an engine may not know it; one that does sends its workers only what follows
+            if message.parent not in self._prompts:
+                self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, message.orphaned)]))
+                return
+            message = message.after(self._prompts[message.parent])
+        if message.is_group_open:
+            self._prompts[message.req_id] = int32s(message.prompt_ids)
+        config = self._config
         req = open_request(message, not config.disable_dynamic_prompt_cache, config.request_timeout or None)
         req.output_ids = output_ids.copy()
         self._requests[req.req_id] = req
@@ -173,15 +173,6 @@ class Dispatcher:
         self.metrics.values["request_refused_total"] += 1
         found = f"no engine runs now, and {len(self._unplaced)} requests wait (--max_queue_size); retry later"
         self._fail(req, 429, found)
-
-    def _with_whole_prompt(self, message: GenerateReq) -> GenerateReq:
-        """An engine may not know the parent of a request. One that does sends its workers only what follows."""
-        prompt_ids = int32s(message.prompt_ids)
-        if message.parent is not None:
-            prompt_ids = np.concatenate((self._prompts[message.parent], prompt_ids))
-        if message.is_group_open:
-            self._prompts[message.req_id] = prompt_ids
-        return msgspec.structs.replace(message, prompt_ids=prompt_ids)
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for req_id in message.req_ids:

@@ -61,9 +61,8 @@ class ReplicaActor:
 
 def num_ranks(deployment: Deployment) -> int:
     """Of one replica."""
-    flags, default = deployment.engine_flags, WorkerConfig()
-    ranks: int = flags.get("tp", default.tp) * flags.get("pp", default.pp)
-    return ranks
+    flags = deployment.engine_flags
+    return WorkerConfig(**{name: flags[name] for name in ("tp", "pp") if name in flags}).num_ranks
 
 
 class GatewayActor:

@@ -102,10 +102,9 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
         is_up = all(one.state == "serving" for one in processes) and all(one.taking for one in found.gateways)
         if is_up and are_serving and len(found.replicas) == len(current):
             return found
-        failed = [one.process for one in current if one.process.state == "failed"]
-        for one in current:
-            has_wrong_flag = one.process.state == "failed" and one.process.exit_code == EXIT_CONFIG_ERROR
-            if has_wrong_flag and not found.serving(one.role):
+        failed = [one for one in current if one.process.state == "failed"]
+        for one in failed:
+            if one.process.exit_code == EXIT_CONFIG_ERROR and not found.serving(one.role):
                 raise CannotStartError(f"replicas do not start: {one.process.reason}")
         for process in processes:
             if process.exit_code == EXIT_CONFIG_ERROR and process.state == "failed":
@@ -115,7 +114,7 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
             show(line)
             shown = line
         if time.monotonic() > end_s:
-            reasons = "; ".join(one.reason for one in failed)
+            reasons = "; ".join(one.process.reason for one in failed)
             raise ServerError(
                 f"after {timeout_s:g} s {line}{f' ({reasons})' if reasons else ''}; see lightserve status"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lightserve.config import ROLES, ServerConfig
+from lightserve.config import ROLES, ServerConfig, missing_role
 from lightserve.errors import OptionError
 from lightserve.ray.messages import Deployment, ReplicaGroup
 from lightserve.ray.placement import Node
@@ -51,10 +51,10 @@ def parse_roles(text: str) -> list[ReplicaGroup]:
         if role in (group.role for group in found):
             raise OptionError(f"roles={text!r}: {role} is there twice")
         found.append(ReplicaGroup(*parse_count(f"roles={text!r}: {role}", count), role))
-    roles = {group.role for group in found}
-    if "decode" not in roles or not roles & {"prefill", "both"}:
-        missing = "no replica is decode" if "decode" not in roles else "no replica is prefill or both"
-        raise OptionError(f"roles={text!r}: {missing}, so no KV would be sent; use --replicas without roles")
+    if missing := missing_role([group.role for group in found]):
+        raise OptionError(
+            f"roles={text!r}: no replica is {missing}, so no KV would be sent; use --replicas without roles"
+        )
     return found
 
 

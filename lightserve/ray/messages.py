@@ -35,9 +35,6 @@ class Deployment(msgspec.Struct, frozen=True):
     num_gateways: int = 1  # more than one: HAProxy is in front of them
     owner: str = ""  # the application of Ray Serve that made it
 
-    def group(self, role: str) -> ReplicaGroup | None:
-        return next((one for one in self.groups if one.role == role), None)
-
 
 class Kept(msgspec.Struct, frozen=True):
     """What the actors of gateways keep for a controller that is restarted."""

@@ -48,7 +48,6 @@ from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts
 
@@ -185,10 +184,9 @@ class RouterManager:
             return
         begin = self._scheduler.parent_tokens(message.parent)
         if begin is None:  # it stays known until the HTTP process releases it
-            self._reporter.refuse(message.req_id, f"the request continues {message.parent}, which is not known", 500)
+            self._reporter.refuse(message.req_id, message.orphaned, 500)
             return
-        prompt_ids = np.concatenate((begin, int32s(message.prompt_ids)))
-        self._accept(msgspec.structs.replace(message, prompt_ids=prompt_ids))
+        self._accept(message.after(begin))
 
     def _accept(
         self, message: GenerateReq, dispatched: DispatchedReq | None = None, output_ids: Sequence[int] = ()

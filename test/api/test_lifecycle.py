@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from test.api.server import STOP_S, ServerProcess, running_server
-from test.waiting import wait_until
+from test.waiting import has_ended, wait_until
 
 STEP = ("--null_worker", "--null_step_ms", "20")
 ROLES = {"ls-worker": "model worker 0", "ls-router": "router", "ls-detokenizer": "detokenizer"}
@@ -59,7 +59,7 @@ def streaming(log: Path, *flags: str, tokens: int = 8000) -> Iterator[tuple[Serv
 
 
 def gone(processes: list[psutil.Process]) -> Callable[[], bool]:
-    return lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return lambda: all(has_ended(process) for process in processes)
 
 
 def family(server: ServerProcess) -> list[psutil.Process]:

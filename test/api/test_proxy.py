@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 import pytest
 
 from lightserve.cluster.proxy.haproxy import find_haproxy
@@ -27,7 +26,7 @@ from lightserve.errors import OptionError
 from test.api.server import RESPONSE_S, START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import COMPLETE, PROMPT
 from test.cluster.tcp_cluster import free_port, takes_connections
-from test.waiting import wait_until
+from test.waiting import has_ended, wait_until
 
 try:
     find_haproxy()
@@ -278,4 +277,4 @@ def test_haproxy_ends_with_its_process(front: Front) -> None:
 
     front.proxy.process.kill()
 
-    wait_until(lambda: not haproxy.is_running() or haproxy.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_ended(haproxy))

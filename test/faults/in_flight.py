@@ -6,8 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from test.api.test_faults import Client
+from test.faults.case import Case
 from test.faults.cases.processes import Fault
 from test.faults.harness import FaultContext
+from test.faults.reactions import Reaction
 
 
 class InFlight:
@@ -19,6 +21,11 @@ class InFlight:
         self._field = field
         self._number = number
         self._answers: list[Future[tuple[int, Any]]] = []
+
+    def survive(self, name: str, fault: Fault, words: str, flags: tuple[str, ...], is_long: bool = False) -> Case:
+        """A fault that no client sees, because something else takes the place of what died."""
+        reaction = Reaction(words, self.all_complete)
+        return Case(name, self.during(fault), reaction, flags=flags, within_s=20.0, is_long=is_long, restarts=1)
 
     def during(self, fault: Fault) -> Fault:
         def run(context: FaultContext) -> None:

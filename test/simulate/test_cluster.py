@@ -19,7 +19,7 @@ from lightserve.simulate.cells import share_of, simulate_cells
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
 from lightserve.simulate.simulation import Failure, Simulation, simulate
-from test.waiting import wait_until
+from test.waiting import has_ended, wait_until
 
 SHARED = Load(
     lognormal(20, 1.0, 200), lognormal(10, 0.8, 40), count=120, streams=24, max_new_tokens=40, num_prefixes=8,
@@ -137,12 +137,6 @@ def test_cells_end_with_the_process_that_started_them() -> None:
         found = cells()
 
         process.kill()
-
-    def has_ended(one: psutil.Process) -> bool:
-        try:
-            return bool(one.status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
 
     wait_until(lambda: all(has_ended(one) for one in found))
 
