@@ -41,6 +41,7 @@ from lightserve.simulate.capacity import arguments as capacity_arguments
 from lightserve.simulate.split import arguments as split_arguments
 from lightserve.simulate.tiers import arguments as tiers_arguments
 from lightserve.utils.metrics import METRICS
+from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +88,7 @@ def by_name(page: Path) -> str:
 
 
 def test_the_page_on_adding_a_model_is_the_model() -> None:
-    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    page = ADDING_A_MODEL.read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 
     assert "\n\n".join(blocks) == (ROOT / "lightserve/models/qwen3/model.py").read_text()
@@ -149,53 +150,28 @@ def test_the_page_on_adding_an_op_names_tests_that_exist() -> None:
     assert [name for name in named if f"def {name}(" not in tests] == []
 
 
-# methods that call hooks, that callers of a model use, or that only observe
-NOT_HOOKS = {
-    *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
-    *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
-    *("_adapted", "_post_norm_forward", "_attended"),
-    *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
-    *("_names_of_all_stages", "send_to_next_stage"),
-    *("merged_checkpoint", "check_adapters", "own_names", "check_adapter", "adapter_sizes"),
-    *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
-}
-HOOKED = (
-    (bm.TpPartBaseModel, NOT_HOOKS | {"logits", "local_logits", "gather_logits", "final_states"}),
-    (bm.TransformerLayerInferTpl, NOT_HOOKS),
-    (bm.DecoderLayerInferTpl, NOT_HOOKS),
-    (bm.PreLayerInferTpl, NOT_HOOKS),
-    (bm.PostLayerInferTpl, NOT_HOOKS),
-    (bm.InferStateInfo, NOT_HOOKS),
-    (bm.DecoderLayerWeight, NOT_HOOKS),
-)
-
-
-def hooks_of(model_part: type, not_hooks: set[str]) -> Iterator[tuple[str, str]]:
-    """The signature and the return type of each method."""
+def hooks_of(model_part: type, not_hooks: set[str]) -> Iterator[Hook]:
     for name, method in vars(model_part).items():
         if inspect.isfunction(method) and not name.startswith("__") and name not in not_hooks:
             signature = inspect.signature(method)
-            yield f"{name}({', '.join(list(signature.parameters)[1:])})", str(signature.return_annotation)
+            yield Hook(name, ", ".join(list(signature.parameters)[1:]), str(signature.return_annotation))
 
 
 def test_the_page_on_adding_a_model_lists_every_hook_with_its_signature() -> None:
-    page = (ROOT / "docs" / "adding_a_model.md").read_text()
-    listed = re.findall(r"^\| `(\w+\(.*?\))` \| `(.*?)` \|", page, flags=re.MULTILINE)
-    attributes = re.findall(r"^\| `(\w+_class)` \| `(\w+)` \|", page, flags=re.MULTILINE)
+    listed = documented_hooks()
+    attributes = re.findall(r"^\| `(\w+_class)` \| `(\w+)` \|", ADDING_A_MODEL.read_text(), flags=re.MULTILINE)
 
     assert len(listed) == len(set(listed))
-    assert set(listed) == {hook for part, not_hooks in HOOKED for hook in hooks_of(part, not_hooks)}
+    assert set(listed) == {hook for part, not_hooks in HOOKED.items() for hook in hooks_of(part, not_hooks)}
     classes = {name: value for name, value in vars(bm.TpPartBaseModel).items() if name.endswith("_class")}
     assert dict(attributes) == {name: value.__name__ for name, value in classes.items()}
 
 
 def test_every_type_in_the_signature_of_a_hook_can_be_imported_by_a_model() -> None:
     names = {*bm.__all__, "Tensor", "None", "Any", "Iterator", "Iterable"}
-    methods = [
-        getattr(part, signature.partition("(")[0])
-        for part, not_hooks in HOOKED
-        for signature, _ in hooks_of(part, not_hooks)
-    ] + [part.__init__ for part, _ in HOOKED]
+    methods = [getattr(hook.owner, hook.name) for hook in documented_hooks()] + [
+        vars(part)["__init__"] for part in HOOKED if "__init__" in vars(part)
+    ]
 
     used = {word for one in methods for text in inspect.get_annotations(one).values() for word in capitalised(text)}
 

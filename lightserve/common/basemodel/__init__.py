@@ -9,6 +9,7 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     PreLayerInfer,
     TransformerLayerInfer,
 )
+from lightserve.common.basemodel.layer_infer.fused_hooks import replaces
 from lightserve.common.basemodel.layer_infer.template.decoder_layer_infer_template import DecoderLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
@@ -137,6 +138,7 @@ __all__ = [
     "in_kv_groups",
     "num_experts_of",
     "pairs_to_halves",
+    "replaces",
     "top_k_of",
     "whole",
     "yarn_mscale",

@@ -62,25 +62,30 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
         width = self.sizes.rank + self.sizes.rope
         return qkv[:, :-width], qkv[:, -width:]
 
-    def _post_cache_kv(
+    def _rotate_and_store(
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> None:
         norm = ops.LatentNorm(layer_weight.kv_norm.tensor, layer_weight.kv_norm.eps)
         angles = infer_state.rotary_angles[self._rotary_key]
-        cache = infer_state.mem_manager.layer(self.layer_num)
+        cache = self._latent_cache(infer_state, layer_weight)
         ops.write_latent(q, cache_kv, norm, angles, infer_state.step.mem_index, cache)
 
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> Tensor:
-        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b
+        cache, kv_b = self._latent_cache(infer_state, layer_weight), layer_weight.kv_b
         return ops.latent_context_attention(q, cache_kv, cache, kv_b, infer_state.attn, layer_weight.attn_options)
 
     def _token_attention_kernel(
         self, q: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> Tensor:
-        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b
+        cache, kv_b = self._latent_cache(infer_state, layer_weight), layer_weight.kv_b
         return ops.latent_token_attention(q, cache, kv_b, infer_state.attn, layer_weight.attn_options)
+
+    def _latent_cache(self, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight) -> Tensor:
+        cache = self._kv_cache(infer_state, layer_weight)
+        assert isinstance(cache, Tensor)  # kv_dtypes is empty
+        return cache
 
 
 class DeepseekTpPartModel(bm.TpPartBaseModel):

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.infer_struct import InferStateInfo
+from lightserve.common.basemodel.layer_infer.fused_hooks import replaces
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
 )
@@ -21,9 +22,6 @@ DecoderWeight = TypeVar("DecoderWeight", bound=DecoderLayerWeight)
 
 
 class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInfo]):
-    fuses_att_norm = True
-    fuses_ffn_norm = True
-
     def __init__(self, spec: LayerSpec, tp: RankGroup) -> None:
         super().__init__(spec, tp)
         self._rotary_key = rotary_key(spec)
@@ -63,15 +61,26 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
             if angles is not None:
                 ops.rotary(q, cache_kv[:, : self.num_kv_heads], *angles)
             return
-        slots, cache = infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight)
-        if angles is not None and layer_weight.head_norms is not None:
-            ops.norm_rotary_write_kv(q, cache_kv, layer_weight.head_norms, angles, slots, cache)
+        has_fused = "_fused_norm_rotate" in self._fused_hooks
+        if has_fused and angles is not None and layer_weight.head_norms is not None:
+            self._fused_norm_rotate(q, cache_kv, infer_state, layer_weight)
             return
         self._norm_qk(q, cache_kv, layer_weight)
+        slots, cache = infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight)
         if angles is None:
             ops.write_kv(cache_kv, slots, cache)
         else:
             ops.rotary_write_kv(q, cache_kv, *angles, slots, cache)
+
+    @replaces("_norm_qk")
+    def _fused_norm_rotate(
+        self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
+    ) -> None:
+        """``_norm_qk``, positions and the KV write in one op."""
+        angles, norms = infer_state.rotary_angles[self._rotary_key], layer_weight.head_norms
+        assert norms is not None
+        slots, cache = infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight)
+        ops.norm_rotary_write_kv(q, cache_kv, norms, angles, slots, cache)
 
     def _norm_qk(self, q: Tensor, cache_kv: Tensor, layer_weight: DecoderWeight) -> None:
         """In place."""

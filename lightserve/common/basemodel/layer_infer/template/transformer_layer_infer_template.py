@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel.infer_struct import InferStateInfo
 from lightserve.common.basemodel.layer_infer.base_layer_infer import InnerWeight, State, TransformerLayerInfer
+from lightserve.common.basemodel.layer_infer.fused_hooks import replaces, usable_fused_hooks
 from lightserve.common.basemodel.layer_weights.norms import NormWeight
 from lightserve.common.basemodel.spec import LayerSpec
 from lightserve.common.parallel import RankGroup
-
-_FUSED_HOOKS = {"fuses_att_norm": {"_att_norm", "_get_qkv"}, "fuses_ffn_norm": {"_ffn_norm", "_ffn"}}
 
 
 class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
@@ -21,24 +20,14 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
 
     The spec may leave out a half or norms, add norms of what the halves return, scale that, or run both in parallel.
 
-    A layer class may replace a norm and the hook behind it by one fused hook. It sets ``fuses_att_norm`` for
-    ``_fused_norm_qkv`` and ``fuses_ffn_norm`` for ``_fused_norm_ffn``. A subclass that overrides one of the replaced
-    hooks gets the flag reset to False, so that its hook runs, unless it sets the flag itself.
+    A layer class may replace several hooks by a fused one; see ``fused_hooks.py``.
     """
-
-    fuses_att_norm: ClassVar[bool] = False
-    fuses_ffn_norm: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for flag, hooks in _FUSED_HOOKS.items():
-            if flag not in vars(cls) and not hooks.isdisjoint(vars(cls)):
-                setattr(cls, flag, False)
 
     def __init__(self, spec: LayerSpec, tp: RankGroup) -> None:
         super().__init__(spec, tp)
         self.num_heads = spec.num_heads // tp.size  # of this rank
         self.num_kv_heads = spec.kv_heads_of_rank(tp.size)
+        self._fused_hooks = usable_fused_hooks(type(self))
 
     def context_forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return self._forward(input, infer_state, layer_weight, is_prefill=True)
@@ -125,23 +114,25 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         return out
 
     def _norm_and_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
-        if self.fuses_att_norm and infer_state.may_fuse_norms and layer_weight.att_norm is not None:
+        if "_fused_norm_qkv" in self._fused_hooks and infer_state.may_fuse_norms and layer_weight.att_norm is not None:
             return self._fused_norm_qkv(input, infer_state, layer_weight)
         x = self._att_norm(input, infer_state, layer_weight)
         self._observe("att_norm", x, infer_state)
         return self._get_qkv(x, infer_state, layer_weight)
 
     def _norm_and_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        if self.fuses_ffn_norm and infer_state.may_fuse_norms and layer_weight.ffn_norm is not None:
+        if "_fused_norm_ffn" in self._fused_hooks and infer_state.may_fuse_norms and layer_weight.ffn_norm is not None:
             return self._fused_norm_ffn(input, infer_state, layer_weight)
         x = self._ffn_norm(input, infer_state, layer_weight)
         self._observe("ffn_norm", x, infer_state)
         return self._ffn(x, infer_state, layer_weight)
 
+    @replaces("_att_norm", "_get_qkv")
     def _fused_norm_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
         """``_att_norm``, then ``_get_qkv``, in one op; ``infer_state.residual`` becomes the new residual."""
         raise NotImplementedError
 
+    @replaces("_ffn_norm", "_ffn")
     def _fused_norm_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         """``_ffn_norm``, then ``_ffn``, with the norm and the first linear in one op; as above."""
         raise NotImplementedError
