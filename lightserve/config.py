@@ -393,7 +393,7 @@ class HttpConfig:
     journal_ttl: float = option(60.0, "seconds for which a client can come back for a stream of --journal")
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
     otlp_endpoint: str | None = option(
-        None, "collector for OpenTelemetry traces, such as http://localhost:4318; needs pip install lightserve[otlp]"
+        None, "collector for OpenTelemetry traces, such as http://localhost:4318; needs opentelemetry-proto"
     )
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
@@ -513,7 +513,7 @@ class ClusterConfig:
     kv_transport: KvTransport = option(
         "sockets",
         "how KV gets from engine to engine: through sockets, or read by NIXL or Mooncake, with RDMA where there is "
-        "some (pip install lightserve[nixl] or lightserve[mooncake]); the same on all engines",
+        "some (packages nixl and mooncake-transfer-engine-non-cuda); the same on all engines",
         "disaggregation_transfer_backend",
     )
     min_split_tokens: int = option(

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
     anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
+def test_extras_on_a_page_exist_in_the_checkout(page: Path) -> None:
+    known = metadata("lightserve").get_all("Provides-Extra")
+    text = page.read_text()
+
+    assert "lightserve[" not in text  # the package is on no index
+    assert set(re.findall(r"\.\[(\w+)\]", text)) <= set(known or ())
 
 
 # flags

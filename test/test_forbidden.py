@@ -28,7 +28,11 @@ WALL_CLOCKS = ("time.time", "time.time_ns")
 FLAGS = {"shell": "runs a shell", "trust_remote_code": "runs the code of a model", "allow_pickle": "unpickles"}
 # only with --trust_remote_code
 ALLOWED = {"model_files/tokenizer_files/own_code.py": "trust_remote_code runs the code of a model"}
-TEXTS = {"tcp://*": "listens to the network", "tcp://0.0.0.0": "listens to the network"}
+TEXTS = {
+    "tcp://*": "listens to the network",
+    "tcp://0.0.0.0": "listens to the network",
+    "lightserve[": "is on no package index; see utils/extras.py",
+}
 
 
 def mistakes_in(source: str) -> Iterator[str]:
@@ -88,6 +92,7 @@ def test_nothing_does_what_is_forbidden() -> None:
         "np.load(path)",
         "httpx.get(url, verify=False)",
         "deadline = time.time() + 5",
+        "raise OptionError(\"pip install 'lightserve[ray]'\")",
     ],
 )
 def test_each_of_them_would_be_found(source: str) -> None:

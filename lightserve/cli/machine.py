@@ -18,6 +18,7 @@ from lightserve.errors import LightserveError
 from lightserve.model_files.hub.settings import hub_cache, read_settings
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
+from lightserve.utils.extras import install_command
 from lightserve.utils.memory import free_ram
 from lightserve.utils.progress import format_bytes
 
@@ -100,7 +101,7 @@ def check_triton(port: int) -> Finding:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        remedy = "a GPU needs it: pip install 'lightserve[gpu]'" if has_gpu else ""
+        remedy = f"a GPU needs it: {install_command('gpu')}" if has_gpu else ""
         return Finding("not installed" + ("" if has_gpu else "; a CPU does not need it"), remedy, is_fatal=has_gpu)
     if has_gpu and shutil.which("gcc") is None and shutil.which("cc") is None:
         return Finding(found, "no C compiler, which triton calls; install gcc")

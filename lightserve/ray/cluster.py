@@ -8,13 +8,14 @@ from typing import Any
 
 from lightserve.errors import OptionError, ServerError
 from lightserve.ray.placement import HEAD_RESOURCE, Node
+from lightserve.utils.extras import install_command
 
 try:
     import ray
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise OptionError("this command needs Ray; install it with: pip install 'lightserve[ray]'") from error
+    raise OptionError(f"this command needs Ray; install it with: {install_command('ray')}") from error
 
 NAMESPACE = "lightserve"
 HEAD = {HEAD_RESOURCE: 0.001}

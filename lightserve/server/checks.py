@@ -26,6 +26,7 @@ from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
 from lightserve.server.parallel_checks import check_rank_flags, check_ranks
 from lightserve.utils import net
+from lightserve.utils.extras import install_command
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import server_context
 
@@ -107,7 +108,7 @@ def check_otlp(http: HttpConfig) -> None:
         importlib.import_module(OTLP_MODULE)
     except ImportError as error:
         raise ServerError(
-            f"--otlp_endpoint needs the package opentelemetry-proto; pip install 'lightserve[otlp]' ({error})"
+            f"--otlp_endpoint needs the package opentelemetry-proto; run: {install_command('otlp')} ({error})"
         ) from error
 
 

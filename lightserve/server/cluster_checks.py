@@ -12,6 +12,7 @@ from lightserve.cluster.tcp.request_ids import PROCESS_BITS
 from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
 from lightserve.utils import net
+from lightserve.utils.extras import install_command
 from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils.logger import init_logger
 
@@ -58,7 +59,7 @@ def _check_transport(cluster: ClusterConfig) -> None:
     if cluster.role == "decode" and not is_local and not cluster.cluster_tls:
         raise OptionError(f"kv_transport={name}: engines tell each other where to read over TLS; set --cluster_tls")
     if find_spec(name) is None:  # both packages are called like their transport
-        raise OptionError(f"kv_transport={name}: it is not installed; run: pip install 'lightserve[{name}]'")
+        raise OptionError(f"kv_transport={name}: it is not installed; run: {install_command(name)}")
 
 
 def check_nodes(config: ServerConfig) -> None:

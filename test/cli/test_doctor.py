@@ -69,7 +69,7 @@ def test_a_gpu_without_triton_cannot_serve(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "CHECKS", {"triton": machine.check_triton})
 
     assert doctor.main([]) == 1
-    assert machine.check_triton(0).remedy == "a GPU needs it: pip install 'lightserve[gpu]'"
+    assert machine.check_triton(0).remedy.startswith("a GPU needs it: pip install 'triton>=")
 
 
 def test_a_gpu_is_described_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

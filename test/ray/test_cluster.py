@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("ray", reason="the extra lightserve[ray] is not installed")
+pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
 from ray import serve

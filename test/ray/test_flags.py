@@ -149,7 +149,7 @@ def test_a_command_without_ray_says_what_to_install(
         monkeypatch.delattr(lightserve.ray, name, raising=False)
 
     assert main(["status"]) == 2
-    assert "this command needs Ray; install it with: pip install 'lightserve[ray]'" in capsys.readouterr().err
+    assert "this command needs Ray; install it with: pip install 'ray[serve]<" in capsys.readouterr().err
 
 
 def test_a_process_that_fails_is_started_again_until_it_is_drained() -> None:

@@ -31,7 +31,7 @@ from test.server.launcher_process import TINY
         ({"vocab.json": {"a": 0}}, "merges.txt: no such file; vocab.json needs it"),
         (
             {"tokenizer_config.json": CONFIG, "tokenization_words.py": CODE},
-            "--trust_remote_code and install lightserve[hf]",
+            "--trust_remote_code and run: pip install 'transformers",
         ),
         ({"tokenizer_config.json": {}}, "no tokenizer.json and none of tekken.json"),
     ],

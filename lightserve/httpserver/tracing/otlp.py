@@ -1,4 +1,4 @@
-"""Spans as an OTLP message in protobuf. The package comes with ``pip install lightserve[otlp]``."""
+"""Spans as an OTLP message in protobuf. The package opentelemetry-proto is the extra ``otlp``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CLOSE_S = 2.0  # at the end of the server, for spans that are not sent yet
 
 
 def has_otlp() -> bool:
-    """Whether the extra ``lightserve[otlp]`` is installed."""
+    """Whether the package of the extra ``otlp`` is installed."""
     try:
         return find_spec("opentelemetry.proto") is not None
     except ModuleNotFoundError:

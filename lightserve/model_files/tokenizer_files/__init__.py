@@ -14,6 +14,7 @@ from lightserve.model_files.tokenizer_files.settings import CONFIG, TokenizerSet
 from lightserve.model_files.tokenizer_files.tekken import TekkenFile
 from lightserve.model_files.tokenizer_files.tiktoken import TiktokenFile, is_tiktoken
 from lightserve.model_files.tokenizer_files.vocab_merges import VocabMergesFile
+from lightserve.utils.extras import install_command
 
 __all__ = ["OwnCodeError", "TokenizerFile", "find_vocabulary", "open_tokenizer_file"]
 
@@ -65,5 +66,5 @@ def _own_code(settings: TokenizerSettings) -> OwnCodeError:
     name = settings.class_name or "its tokenizer class"
     return OwnCodeError(
         f"{settings.folder}: {name} is Python code in this folder; read the code, then set --trust_remote_code and "
-        "install lightserve[hf] (transformers)"
+        f"run: {install_command('hf')}"
     )

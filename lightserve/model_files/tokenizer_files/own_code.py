@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.utils.extras import install_command
 
 
 def load_own_code(folder: Path) -> tuple[Any, SpecialTokens]:
@@ -48,7 +49,7 @@ def _errors_in_one_line(folder: Path) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        remedy = {"transformers": "install lightserve[hf]", "torch": "a tokenizer must not import it"}
+        remedy = {"transformers": f"run: {install_command('hf')}", "torch": "a tokenizer must not import it"}
         missing = (error.name or "").partition(".")[0]
         raise ModelFilesError(
             f"{folder}: its tokenizer needs the package {missing}; {remedy.get(missing, f'install {missing}')}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("opentelemetry.proto", reason="needs opentelemetry-proto: pip install lightserve[otlp]")
+pytest.importorskip("opentelemetry.proto", reason="needs the package opentelemetry-proto")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
