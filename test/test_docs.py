@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
+from lightserve import io_struct
 from lightserve.benchmark.simulated_replicas import arguments as comparison_arguments
 from lightserve.cli.completion.flags import all_commands
+from lightserve.cluster.tcp.keys import generate
 from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
@@ -41,7 +43,10 @@ from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.simulate.capacity import arguments as capacity_arguments
 from lightserve.simulate.split import arguments as split_arguments
 from lightserve.simulate.tiers import arguments as tiers_arguments
+from lightserve.utils.kv_secret import KV_CERTIFICATE
 from lightserve.utils.metrics import METRICS
+from lightserve.utils.process import ChildConfig
+from lightserve.worker import rpc
 from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
 
@@ -211,6 +216,52 @@ def test_extras_on_a_page_exist_in_the_checkout(page: Path) -> None:
 
     assert "lightserve[" not in text  # the package is on no index
     assert set(re.findall(r"\.\[(\w+)\]", text)) <= set(known or ())
+
+
+CHANNELS: dict[str, Any] = {
+    "httpserver to router": io_struct.ToRouter,
+    "router to detokenizer": io_struct.ToDetokenization,
+    "detokenizer to httpserver": io_struct.ToHttpserver,
+    "dispatcher to engine": io_struct.GatewayToEngine,
+    "engine to dispatcher": io_struct.EngineToGateway,
+    "node to node 0": io_struct.ToFirstNode,
+    "node 0 to node": io_struct.ToNode,
+    "launcher to child": io_struct.ToChild | ChildConfig,
+    "child to launcher": io_struct.FromChild,
+}
+
+
+def channel_rows() -> dict[str, set[str]]:
+    """The messages of each channel. Rows that begin with "the same" belong to the channel above."""
+    section = section_of(ROOT / "docs" / "processes.md", "Channels and messages")
+    rows: dict[str, set[str]] = {}
+    channel = ""
+    for first, messages in re.findall(r"^\| (.*?) \| .*? \| (.*) \|$", section, flags=re.MULTILINE):
+        if not first.startswith("the same"):
+            channel = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", first)
+        rows.setdefault(channel, set()).update(re.findall(r"`(\w+)`", messages))
+    return rows
+
+
+def section_of(page: Path, heading: str) -> str:
+    return re.split(r"^##+ ", page.read_text().partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
+
+
+def test_the_page_on_processes_names_every_message_of_a_channel() -> None:
+    rows = channel_rows()
+
+    for channel, union in CHANNELS.items():
+        assert rows[channel] == {message.__name__ for message in get_args(union)}, channel
+    of_workers = {name for name, value in vars(rpc).items() if getattr(value, "__module__", "") == io_struct.__name__}
+    assert rows["router to worker and back"] == of_workers
+
+
+def test_the_page_on_scaling_names_the_files_of_keygen(tmp_path: Path) -> None:
+    made = {path.name for path in generate(tmp_path / "keys")}
+    rows = re.findall(r"^\| (.*?) \|", section_of(ROOT / "docs" / "scaling.md", "Keys"), flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z]+\.[a-z]+)`", row)}
+
+    assert named == made | {KV_CERTIFICATE}  # which is not made without openssl
 
 
 # flags

@@ -112,7 +112,7 @@ class _ProfiledWorkers:
         self._client: ProfileClient | None = None
 
     def connect(self, generation: int) -> None:
-        """After the connections for steps and grammars."""
+        """After all other connections to these workers."""
         config = self._child_config.config
         folder = config.launch.profile_dir
         if folder is None:

@@ -20,7 +20,7 @@ _decode_result = msgspec.msgpack.Decoder(ProfileResult).decode
 
 
 class ProfileClient:
-    """A third connection to every rank. Connect it after those for steps and grammars."""
+    """A connection to every rank. It is opened after all others: workers take them in the order of StepServer."""
 
     def __init__(self, socket_paths: Sequence[str]) -> None:
         self._loop = asyncio.get_running_loop()

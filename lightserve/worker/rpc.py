@@ -193,8 +193,8 @@ def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
 class StepServer:
     """Listens on a unix socket for the only router.
 
-    Its first connection is for steps, its second for grammars, the next ones for adapters, for loads of KV and for
-    profiles, if the server has them.
+    Its first connection is for steps, its second for grammars. The next ones are for adapters, for ``others`` of
+    ``serve`` (KV tiers and KV of other engines) and for profiles, if the server has them.
     """
 
     def __init__(self, path: str) -> None:

@@ -127,7 +127,7 @@ def page() -> str:
     rows = [_row(model_type, configs[model_type]) for model_type in decoders]
     head = "| model_type | models | has | lines | cases | GGUF |\n|---|---|---|--:|--:|---|"
     encoders = ["| model_type | models | lines |\n|---|---|--:|", *map(_encoder_row, sorted(ENCODERS))]
-    counted = f"{len(decoders)} model types.\n"
+    counted = f"{len(MODELS)} model types: {len(decoders)} generate text, {len(ENCODERS)} are [encoders](#encoders).\n"
     return "\n".join([INTRODUCTION, counted, head, *rows, ENCODER_INTRODUCTION, *encoders, ""])
 
 

@@ -1,0 +1,71 @@
+"""What the README says of LightServe is so: counts of models, the comparison with other servers, links to all pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightserve.model_files.pooling.config import ENCODERS
+from lightserve.models.registry import MODELS
+from test.test_docs import PAGES, README, ROOT, by_name, definitions_of, section_of
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "models.md"], ids=by_name)
+def test_a_page_counts_the_models(page: Path) -> None:
+    decoders = len(MODELS.keys() - ENCODERS)
+
+    assert f"{len(MODELS)} model types" in page.read_text()
+    assert f"{decoders} generate text" in page.read_text()
+    assert re.search(rf"\b{len(ENCODERS)} are (\[encoders\]|encoders)", page.read_text())
+
+
+# rows of the README's comparison, and a test of what LightServe's column says
+FEATURES = {
+    "schemas on one port": "test/api/test_other_clients.py::test_a_lightllm_benchmark_client_counts_every_token",
+    "CPU": "test/api/test_openai_client.py::test_chat",
+    "between processes": "test/test_layering.py::test_nothing_pickles",
+    "queue full": "test/api/test_queue.py::test_a_full_queue_refuses_and_counts_it",
+    "a model worker dies": "test/api/test_restart.py::"
+    "test_sixteen_streams_end_with_the_same_text_when_their_worker_is_killed",
+    "API key covers": "test/api/test_keys.py::test_every_other_route_needs_a_key",
+    "until ready": "test/test_readme.py::test_the_comparison_has_the_start_of_the_banner",
+    "prefix cache": "test/api/test_prefix_cache.py::test_each_turn_of_a_chat_computes_only_its_new_tokens",
+    "CUDA graphs": "test/worker/test_step_runner.py::test_graphs_give_the_tokens_of_plain_launches",
+    "structured output, tools": "test/api/test_structured_output.py::test_json_is_valid_for_its_schema",
+    "token healing, constraints on the first token": "test/api/test_special_rules.py::"
+    "test_the_output_starts_with_one_of_the_allowed_first_tokens",
+    "quantised weights": "test/models/test_packed_formats.py::test_the_logits_are_those_of_the_dequantised_model",
+    "LoRA": "test/api/test_lora.py::test_adapters_change_the_text",
+    "beyond one machine": "test/api/test_engines.py::test_two_engines_over_tcp_give_the_same_text_as_one_server",
+}
+MISSING_FEATURES = {"images": "test/httpserver/openai/test_faults.py::test_a_part_that_is_not_text_is_named"}
+
+
+def comparison_rows() -> dict[str, str]:
+    """What the README's comparison says of LightServe."""
+    rows = re.findall(r"^\| (\w.*?) \| (.+?) \|", section_of(README, "Feature comparison"), flags=re.MULTILINE)
+    return dict(rows)
+
+
+def test_every_feature_in_the_comparison_has_a_test() -> None:
+    rows = comparison_rows()
+
+    assert rows.keys() == FEATURES.keys() | MISSING_FEATURES.keys()
+    assert {feature for feature, answer in rows.items() if answer == "no"} == MISSING_FEATURES.keys()
+    for test in (FEATURES | MISSING_FEATURES).values():
+        file, _, function = test.partition("::")
+        assert function in definitions_of(ROOT / file), test
+
+
+def test_the_comparison_has_the_start_of_the_banner() -> None:
+    (total,) = re.findall(r"^  start .* total ([\d.]+) s$", README.read_text(), flags=re.MULTILINE)
+
+    assert comparison_rows()["until ready"].startswith(f"{float(total):.0f} s ")
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = set(re.findall(r"\]\((docs/\w+\.md)[#)]", README.read_text()))
+
+    assert {str(page.relative_to(ROOT)) for page in PAGES if page.parent.name == "docs"} <= linked
