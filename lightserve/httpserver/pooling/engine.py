@@ -90,16 +90,20 @@ class PoolingEngine:
     async def run(
         self, texts: Sequence[list[int]], log: AccessLog, scheduling: SchedulingParams | None = None
     ) -> list[Vector]:
-        """The numbers of every text, in their order."""
+        """The numbers of every text, in their order. It writes one log line."""
         log.prompt_tokens = sum(map(len, texts))
         requests = [PromptRequest(ids, ONE_RESULT, scheduling or SchedulingParams()) for ids in texts]
         vectors: list[Vector] = []
-        groups = [requests[begin : begin + GROUP] for begin in range(0, len(requests), GROUP)]
-        for number, group in enumerate(groups):
-            own_log = log if number == len(groups) - 1 else log.silent_copy()
-            generation = self._context.manager.generate(group, own_log)
-            vectors += [vector_of(values) for values in await generation.collect_embeddings()]
-            log.cached_tokens += own_log.cached_tokens if own_log is not log else 0
+        try:
+            for begin in range(0, len(requests), GROUP):
+                group_log = log.silent_copy()
+                generation = self._context.manager.generate(requests[begin : begin + GROUP], group_log)
+                vectors += [vector_of(values) for values in await generation.collect_embeddings()]
+                log.add(group_log)
+        except BaseException as error:
+            log.close(error)
+            raise
+        log.close(None)
         return vectors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
@@ -78,10 +79,17 @@ class AccessLog:
         self._finish_reasons: list[str] = []
 
     def silent_copy(self) -> AccessLog:
-        """For the engine requests of a beam search: the same id and arrival time, and no log line."""
+        """For a part of the engine requests: the same id and arrival time, and no log line."""
         log = AccessLog(self.request_id, self._route, is_written=False)
         log.arrived_s = self.arrived_s
         return log
+
+    def add(self, other: AccessLog) -> None:
+        """Count what a silent copy has counted."""
+        self.cached_tokens += other.cached_tokens
+        self.queue_s = max(self.queue_s, other.queue_s)
+        self.first_token_s = other.first_token_s if self.first_token_s is None else self.first_token_s
+        self._finish_reasons += other._finish_reasons
 
     @property
     def output_tokens(self) -> int:
@@ -100,7 +108,7 @@ class AccessLog:
 
     def finish_reasons(self, error: BaseException | None) -> list[str]:
         """One for each choice, or what ended the request instead."""
-        return _finish(self._finish_reasons, error).split(",")
+        return self._finish_reasons if error is None else [_end(error)]
 
     def _fields(self, status: int, total_s: float, error: BaseException | None) -> dict[str, object]:
         """For --log_format json."""
@@ -114,8 +122,15 @@ class AccessLog:
             queue_s=round(self.queue_s, 6),
             first_token_s=None if self.first_token_s is None else round(self.first_token_s, 6),
             total_s=round(total_s, 6),
-            finish=_finish(self._finish_reasons, error),
+            finish=self._finish(error),
         )
+
+    def _finish(self, error: BaseException | None) -> str:
+        """Each reason once, with its count: a request may have thousands of texts."""
+        if error is not None:
+            return _end(error)
+        counts = Counter(self._finish_reasons)
+        return ",".join(reason if count == 1 else f"{reason}*{count}" for reason, count in counts.items())
 
     def close(self, error: BaseException | None) -> None:
         self.is_generating = False
@@ -142,7 +157,7 @@ class AccessLog:
             self.queue_s,
             first,
             total_s,
-            _finish(self._finish_reasons, error),
+            self._finish(error),
             extra=self._fields(status, total_s, error),
         )
 
@@ -157,9 +172,7 @@ def _printable(text: str) -> str:
     return "".join([char if char.isprintable() else "?" for char in text[:MAX_TEXT]])
 
 
-def _finish(reasons: list[str], error: BaseException | None) -> str:
-    if error is None:
-        return ",".join(reasons)
+def _end(error: BaseException) -> str:
     if isinstance(error, LightserveError) and not isinstance(error, ClientDisconnectedError):
         return f"error:{error.status}"
     return "abort"  # the client disconnected: its task was cancelled or its stream closed

@@ -106,7 +106,7 @@ def test_a_beam_search_writes_one_log_line(tmp_path: Path, caplog: pytest.LogCap
 
     [line] = [record.getMessage() for record in caplog.records if record.name == "lightserve.access"]
     assert "cached=3 output=4" in line
-    assert line.endswith("finish=stop,stop")
+    assert line.endswith("finish=stop*2")
 
 
 def test_a_cancelled_beam_search_aborts_its_beams(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +249,26 @@ def test_pooling_returns_the_numbers_as_they_are(tmp_path: Path) -> None:
 
     assert status == 200
     assert found["data"] == [{"index": 0, "object": "pooling", "data": [0.5]}]
+
+
+@pytest.mark.parametrize(
+    ("texts", "ending"),
+    [
+        (["w5"], "prompt=3 .* finish=stop"),
+        (["w5"] * 300, r"prompt=900 .* finish=stop\*300"),
+        ([f"w{FAIL_ID}", *["w5"] * 299], "prompt=900 .* finish=error:429"),
+    ],
+    ids=["one", "many", "one of many fails"],
+)
+def test_a_request_has_one_short_line_however_many_texts_it_has(
+    tmp_path: Path, log: pytest.LogCaptureFixture, texts: list[str], ending: str
+) -> None:
+    with log.at_level("INFO", "lightserve.access"):
+        posted(tmp_path, EMBED, "/v1/embeddings", {"input": texts})
+
+    (line,) = [record.getMessage() for record in log.records if record.name == "lightserve.access"]
+    assert re.search(f"{ending}$", line)
+    assert len(line) < 200
 
 
 def test_one_failing_input_fails_its_request_only(tmp_path: Path) -> None:
