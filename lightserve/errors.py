@@ -67,11 +67,19 @@ class NotSupportedYetError(InvalidRequestError):
 class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, length: int, total: int, new_tokens: int | None = None, field: str = "max_tokens") -> None:
+    def __init__(
+        self,
+        length: int,
+        total: int,
+        new_tokens: int | None = None,
+        field: str = "max_tokens",
+        is_lower_bound: bool = False,
+    ) -> None:
         """A prompt of ``length`` tokens does not fit into a context of ``total`` tokens, alone or with the
-        ``new_tokens`` that ``field`` of the request asks for."""
+        ``new_tokens`` that ``field`` of the request asks for. ``is_lower_bound``: the prompt was not encoded."""
         self.length, self.limit = length, total - 1  # tokens of the prompt
-        found = f"the prompt has {length} tokens; the limit is {total - 1}"
+        counted = f"at least {length}" if is_lower_bound else length
+        found = f"the prompt has {counted} tokens; the limit is {total - 1}"
         if new_tokens is not None:
             found = f"prompt {length} + {field} {new_tokens} > {total}; use {field} <= {total - length}"
         super().__init__(
@@ -85,9 +93,10 @@ class TextTooLongError(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, length: int, limit: int) -> None:
+    def __init__(self, length: int, limit: int, is_lower_bound: bool = False) -> None:
+        found = f"at least {length}" if is_lower_bound else length
         super().__init__(
-            f"This model's maximum context length is {limit} tokens: the text has {length} tokens; shorten it, or "
+            f"This model's maximum context length is {limit} tokens: the text has {found} tokens; shorten it, or "
             "truncate it (truncate_prompt_tokens: -1, or truncate: true)"
         )
 

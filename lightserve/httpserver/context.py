@@ -30,6 +30,7 @@ T = TypeVar("T")
 ENCODE_LIMIT_S = 30.0  # 16 MB of digits, the slowest text, take 20 s
 PLACEHOLDER_NAMES = ("tgi", "dummy")  # from Hugging Face's clients, if they know only the address of the server
 LONG_TEXT = 2_000  # characters; longer text (about a millisecond) is encoded in a thread
+COUNTED_TEXT = 100_000  # characters; longer text (0.13 s at most) is not encoded if it cannot fit anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +156,16 @@ class ServerContext:
         """The id of each token, and where it begins and ends in the text."""
         return await self._encode(self.tokenizer.encode_with_offsets, text, add_special_tokens)
 
-    async def _encode(self, encode: Callable[[str, bool], list[T]], text: str, add_special_tokens: bool) -> list[T]:
-        """Refuse text that cannot fit before encoding it; encode long text in a thread."""
+    def least_tokens(self, text: str) -> int | None:
+        """How many tokens a text has at least, if it need not be encoded to see that it does not fit; else None."""
         limit, longest = self.manager.limits.max_req_total_len, self.tokenizer.longest_token
-        if len(text) > limit * longest:
-            raise PromptTooLongError(len(text) // longest, limit)
+        cannot_fit = len(text) > max(limit * longest, COUNTED_TEXT)
+        return len(text) // longest if cannot_fit else None
+
+    async def _encode(self, encode: Callable[[str, bool], list[T]], text: str, add_special_tokens: bool) -> list[T]:
+        """Encode long text in a thread, and text that is much too long not at all."""
+        if (at_least := self.least_tokens(text)) is not None:
+            raise PromptTooLongError(at_least, self.manager.limits.max_req_total_len, is_lower_bound=True)
         if len(text) < LONG_TEXT:
             return encode(text, add_special_tokens)
         try:

@@ -68,13 +68,13 @@ class PoolingEngine:
         return self._fit(ids, truncation)
 
     def _cut(self, text: str, truncation: int | None) -> str:
-        """Before encoding: cut a text that is truncated anyway, and refuse one that cannot fit."""
-        limit, longest = self._context.manager.limits.max_req_total_len, self._context.tokenizer.longest_token
-        if len(text) <= limit * longest:
-            return text
-        if truncation is None:
-            raise TextTooLongError(len(text) // longest, limit)
-        return text[: limit * longest]
+        """Before encoding: cut a text that is truncated anyway, and refuse one that is much too long."""
+        limit = self._context.manager.limits.max_req_total_len
+        if truncation is not None:
+            return text[: limit * self._context.tokenizer.longest_token]
+        if (at_least := self._context.least_tokens(text)) is not None:
+            raise TextTooLongError(at_least, limit, is_lower_bound=True)
+        return text
 
     def _fit(self, ids: Sequence[int], truncation: int | None) -> list[int]:
         """Truncate a text to ``truncation`` tokens, -1: to what the model takes. Refuse it if it is too long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -388,6 +389,12 @@ def test_an_error_for_a_long_prompt_has_both_counts(server: Server) -> None:
 
     assert f"{LIMIT + 1} tokens" in message
     assert f"the limit is {LIMIT - 1}" in message
+
+
+def test_a_prompt_that_is_not_encoded_has_at_least_so_many_tokens(server: Server) -> None:
+    message = server.complete(prompt="x" * 10_000_000).json()["error"]["message"]
+
+    assert re.search(r"the prompt has at least \d{4,} tokens; the limit is", message)
 
 
 def test_a_part_that_is_not_text_is_named(server: Server) -> None:

@@ -27,6 +27,7 @@ CLASSIFY = PoolingConfig("classify", "cls", 3, labels=("bad", "fair", "good"))
 SCORE = PoolingConfig("classify", "cls", 1, labels=("LABEL_0",), type_vocab_size=2)
 ANSWERS = PoolingConfig("score", "last", 2, answers=("no", "yes"))
 REWARD = PoolingConfig("reward", "last", 1)
+LONGEST = len("[UNK]")  # characters of a token
 FAIL_ID = 100  # of a token that makes a request fail
 
 Post = Callable[..., Awaitable[httpx2.Response]]
@@ -269,6 +270,16 @@ def test_a_request_has_one_short_line_however_many_texts_it_has(
     (line,) = [record.getMessage() for record in log.records if record.name == "lightserve.access"]
     assert re.search(f"{ending}$", line)
     assert len(line) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("w5 " * 2000, "2002"), ("w5 " * 40_000, f"at least {40_000 * 3 // LONGEST}")]
+)
+def test_the_error_for_a_long_text_has_its_number_of_tokens(tmp_path: Path, text: str, count: str) -> None:
+    status, found = posted(tmp_path, EMBED, "/v1/embeddings", {"input": text})
+
+    assert status == 400
+    assert f"maximum context length is 1024 tokens: the text has {count} tokens" in found["error"]["message"]
 
 
 def test_one_failing_input_fails_its_request_only(tmp_path: Path) -> None:
