@@ -499,7 +499,9 @@ class ClusterConfig:
         "sends their KV to decode engines, which generate; both does that and generates too",
     )
     role: Role = option(
-        "normal", "the same of one engine, with --listen; normal: it neither sends nor receives KV", "run_mode"
+        "normal",
+        "with --listen: what this engine is for, as in --roles; normal: it neither sends nor receives KV",
+        "run_mode",
     )
     kv_listen: str | None = option(
         None,

@@ -13,6 +13,11 @@ from lightserve.errors import LightserveError, with_docs
 from lightserve.io_struct import GenerationParams
 from lightserve.server.args import Parser, add_flags, config_from_args, server_parser
 
+# an LLM in this process has one rank and no KV tiers
+OF_THE_SERVER = (
+    *("tp", "pp", "ep", "enable_dp_attention", "attention_dp", "disable_custom_allreduce"),
+    *("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote"),
+)
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
 
@@ -32,6 +37,7 @@ def arguments() -> Parser:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     add_flags(parser, WorkerConfig)
+    parser.hide(OF_THE_SERVER)
     return parser
 
 

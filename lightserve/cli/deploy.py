@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lightserve.cli.ray_flags import add_cluster_flags
 from lightserve.server.args import Parser, parse_server, server_parser
+from lightserve.server.flag_groups import SET_BY_DEPLOY
 
 PROG = "lightserve deploy"
 USAGE = "%(prog)s [MODEL] --replicas N [flags of lightserve serve and lightserve engine]"
@@ -17,6 +18,7 @@ def arguments() -> Parser:
     parser = server_parser(PROG)
     parser.conflict_handler = "resolve"  # --roles is another flag than that of a server
     parser.usage, parser.description = USAGE, "Serve a model with several replicas on the nodes of a Ray cluster."
+    parser.hide(SET_BY_DEPLOY)
     _add_own(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())  # --help explains the first group
     return parser

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
+from lightserve.config import HttpConfig
 from lightserve.errors import OptionError
 from lightserve.server.args import Parser, parse_server, server_parser
+from lightserve.server.flag_groups import ENGINE_HTTP, NOT_OF_ENGINES
 
 PROG = "lightserve engine"
+DESCRIPTION = (
+    "Compute for servers on other machines (lightserve serve --engines). An engine has no HTTP. "
+    "Flags may be written with dashes instead of underscores."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,4 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def arguments() -> Parser:
-    return server_parser(PROG)
+    parser = server_parser(PROG, common=("listen", "cluster_keys", "role"))
+    parser.description = DESCRIPTION
+    parser.hide({*NOT_OF_ENGINES, *(spec.name for spec in fields(HttpConfig) if spec.name not in ENGINE_HTTP)})
+    return parser

@@ -12,15 +12,14 @@ from lightserve.config import ROLES, ServerConfig, missing_role
 from lightserve.errors import OptionError
 from lightserve.ray.messages import Deployment, ReplicaGroup
 from lightserve.ray.placement import Node
-from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
+from lightserve.server.cluster_checks import GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
+from lightserve.server.flag_groups import ENGINE_HTTP, SET_BY_DEPLOY
 from lightserve.server.keys import with_keys
 
 MAX_GATEWAYS = 64
-OF_ROLES = ("roles", "role", "kv_listen")  # --roles of deploy is another flag than that of a server
+OF_ROLES = ("roles", "role", "kv_listen")  # of SET_BY_DEPLOY; --roles of deploy is another flag than a server's
 ENGINE_KV = ("cluster_tls", "kv_transport")
 GATEWAY_CLUSTER = ("cluster_policy", "min_split_tokens")
-NODES = ("nnodes", "node_rank", "master_addr", "master_port", "node_timeout")
-OF_DEPLOY = ("dp", "engines", "engines_file", "listen", "cluster_keys", *NODES)
 KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's node, not the files
 
 
@@ -93,7 +92,7 @@ def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
 
 def check(config: ServerConfig, has_roles: bool) -> None:
     given = _set(config.cluster)
-    for name in (*OF_DEPLOY, *OF_ROLES):
+    for name in SET_BY_DEPLOY:
         if name in given:
             flag = "--roles prefill=1,decode=2" if name in OF_ROLES else "--replicas"
             raise OptionError(f"{name}: not with lightserve deploy, which sets it; use {flag}")

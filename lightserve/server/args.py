@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -39,8 +39,15 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"^argument (--\w+)[^:]*:", r"\1:", message)  # one spelling of several
         self.exit(2, f"lightserve: {message} (--help lists the flags)\n")
 
+    def hide(self, names: Collection[str]) -> None:
+        """Take flags of other commands out of --help. They are still parsed, so that a refusal can say why."""
+        for action in self._actions:
+            if action.dest in names:
+                action.help = argparse.SUPPRESS
+
     def reject_unknown(self, flag: str) -> NoReturn:
-        near = nearest(flag, (option for action in self._actions for option in action.option_strings))
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        near = nearest(flag, (option for action in shown for option in action.option_strings))
         self.error(f"unknown argument {flag}" + (f"; did you mean {near}?" if near else ""))
 
 
@@ -59,8 +66,8 @@ def parse_server(argv: Sequence[str] | None = None, prog: str = MODULE) -> Serve
     return ServerConfig(**{name: config_from_args(config_class, namespace) for name, config_class in parts.items()})
 
 
-def server_parser(prog: str = MODULE) -> Parser:
-    """The server's flags, in the groups of ``--help``."""
+def server_parser(prog: str = MODULE, common: Sequence[str] = ()) -> Parser:
+    """The server's flags, in the groups of ``--help``. ``common``: further flags of its first group."""
     parser = Parser(
         prog=prog,
         usage="%(prog)s [MODEL] [flags]",
@@ -68,7 +75,7 @@ def server_parser(prog: str = MODULE) -> Parser:
         add_help=False,
     )
     types_by_name = option_types()
-    for title, names in grouped(types_by_name).items():
+    for title, names in grouped(types_by_name, common).items():
         group = parser.add_argument_group(title)
         if title == COMMON:
             group.add_argument("model", metavar="MODEL", nargs="?", help="the same as --model_dir; write it first")

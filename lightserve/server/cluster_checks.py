@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys, rea
 from lightserve.cluster.tcp.request_ids import PROCESS_BITS
 from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
+from lightserve.server.flag_groups import ENGINE_HTTP
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
 from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
@@ -21,8 +23,8 @@ logger = init_logger(__name__)
 # what both need, besides flags of the own part
 GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
 GATEWAY_ROUTER = {"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "static_prompts"}
+OF_PORT = {"host", "port"}
 GATEWAY_LAUNCH = {"drain_timeout", "process_timeout", "log_format"}
-ENGINE_HTTP = {"model_name"}  # for the banner
 
 
 def check_cluster(config: ServerConfig) -> None:
@@ -112,7 +114,9 @@ def _flag(config: ServerConfig) -> str:
 
 
 def _check_engine(config: ServerConfig) -> None:
-    _refuse_others(config.http, ENGINE_HTTP, "not with --listen: an engine has no HTTP; set it on the gateways")
+    http, no_http = config.http, "an engine has no HTTP"
+    _refuse_others(http, ENGINE_HTTP | OF_PORT, f"not with --listen: {no_http}; set it on the gateways")
+    _refuse_others(http, ENGINE_HTTP, f"{no_http}; its address is --listen tcp://HOST:PORT")
     if config.worker.num_loras:
         raise OptionError("listen: engines of a gateway do not serve LoRA adapters yet; --merge_lora serves one")
     read_engine_keys(config.cluster.cluster_keys or "")
@@ -127,7 +131,7 @@ def _check_engine(config: ServerConfig) -> None:
         raise OptionError(f"listen={config.cluster.listen}: this engine cannot listen there ({cause})") from error
 
 
-def _refuse_others(part: Any, allowed: set[str], reason: str) -> None:
+def _refuse_others(part: Any, allowed: Collection[str], reason: str) -> None:
     for field in fields(part):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name not in allowed and getattr(part, field.name) != default:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 COMMON = "Common flags"
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -135,12 +135,24 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 OTHERS = "Other flags"
 
+ENGINE_HTTP = frozenset({"model_name"})  # what `lightserve engine` takes of the HTTP flags: its banner has it
+# flags of servers with several engines, and of adapters, which engines of other machines do not serve
+NOT_OF_ENGINES = (
+    *("dp", "engines", "engines_file", "roles", "cluster_policy", "min_split_tokens"),
+    *("lora_modules", "lora_dir", "max_loras", "max_lora_rank", "max_cpu_loras"),
+)
+# what `lightserve deploy` sets for its replicas
+SET_BY_DEPLOY = (
+    *("dp", "roles", "role", "engines", "engines_file", "listen", "kv_listen", "cluster_keys"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "node_timeout"),
+)
 
-def grouped(names: Iterable[str]) -> dict[str, list[str]]:
-    """``names`` by group, each exactly once. A flag without a group of its own is in OTHERS."""
+
+def grouped(names: Iterable[str], common: Sequence[str] = ()) -> dict[str, list[str]]:
+    """``names`` by group, each exactly once, those of ``common`` first. A flag without a group is in OTHERS."""
     left = dict.fromkeys(names)
     found: dict[str, list[str]] = {}
-    for title, members in GROUPS.items():
+    for title, members in {**GROUPS, COMMON: (*common, *GROUPS[COMMON])}.items():
         if here := [name for name in members if name in left]:
             found[title] = here
             for name in here:

@@ -52,7 +52,7 @@ class ShowHelp(argparse.Action):
 
 def short_help(parser: argparse.ArgumentParser) -> str:
     """The first group, and the names of the flags in the others."""
-    first, *others = [group for group in parser._action_groups if group._group_actions]
+    first, *others = [group for group in parser._action_groups if _names(group._group_actions)]
     formatter = parser._get_formatter()
     formatter.add_usage(parser.usage, [], [])
     formatter.add_text(parser.description)
@@ -69,4 +69,5 @@ def _width() -> int:
 
 
 def _names(actions: Iterable[argparse.Action]) -> str:
-    return " ".join(action.option_strings[0] for action in actions if action.option_strings)
+    shown = (action for action in actions if action.option_strings and action.help != argparse.SUPPRESS)
+    return " ".join(action.option_strings[0] for action in shown)

@@ -55,7 +55,8 @@ def _flags_of(make_parser: str) -> tuple[Flag, ...]:
         parser = getattr(import_module(module), function)()
     except (ModuleNotFoundError, AttributeError):  # an extra that is not installed
         return ()
-    return tuple(_flag(action) for action in parser._actions if action.option_strings)
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return tuple(_flag(action) for action in shown if action.option_strings)
 
 
 def _flag(action: argparse.Action) -> Flag:
