@@ -118,7 +118,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "utils",
     },
-    "httpserver.web": HTTP_GROUND,
+    "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
     "httpserver": {"config", "io_struct", "model_files", "utils"},
     "cluster.routing": {"errors"},
     "cluster.tcp": {*GROUND, "model_files"},

@@ -76,7 +76,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         api_keys=context.config.api_key,
         admin_keys=context.config.admin_key,
         error_formats=ERROR_FORMATS,
-        is_public=web_routes.is_public(has_chat=not context.config.no_web),
+        is_public=web_routes.is_public(context.has_chat),
         logs_refusals=not context.config.disable_log_requests,
     )
     if context.export_trace is not None:

@@ -62,6 +62,11 @@ class ServerContext:
         """The names under which clients may ask for the model."""
         return tuple(dict.fromkeys((self.model_name, *self.config.model_name)))
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether browsers get the chat page at /."""
+        return self.pooling is None and not self.config.no_web
+
     def warm_up(self) -> None:
         """Prepare what the first request would wait for: 0.3 s with a vocabulary of 128,000."""
         if self.optional_tokenizer is not None:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.pooling.endpoints import endpoints_of
 from lightserve.model_files.pooling import PoolingConfig
 
 GENERATING = frozenset(
@@ -29,7 +30,7 @@ def refusing(route: BaseRoute, config: PoolingConfig) -> BaseRoute:
     if not isinstance(route, APIRoute) or route.path not in GENERATING or route.methods != {"POST"}:
         return route
     path = route.path
-    offers = "/v1/embeddings" if config.task == "embed" else "/classify, /score and /rerank"
+    offers = ", ".join(endpoints_of(config))
 
     async def refuse() -> Response:
         raise InvalidRequestError(

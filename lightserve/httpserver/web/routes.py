@@ -24,10 +24,9 @@ CHAT_POLICY = f"{CONTENT_SECURITY_POLICY}; require-trusted-types-for 'script'; t
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter()
-    has_chat = not context.config.no_web
     chat = Assets(FOLDER / "chat", {"Content-Security-Policy": CHAT_POLICY})
-    _add_home(router, context, chat if has_chat else None)
-    if has_chat:
+    _add_home(router, context, chat if context.has_chat else None)
+    if context.has_chat:
         _add_files(router, "/web/{name}", chat)
     _add_docs(router)
     return router

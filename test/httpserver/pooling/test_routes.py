@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,24 @@ def result_of(size: int) -> Script:
     return script
 
 
+@asynccontextmanager
+async def pooling_server(
+    tmp_path: Path, pooling: PoolingConfig | None
+) -> AsyncIterator[tuple[httpx2.AsyncClient, FakeEngine]]:
+    tokenizer = Tokenizer(word_tokenizer(), SpecialTokens(), None)
+    async with engine(tmp_path, result_of(pooling.size if pooling else 1), tokenizer) as (context, fake):
+        app = build_app(replace(context, pooling=pooling))
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield http, fake
+
+
 def with_pooling(
     tmp_path: Path, pooling: PoolingConfig | None, check: Callable[[Post, FakeEngine], Awaitable[None]]
 ) -> None:
     async def run() -> None:
-        tokenizer = Tokenizer(word_tokenizer(), SpecialTokens(), None)
-        async with engine(tmp_path, result_of(pooling.size if pooling else 1), tokenizer) as (context, fake):
-            app = build_app(replace(context, pooling=pooling))
-            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
-                await check(http.post, fake)
+        async with pooling_server(tmp_path, pooling) as (http, fake):
+            await check(http.post, fake)
 
     asyncio.run(run())
 
@@ -72,6 +81,35 @@ def posted(tmp_path: Path, pooling: PoolingConfig | None, path: str, body: dict[
 def unit(*values: float) -> list[float]:
     vector = np.array(values, dtype=np.float32)
     return [float(one) for one in vector / np.linalg.norm(vector)]
+
+
+BODIES: dict[str, dict[str, Any]] = {  # a request to every endpoint
+    "/v1/embeddings": {"input": "w5"},
+    "/pooling": {"input": "w5"},
+    "/embed": {"inputs": "w5"},
+    "/classify": {"input": "w5"},
+    "/predict": {"inputs": "w5"},
+    "/rerank": {"query": "w5", "documents": ["w6"]},
+    "/score": {"text_1": "w5", "text_2": "w6"},
+    "/get_score": {"chat": "w5"},
+}
+
+
+@pytest.mark.parametrize("pooling", [EMBED, CLASSIFY, SCORE, ANSWERS, REWARD], ids=str)
+def test_a_browser_gets_the_task_and_exactly_the_endpoints_that_answer(tmp_path: Path, pooling: PoolingConfig) -> None:
+    async def ask() -> None:
+        async with pooling_server(tmp_path, pooling) as (http, _):
+            page = await http.get("/", headers={"Accept": "text/html"})
+            statuses = {path: (await http.post(path, json=body)).status_code for path, body in BODIES.items()}
+            refused = await http.post("/v1/chat/completions", json={"messages": []})
+
+        assert page.headers["content-type"] == "text/plain; charset=utf-8"
+        assert f"its task is {pooling}" in page.text
+        (listed,) = re.findall(r"^POST (.*)$", page.text, flags=re.MULTILINE)
+        assert set(listed.split(", ")) == {path for path, status in statuses.items() if status == 200}
+        assert f"use {listed} (--task)" in refused.json()["error"]["message"]
+
+    asyncio.run(ask())
 
 
 PAIR = {"query": "w5", "documents": ["w6"], "return_document": True}
