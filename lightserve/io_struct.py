@@ -43,6 +43,7 @@ from msgspec import Meta
 
 from lightserve.errors import InvalidRequestError
 from lightserve.utils.int_arrays import NO_INT32, NO_INT64, int32s, int64s
+from lightserve.utils.spelling import nearest
 
 if TYPE_CHECKING:
     Int32s: TypeAlias = Any  # an array; a message that is not sent may hold a list
@@ -206,7 +207,9 @@ class GenerationParams(msgspec.Struct, frozen=True, omit_defaults=True):
         changed: dict[str, dict[str, Any]] = {}
         for name, value in fields.items():
             if name not in _PART_OF:
-                raise InvalidRequestError(f"{name}: there is no such parameter", name)
+                near = nearest(name, _PART_OF)
+                hint = f"did you mean {near}?" if near else f"known: {', '.join(_PART_OF)}"
+                raise InvalidRequestError(f"{name}: there is no such parameter; {hint}", name)
             changed.setdefault(_PART_OF[name], {})[name] = value
         parts = {part: msgspec.structs.replace(getattr(self, part), **values) for part, values in changed.items()}
         return msgspec.structs.replace(self, **parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -239,6 +240,15 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> N
 
     assert refused.value.param == name
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_tokens", "did you mean max_new_tokens?"), ("temprature", "did you mean temperature?"), ("xyzzy", "known: ")],
+)
+def test_an_unknown_parameter_is_refused_with_the_nearest_name(name: str, hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(f"{name}: there is no such parameter; {hint}")):
+        GenerationParams.of(**{name: 3})
 
 
 @pytest.mark.parametrize(
