@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
@@ -16,6 +16,7 @@ from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerErr
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, LoraLoad, ReqFailed, StepResult, TokenOut
+from lightserve.llm_chat import Conversation, check_conversation, is_conversation
 from lightserve.llm_pooling import PoolingMethods
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
@@ -138,13 +139,33 @@ class LLM(PoolingMethods):
         """Like ``generate``, but yields every token as it comes. The tokens of several prompts alternate."""
         return self._run(self._requests(prompts, params, fields, lora))
 
+    @overload
     def chat(
-        self, messages: Sequence[dict[str, Any]], params: GenerationParams | None = None, **fields: Any
-    ) -> Iterator[StreamOut]:
-        """Answer a conversation, and yield every token as it comes."""
-        prompt = self.tokenizer.apply_chat_template(messages)
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        return self.stream([prompt_ids], params, **{"continues_text": False} | fields)
+        self, messages: Conversation, params: GenerationParams | None = None, *, lora: Loras = None, **fields: Any
+    ) -> Iterator[StreamOut]: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Conversation], params: Params = None, *, lora: Loras = None, **fields: Any
+    ) -> list[Generation]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        lora: Loras = None,
+        **fields: Any,
+    ) -> Iterator[StreamOut] | list[Generation]:
+        """Answer a conversation, and yield every token as it comes. Of a list of conversations, return all answers."""
+        fields = {"continues_text": False} | fields
+        if is_conversation(messages):
+            return self.stream([self._chat_ids(messages)], params, lora=lora, **fields)
+        return self.generate([self._chat_ids(one) for one in messages], params, lora=lora, **fields)
+
+    def _chat_ids(self, messages: Any) -> list[int]:
+        check_conversation(messages)
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None

@@ -164,6 +164,40 @@ def test_logprobs_belong_to_the_sampled_tokens(llm: LLM) -> None:
     assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in requested.top_logprobs)
 
 
+def question(country: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is the capital of {country}?"}]
+
+
+def test_a_list_of_conversations_gives_the_answer_of_each(llm: LLM) -> None:
+    alone = ["".join(out.text for out in llm.chat(question(name), GREEDY)) for name in ("Japan", "France")]
+
+    together = llm.chat([question("Japan"), question("France")], GREEDY)
+
+    assert [generation.text for generation in together] == alone
+    assert [len(one.text) > 0 for one in llm.chat([question("Japan")], [GREEDY])] == [True]
+    assert "Tokyo" in alone[0]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Hi",
+        {"role": "user", "content": "Hi"},
+        [{"content": "Hi"}],
+        [5],
+        [["Hi"]],
+        [question("Japan"), {"role": "user", "content": "Hi"}],
+        [*question("Japan"), question("Japan")],
+        [question("Japan"), []],
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages: .* is no conversation; a conversation is a list"):
+        llm.chat(messages, GREEDY)
+
+
 def test_a_closed_stream_frees_its_memory(llm: LLM) -> None:
     stream = llm.stream(["Hello", "The sky is", "A long " * 60], GenerationParams.of(max_new_tokens=50, temperature=0))
     next(stream)
