@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -301,6 +302,21 @@ def test_without_a_network_the_remedy_is_a_copy(monkeypatch: pytest.MonkeyPatch,
 
     assert f"{closed.endpoint} cannot be reached" in text
     assert f"`hf download {REPO}`" in text
+
+
+def test_without_a_network_the_traceback_is_that_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch, server: HubServer
+) -> None:
+    with serving({}) as closed:
+        monkeypatch.setenv("HF_ENDPOINT", closed.endpoint)
+
+    with pytest.raises(ModelFilesError) as refused:
+        resolve("missing_folder")
+
+    lines = "".join(traceback.format_exception(refused.value)).splitlines()
+    assert "no folder" in lines[-1]
+    assert "cannot be reached (" in lines[-1]
+    assert [line for line in lines if "site-packages" in line] == []
 
 
 def test_without_a_network_a_copy_in_the_cache_is_used(monkeypatch: pytest.MonkeyPatch, server: HubServer) -> None:

@@ -21,10 +21,11 @@ def http_error() -> type[Exception]:
 
 @contextmanager
 def one_line_errors(name: HubName, settings: HubSettings) -> Iterator[None]:
+    """The line has the cause. A traceback of the HTTP library before it helps nobody."""
     try:
         yield
     except (http_error(), OSError, ValueError) as error:  # a ValueError: an answer that is not JSON
-        raise ModelFilesError(f"{name}: {describe(error, name, settings)}") from error
+        raise ModelFilesError(f"{name}: {describe(error, name, settings)}") from None
 
 
 def describe(error: Exception, name: HubName, settings: HubSettings) -> str:
