@@ -21,13 +21,16 @@ from lightserve.llm_pooling import PoolingMethods
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
 from lightserve.utils.int_arrays import int32s
+from lightserve.utils.logger import init_logger
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.select import worker_class
+
+logger = init_logger(__name__)
 
 Prompt = str | Sequence[int]
 Loras = str | Sequence[str | None] | None  # an adapter for all prompts, or one each
@@ -77,7 +80,9 @@ class LLM(PoolingMethods):
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
-        self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
+        self._tokenizer = load_tokenizer_or_none(source)
+        if self._tokenizer is None:
+            logger.warning(NO_TOKENIZER, source.path)
         self.worker = worker_class(self.config, source)(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size

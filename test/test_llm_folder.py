@@ -72,6 +72,23 @@ def test_dummy_weights_need_no_file_but_the_config(folder: Path, tmp_path: Path,
         llm.generate("w5 w6 w7")
 
 
+def test_weights_without_a_tokenizer_complete_token_ids(
+    hf: Any, folder: Path, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    llm = LLM(str(tmp_path), device="cpu", data_type="float32", max_total_token_num=512)
+
+    (generation,) = llm.generate(PROMPTS[0], GenerationParams.of(max_new_tokens=20, temperature=0, ignore_eos=True))
+    theirs = hf.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert generation.token_ids == theirs[0, len(PROMPTS[0]) :].tolist()
+    assert f"{tmp_path} has no tokenizer: prompts must be token ids" in log.text
+    for ask in (lambda: llm.generate("w5 w6"), lambda: llm.chat([{"role": "user", "content": "w5"}])):
+        with pytest.raises(InvalidRequestError, match="no tokenizer; give prompts as token ids"):
+            ask()
+
+
 def test_rope_scaling_stretches_the_longest_request(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}

@@ -38,7 +38,7 @@ class ServerContext:
     config: HttpConfig
     model_name: str  # the first of model_names; responses show it
     manager: HttpServerManager
-    optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
+    optional_tokenizer: Tokenizer | None  # a folder may have none
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)

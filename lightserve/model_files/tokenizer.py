@@ -19,6 +19,7 @@ from lightserve.model_files.source import GgufSource, ModelSource
 from lightserve.model_files.special_tokens import SpecialTokens
 
 LONG = 1_000  # tokens: for fewer, a batch call takes longer (4 us) than the GIL it releases is worth
+NO_TOKENIZER = "%s has no tokenizer: prompts must be token ids, and responses have no text"  # for a log
 
 
 class Tokenizer:
@@ -170,7 +171,7 @@ def _check_unicode(text: str) -> None:
 
 
 def has_tokenizer(source: ModelSource) -> bool:
-    """A GGUF file always has a tokenizer. A folder for random weights may have none."""
+    """A GGUF file always has a tokenizer. A folder may have none."""
     return isinstance(source, GgufSource) or has_vocabulary(source.path)
 
 

@@ -21,7 +21,7 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.static_prompts import encode_static_prompts
-from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
+from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
 from lightserve.server.parallel_checks import check_rank_flags, check_ranks
@@ -204,7 +204,7 @@ def _fitting_models(source: ModelSource) -> list[str]:
 
 def _warn_about_missing_parts(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None:
-        logger.warning("%s has no tokenizer: prompts must be token ids, and responses have no text", source.path)
+        logger.warning(NO_TOKENIZER, source.path)
     elif not tokenizer.has_chat_template:
         logger.warning("%s has no chat template: /v1/chat/completions returns 400", source.path)
     if not (source.eos_token_ids() or config.router.eos_id):
