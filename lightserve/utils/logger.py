@@ -17,7 +17,7 @@ from lightserve.utils.terminal import CLEAR_LINE, Style
 FORMAT_VARIABLE = "LIGHTSERVE_LOG_FORMAT"
 LogFormat = Literal["text", "json"]
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(origin)s%(message)s"
 _COLORS = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 
 
@@ -41,6 +41,17 @@ def set_log_format(log_format: LogFormat) -> None:
     for handler in logging.getLogger("lightserve").handlers:
         handler.setFormatter(_formatter())
     _log_libraries()
+
+
+def name_engine(engine: int) -> None:
+    """Every line of this process says which of several engines it is from: as text, or as the field ``engine``."""
+
+    def add_engine(record: logging.LogRecord) -> bool:
+        record.origin, record.engine = f"engine {engine}: ", engine
+        return True
+
+    for handler in logging.getLogger("lightserve").handlers:
+        handler.addFilter(add_engine)
 
 
 def _log_libraries() -> None:
@@ -68,6 +79,8 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
+        if hasattr(record, "engine"):
+            line["engine"] = record.engine
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
@@ -77,7 +90,7 @@ class TextFormatter(logging.Formatter):
     """On a terminal a line replaces a progress bar that stands there, and has the colour of its level."""
 
     def __init__(self, style: Style) -> None:
-        super().__init__(_FORMAT)
+        super().__init__(_FORMAT, defaults={"origin": ""})
         self._terminal = style
 
     def format(self, record: logging.LogRecord) -> str:

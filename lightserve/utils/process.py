@@ -25,12 +25,13 @@ import msgspec
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError, with_docs
 from lightserve.io_struct import ChildFailed, FromChild, Ping, Pong, ToChild
-from lightserve.utils.logger import init_logger, is_json
+from lightserve.utils.logger import init_logger, is_json, name_engine
 from lightserve.utils.net import parse_tcp
 
 logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the launcher decides what they mean
+ENGINE_ROLES = frozenset({"router", "model worker", "null worker"})  # there is a process for each engine
 EXIT_CRASH = 1
 EXIT_CONFIG_ERROR = 2  # the operator can fix it: a flag, a file, a port
 
@@ -157,6 +158,8 @@ def run_child(role: str, main: Main) -> NoReturn:
         _exit(EXIT_CRASH)
     try:
         child_config = msgspec.json.decode(first, type=ChildConfig)
+        if role in ENGINE_ROLES and child_config.config.cluster.dp > 1:
+            name_engine(child_config.engine)
         _prepare(role, child_config.engine if role == "router" else child_config.number)
         _run(main, child_config, launcher, lines)
     except BaseException as error:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.config import ClusterConfig, HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.io_struct import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
 from lightserve.utils.process import ChildConfig, process_name
 
@@ -47,8 +49,9 @@ class Launcher:
                 text=True,
             )
 
-    def send_config(self, index: int = 0) -> None:
-        self._write(ChildConfig(CONFIG, "/tmp/run", index, listen_fd=None))
+    def send_config(self, index: int = 0, dp: int = 1, engine: int = 0) -> None:
+        config = replace(CONFIG, cluster=ClusterConfig(dp=dp))
+        self._write(ChildConfig(config, "/tmp/run", index, listen_fd=None, engine=engine))
 
     def send(self, message: ToChild) -> None:
         self._write(message)
@@ -101,6 +104,36 @@ def test_a_child_gets_the_whole_config_and_its_index(launch: Launch) -> None:
 
     assert launcher.recv() == StartupPhase("2 [7] ['k'] 3", 1.0)
     assert launcher.recv() == StartupPhase("ipc:///tmp/run/router /tmp/run/worker-0", 2.0)
+
+
+LOGS = """
+        from lightserve.utils.logger import init_logger, set_log_format
+        def main(child_config, launcher):
+            set_log_format(LOG_FORMAT)
+            init_logger("lightserve.x").info("%d of %d", 1, 2)
+        run_child(ROLE, main)
+"""
+
+
+@pytest.mark.parametrize("role", ["router", "model worker", "null worker"])
+def test_lines_of_several_engines_say_which_engine_they_are_from(launch: Launch, role: str) -> None:
+    as_text = launch(LOGS.replace("LOG_FORMAT", "'text'").replace("ROLE", repr(role)))
+    as_json = launch(LOGS.replace("LOG_FORMAT", "'json'").replace("ROLE", repr(role)))
+    for launcher in (as_text, as_json):
+        launcher.send_config(dp=2, engine=1)
+
+    assert as_text.wait()[1].endswith(" INFO lightserve.x: engine 1: 1 of 2\n")
+    line = json.loads(as_json.wait()[1])
+    assert (line["message"], line["engine"]) == ("1 of 2", 1)
+
+
+@pytest.mark.parametrize(("role", "dp"), [("router", 1), ("httpserver", 2), ("dispatcher", 2)])
+def test_lines_that_are_of_no_engine_in_particular_name_none(launch: Launch, role: str, dp: int) -> None:
+    launcher = launch(LOGS.replace("LOG_FORMAT", "'text'").replace("ROLE", repr(role)))
+
+    launcher.send_config(dp=dp)
+
+    assert launcher.wait()[1].endswith(" INFO lightserve.x: 1 of 2\n")
 
 
 def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> None:
