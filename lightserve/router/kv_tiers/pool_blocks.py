@@ -19,6 +19,10 @@ class PoolBlock(NamedTuple):
     slots: Slots
     is_local: bool  # it means something else in another process
 
+    @property
+    def last_slot(self) -> int:
+        return self.slots.item(-1)
+
 
 class PoolBlocks:
     def __init__(self, num_slots: int) -> None:
@@ -28,17 +32,17 @@ class PoolBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def get(self, last_slot: int) -> PoolBlock | None:
-        return self._blocks.get(last_slot)
+    def __contains__(self, block: PoolBlock) -> bool:
+        """Whether this very block is still there. Another one may end in the same slot by now."""
+        return self._blocks.get(block.last_slot) is block
 
-    def add(self, keys: list[bytes], slots: Slots, is_local: bool) -> list[int]:
-        """The cache owns these slots, block after block. Returns the last slot of each block."""
-        for key, own in zip(keys, slots.reshape(-1, BLOCK_TOKENS), strict=True):
-            last = own.item(BLOCK_TOKENS - 1)
-            self._is_last[last] = True
-            self._blocks[last] = PoolBlock(key, own, is_local)
-        last_slots: list[int] = slots[BLOCK_TOKENS - 1 :: BLOCK_TOKENS].tolist()
-        return last_slots
+    def add(self, keys: list[bytes], slots: Slots, is_local: bool) -> list[PoolBlock]:
+        """The cache owns these slots, block after block."""
+        by_block = zip(keys, slots.reshape(-1, BLOCK_TOKENS), strict=True)
+        blocks = [PoolBlock(key, block_slots, is_local) for key, block_slots in by_block]
+        self._blocks |= {block.last_slot: block for block in blocks}
+        self._is_last[slots[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]] = True
+        return blocks
 
     def take(self, slots: Slots) -> list[PoolBlock]:
         """The cache does not own these slots any more, if it ever did. Returns the blocks that end in them."""

@@ -50,7 +50,8 @@ class StoredBlocks:
         self._pool = PoolBlocks(num_slots)
         self._leaving: list[Leaving] = []  # blocks that the next step stores
         self._storing: dict[int, Leaving] = {}  # that steps in flight store, by place
-        self._new: deque[int] = deque(maxlen=2 * num_slots // BLOCK_TOKENS + 1)  # blocks by their last slots
+        self._new: deque[PoolBlock] = deque(maxlen=2 * num_slots // BLOCK_TOKENS + 1)  # the oldest first
+        self._planned: list[PoolBlock] = []  # newer ones, which the step that is being planned may compute
 
     @property
     def has_stores(self) -> bool:
@@ -73,7 +74,15 @@ class StoredBlocks:
 
     def add(self, keys: list[bytes], slots: Slots, is_local: bool) -> None:
         """The cache owns these slots, block after block."""
-        self._new += self._pool.add(keys, np.array(slots, dtype=np.int32), is_local)
+        self._planned += self._pool.add(keys, np.array(slots, dtype=np.int32), is_local)
+
+    def begin_step(self) -> None:
+        """The rows of a step are planned now. It stores before it computes, so it cannot store what is added from here.
+
+        What was added before is computed by earlier steps, which the workers launch first.
+        """
+        self._new += self._planned
+        self._planned.clear()
 
     def evict(self, slots: Slots) -> None:
         """The cache evicts these slots. Blocks that end in them are stored by the next step, before it writes any."""
@@ -89,8 +98,8 @@ class StoredBlocks:
         if lower is None or lower.client is None or lower.is_flushing or self._storing:
             return
         while self._new and len(self._leaving) < MAX_FLUSH:
-            block = self._pool.get(self._new.popleft())
-            if block is None or block.is_local or lower.is_saved(block.key):
+            block = self._new.popleft()
+            if block not in self._pool or block.is_local or lower.is_saved(block.key):
                 continue
             if block.key in self.host:
                 lower.save(block.key)
@@ -101,8 +110,8 @@ class StoredBlocks:
         """Store some of the oldest blocks with the next step: a load that evicts them later does not wait for that."""
         most = len(self._leaving) + self._max_ahead
         while len(self._new) > self._num_recent and len(self._leaving) < most:
-            block = self._pool.get(self._new.popleft())
-            if block is None:
+            block = self._new.popleft()
+            if block not in self._pool:
                 continue
             if block.key not in self.host:
                 self._store(block, stays_in_pool=True)
@@ -160,5 +169,6 @@ class StoredBlocks:
         self._leaving.clear()
         self._storing.clear()
         self._new.clear()
+        self._planned.clear()
         if self._lower is not None:
             self._lower.clear()

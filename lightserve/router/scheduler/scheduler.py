@@ -207,6 +207,8 @@ class Scheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self._preemption.make_room()
         admitted = {req: self.parents.as_new(req) for req in self._admission.admit(now_s)}
+        if self.tiers is not None:
+            self.tiers.stored.begin_step()
         planned = self._plan_rows()
         is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
         if self.tiers is not None and not is_empty:

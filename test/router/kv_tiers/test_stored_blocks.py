@@ -19,6 +19,7 @@ def blocks(first: int, end: int) -> np.ndarray:
 def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() -> None:
     stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=3)
     stored.add(KEYS, SLOTS, is_local=False)
+    stored.begin_step()
     stores = []
 
     for _ in range(4):
@@ -37,9 +38,27 @@ def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() 
 def test_a_block_that_was_evicted_meanwhile_is_not_stored_again() -> None:
     stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
     stored.add(KEYS, SLOTS, is_local=False)
+    stored.begin_step()
     stored.evict(blocks(1, 2))
     assert len(stored.take_stores()) == 1
 
     stored.store_ahead()
 
     assert [store.blocks.size for store in stored.take_stores()] == [3]
+
+
+def test_a_step_stores_no_block_that_it_computes_itself() -> None:
+    """The worker stores before it computes. A block may end in the slot of an evicted one that is still queued."""
+    stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
+    stored.add(KEYS, SLOTS, is_local=False)
+    stored.begin_step()
+    stored.evict(SLOTS)
+    stored.take_stores()
+
+    stored.add([b"new %d" % number for number in range(8)], SLOTS, is_local=False)
+    stored.store_ahead()
+    assert not stored.has_stores
+
+    stored.begin_step()
+    stored.store_ahead()
+    assert [store.blocks.size for store in stored.take_stores()] == [4]

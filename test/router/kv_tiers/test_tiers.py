@@ -26,8 +26,8 @@ from lightserve.io_struct import (
 from lightserve.router.kv_tiers.lower import LOOKUP_S
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.req import Req
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from test.router.test_scheduler import KvWorker, Server, make, make_req, truth
+from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
+from test.router.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
 
 LOAD = KvLoaded(1e-6)
 
@@ -195,6 +195,45 @@ def test_an_evicted_prefix_is_loaded_and_not_computed_again() -> None:
     assert again.output_ids == truth(prompt(1000), 0, 4)
     assert server.tiers.metrics()["ram"]["hits_total"] >= 192
     server.assert_idle()
+
+
+def prefixes(req: Req) -> dict[bytes, list[int]]:
+    """What the blocks of its prompt hold, by key."""
+    held = list(itertools.accumulate(req.prompt_ids.tolist(), fold, initial=ROOT))[1:]
+    keys = block_keys(req.prompt_ids, f" {req.salt}", [])
+    return {key: held[number * BLOCK_TOKENS :][:BLOCK_TOKENS] for number, key in enumerate(keys)}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("has_disk", [False, True])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"batch_max_tokens": 640, "chunk_size": None},
+        {"batch_max_tokens": 640, "chunk_size": 256},
+        {"batch_max_tokens": 512, "chunk_size": 64},
+    ],
+    ids=["whole prompts", "large chunks", "small chunks"],
+)
+def test_a_step_that_computes_most_of_the_pool_stores_only_what_was_computed_before(
+    limits: dict[str, Any], has_disk: bool, depth: int
+) -> None:
+    """The worker stores before it computes."""
+    disk = Disk(random.Random(0), damaged=0.0)
+    server = TierServer(640, depth=depth, disk=disk if has_disk else None, **limits)
+    reqs = [one(number, prompt(1000 * number, 600)) for number in range(1, 5)]
+    again = [one(10 + number, prompt(1000 * number, 600)) for number in range(1, 5)]
+
+    for at_once in (reqs, again):  # an idle server would store all of it
+        for req in at_once:
+            server.scheduler.add(req)
+        server.run_all()
+
+    assert all(req.output_ids == truth(req.prompt_ids, req.seed, 4) for req in again)
+    assert server.tiers.metrics()["ram"]["hits_total"] >= 500
+    expected = {key: held for req in reqs for key, held in prefixes(req).items()}
+    assert {key: disk.blocks[key] for key in expected.keys() & disk.blocks.keys()}.items() <= expected.items()
+    assert len(expected.keys() & disk.blocks.keys()) >= (30 if has_disk else 0)
 
 
 def test_requests_of_another_salt_do_not_find_it() -> None:
