@@ -117,6 +117,7 @@ class RadixCache:
         self.referenced_tokens = 0  # so many of them are on the path of a locked node
         self._roots: dict[str, RadixNode] = {}  # roots with tokens or locks
         self._queue: list[tuple[int, int, RadixNode]] = []  # a heap of (used_at when queued, id, node)
+        self._num_dropped = 0  # nodes of the queue that were dropped
         self._now = 0
 
     @property
@@ -292,6 +293,7 @@ class RadixCache:
             queued_at, _, node = heapq.heappop(self._queue)
             node.is_queued = False
             if node.parent is None:  # dropped: roots are never queued
+                self._num_dropped -= 1
                 continue
             if queued_at == node.used_at and node.is_evictable:
                 return node
@@ -307,9 +309,19 @@ class RadixCache:
             parent = cast(RadixNode, leaf.parent)
             del parent.children[leaf.ids.item(0)]
             leaf.parent = None
+            if leaf.is_queued:
+                self._num_dropped += 1
+                self._remove_dropped()
             self._queue_if_evictable(parent)
         self.total_tokens -= len(slots)
         return slots
+
+    def _remove_dropped(self) -> None:
+        """Rebuild the queue once most of its nodes were dropped: without evictions nobody pops them. Amortised O(1)."""
+        if 2 * self._num_dropped > len(self._queue):
+            self._queue = [entry for entry in self._queue if entry[2].parent is not None]
+            heapq.heapify(self._queue)
+            self._num_dropped = 0
 
 
 def _check_lengths(ids: Ids, slots: Slots) -> None:

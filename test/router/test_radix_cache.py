@@ -418,6 +418,22 @@ def test_a_prefix_is_dropped_up_to_what_another_continues_or_references() -> Non
     assert cache.drop(match(cache, [1, 2])[0]).tolist() == []
 
 
+@pytest.mark.parametrize(("num_cached", "num_dropped"), [(0, 100), (100, 100_000)])
+def test_prompts_that_are_dropped_leave_nothing_in_the_queue_of_evictions(num_cached: int, num_dropped: int) -> None:
+    """Without evictions nobody would pop them."""
+    cache = RadixCache()
+    for number in range(num_cached):
+        insert(cache, [number], [number])
+    longest = 0
+    for number in range(num_dropped):
+        node, _ = insert(cache, [number, 1], [0, 1], salt="private")
+        cache.drop(node)
+        longest = max(longest, len(cache._queue))
+
+    assert longest <= 2 * num_cached + 2
+    assert cache.evict(num_cached).tolist() == list(range(num_cached))
+
+
 def test_an_evicted_node_is_refused() -> None:
     cache = RadixCache()
     node, _ = insert(cache, [1, 2], [10, 11])
@@ -619,6 +635,12 @@ class AgainstPrefixDict(RuleBasedStateMachine):
     @invariant()
     def locked_nodes_end_where_they_were_locked(self) -> None:
         assert [node.end for node in self.nodes] == [len(ids) for _, ids in self.model.locks]
+
+    @invariant()
+    def at_most_half_of_the_queue_was_dropped(self) -> None:
+        num_dropped = sum(node.parent is None for _, _, node in self.cache._queue)
+        assert num_dropped == self.cache._num_dropped
+        assert 2 * num_dropped <= len(self.cache._queue)
 
     def teardown(self) -> None:
         """All that must be there is there, and all of it can go."""
