@@ -282,6 +282,7 @@ class RouterManager:
             priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
+            is_private=not uses_cache,
             shares_prefix=shares_prefix,
             salt=lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,

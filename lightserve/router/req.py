@@ -56,6 +56,7 @@ class Req(ReqProgress):
     deadline_s: float | None = None  # the request fails at this time, whether it waits or runs
     salt: str = ""  # only requests of the same salt share cached prefixes
     keeps_kv_cached: bool = True  # if not, its KV is freed when it leaves the workers
+    is_private: bool = False  # its KV never leaves the KV pool
     shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
     lora_id: int | None = None  # its adapter
     is_internal: bool = False  # the router's own: no client waits for it
@@ -161,6 +162,11 @@ class Req(ReqProgress):
         if not self.shares_prefix:
             return True
         return self.params.sampling.prompt_logprobs is not None and not self.output_len
+
+    @property
+    def uses_tiers(self) -> bool:
+        """Whether its KV may be stored below the KV pool, and loaded from there."""
+        return self.keeps_kv_cached and not self.is_private
 
     @property
     def is_prefilling(self) -> bool:

@@ -22,6 +22,7 @@ from lightserve.io_struct import (
     GenerateReq,
     GenerationParams,
     GrammarSpec,
+    HostKvSize,
     KvLoaded,
     ParentPart,
     ReleaseParents,
@@ -41,6 +42,7 @@ from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
+from lightserve.utils.block_hash import block_keys
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.int_arrays import int32s, int64s
 from test.waiting import DEADLINE_S, until
@@ -749,6 +751,26 @@ def test_sequences_of_an_open_group_share_kv_without_the_cache_of_others(tmp_pat
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission is not None}
         assert cached == {1: 0, 2: 19, 3: 0}
+
+    check(scenario, tmp_path)
+
+
+def test_beams_that_opt_out_of_the_cache_are_stored_in_no_tier(tmp_path: Path) -> None:
+    """Another server has groups of the same numbers: it would find them in Redis."""
+
+    async def scenario(router: Router) -> None:
+        tiers = router.scheduler.use_tiers(HostKvSize(num_blocks=10, block_bytes=6400))
+        for req_id, use_cache in enumerate((False, True, True, True)):
+            scheduling = SchedulingParams(use_cache=use_cache)
+            beam = msgspec.structs.replace(request(req_id), prompt_ids=[50 + req_id] * 96, scheduling=scheduling)
+            router.send(msgspec.structs.replace(beam, group=9, is_group_open=True))
+            await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
+
+        def is_stored(token: int, salt: str) -> bool:
+            return block_keys(int32s([token] * 96), f" {salt}", [])[0] in tiers.stored.host
+
+        assert not is_stored(50, "group 9")
+        assert is_stored(51, "salt ")
 
     check(scenario, tmp_path)
 

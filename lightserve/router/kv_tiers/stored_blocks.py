@@ -68,7 +68,7 @@ class StoredBlocks:
     def add_req(self, req: Req, slots: Slots, begin: int, end: int) -> None:
         """The cache owns ``slots``, those of the request's first tokens; new are those from ``begin`` to ``end``."""
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
-        if req.keeps_kv_cached and last > first:
+        if req.uses_tiers and last > first:
             whole = slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS]
             self.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
 

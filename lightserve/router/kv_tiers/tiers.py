@@ -91,7 +91,7 @@ class KvTiers:
         self._notice_clear()
         load = self._waiting.get(req.req_id)
         if load is None:
-            if req.loads_checked == req.num_admissions or not req.keeps_kv_cached:
+            if req.loads_checked == req.num_admissions or not req.uses_tiers:
                 return False
             if self._waits_for_lower(req, now_s):
                 return True
