@@ -96,7 +96,8 @@ class LowerTiers:
     _fetching: dict[bytes, Wait] = field(default_factory=dict)  # by key
     _unsaved: dict[bytes, bool] = field(default_factory=dict)  # keys to write, in order; whether the pool has them too
     _saved: set[bytes] = field(default_factory=set)
-    _removed: list[bytes] = field(default_factory=list)  # keys to remove
+    _removed: set[bytes] = field(default_factory=set)  # keys to remove
+    _removing: set[bytes] = field(default_factory=set)  # keys that the flush in flight removes
     _discarded: set[bytes] = field(default_factory=set)  # keys that are being fetched, and may be wrong
     _is_flushing: bool = False
     _epoch: int = 0
@@ -106,7 +107,7 @@ class LowerTiers:
         self.tiers = [Tier(name, LoadGate(per_token, self.computing)) for name in self.names]
 
     def clear(self) -> None:
-        """The workers are lost, and host memory with them. What was written is still there."""
+        """The workers are lost, and host memory with them. What was written is still there, also what was to go."""
         self._epoch += 1
         self.client = None
         self.last_store = 0
@@ -115,8 +116,14 @@ class LowerTiers:
         self._fetching.clear()
         self._unsaved.clear()
         self._discarded.clear()
+        self._removed |= self._removing  # nobody knows whether the workers did it
+        self._removing = set()
         for tier in self.tiers:
             tier.queued = 0
+
+    def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
+        self.client, self.wake = client, wake
+        self._flush_next()
 
     def must_wait(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> bool:
         """Whether a request waits for a lookup or a fetch of its ``missing`` blocks, which may begin now."""
@@ -151,12 +158,17 @@ class LowerTiers:
         found = reply.result()
         if epoch != self._epoch or found is None or self.client is None:
             return
+        found = found[: sum(1 for _ in itertools.takewhile(self._is_trusted, keys))]
         wanted = list(itertools.takewhile(self._is_missing, keys[: len(found)]))
         count = next((i for i, store in enumerate(found) if store != found[0]), len(found))
         is_fetched = bool(wanted) and wait.is_pending and self._start_fetch(wait, found[0], wanted[:count])
         if not is_fetched:
             wait.is_pending, wait.is_over = False, not found or bool(wanted)  # if not, another request fetches them
             self.wake()
+
+    def _is_trusted(self, key: bytes) -> bool:
+        """If not, what is there may be wrong."""
+        return key not in self._removed and key not in self._removing
 
     def _is_missing(self, key: bytes) -> bool:
         return key not in self.host and key not in self._fetching
@@ -219,7 +231,7 @@ class LowerTiers:
             self._unsaved.pop(key, None)
             if key in self._fetching:
                 self._discarded.add(key)
-        self._removed += keys
+        self._removed.update(keys)
         self._flush_next()
 
     def _flush_next(self) -> None:
@@ -232,8 +244,8 @@ class LowerTiers:
             if not keys and not self._removed:
                 continue
             self._is_flushing = True
-            command = KvFlush(self.last_store, keys, self.host.pin(keys), self._removed)
-            self._removed = []
+            self._removing, self._removed = self._removed, set()
+            command = KvFlush(self.last_store, keys, self.host.pin(keys), list(self._removing))
             reply = self.client.flush(command)
             reply.add_done_callback(partial(self._on_flushed, self._epoch, command, are_in_pool))
             return
@@ -245,6 +257,7 @@ class LowerTiers:
         if epoch != self._epoch or flushed is None:
             return
         self._is_flushing = False
+        self._removing = set()
         self.host.unpin(command.blocks)
         for key in command.keys:
             if key in self._removed:  # discarded meanwhile

@@ -69,7 +69,7 @@ class KvTiers:
     def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
         """The workers that copy to and from lower tiers. ``wake``: something has changed for waiting requests."""
         if self.lower is not None:
-            self.lower.client, self.lower.wake = client, wake
+            self.lower.connect(client, wake)
 
     @property
     def is_loading(self) -> bool:

@@ -294,21 +294,26 @@ def test_a_request_whose_load_is_late_computes() -> None:
     assert server.tiers.metrics()["ram"]["late_total"] == 1
 
 
+def fail_while_it_is_computed(server: TierServer, req: Req) -> None:
+    """Its logits are not finite. All its blocks are to be removed."""
+    server.scheduler.add(req)
+    while not req.in_flight:
+        while server.has_replies:
+            server.resolve()
+        if server.worker.loads:
+            server.finish_load()
+        step = server.scheduler.next_step()
+        if step is not None:
+            server.worker.run(step)
+            server.scheduler.complete_step()
+    server.scheduler.fail(ReqFailed(req.req_id, 500, "not finite"))
+
+
 def test_kv_that_may_not_be_finite_is_not_loaded() -> None:
     server = TierServer()
     server.serve([one(0, prompt(1000)), one(1, prompt(2000)), one(2, prompt(3000))])
-    failing = one(3, prompt(1000))
-    server.scheduler.add(failing)
-    server.step()
-    server.tiers.finish(server.worker.load(), LOAD)
-    while not failing.in_flight:
-        step = server.scheduler.next_step()
-        assert step is not None
-        server.worker.run(step)
-        if not failing.in_flight:
-            server.scheduler.complete_step()
 
-    server.scheduler.fail(ReqFailed(3, 500, "not finite"))
+    fail_while_it_is_computed(server, one(3, prompt(1000)))
 
     again = one(4, prompt(1000))
     server.scheduler.add(again)
@@ -343,6 +348,35 @@ def test_a_new_server_finds_what_another_one_wrote_when_it_was_idle() -> None:
     assert again.cached_len == 256
     assert again.output_ids == truth(prompt(1000), 0, 4)
     assert server.tiers.metrics()["disk"]["hits_total"] == 256
+
+
+def test_workers_that_die_while_they_remove_blocks_are_replaced_by_ones_that_do() -> None:
+    disk = Disk(random.Random(0), damaged=0.0)
+    server = TierServer(disk=disk, depth=2)
+    server.serve([one(0, prompt(1000))])
+    assert len(disk.blocks) == 4
+    fail_while_it_is_computed(server, one(1, prompt(1000)))
+    assert server.has_replies, "the removal is in flight"
+
+    server.crash()
+    server.run_all()
+
+    assert not disk.blocks
+
+
+def test_a_block_that_is_to_be_removed_is_not_read_before() -> None:
+    disk = Disk(random.Random(0), damaged=0.0)
+    TierServer(disk=disk).serve([one(0, prompt(1000))])
+    server = TierServer(disk=disk)
+    fail_while_it_is_computed(server, one(1, prompt(1000)))
+    removal = server.client.replies.popleft()
+    again = one(2, prompt(1000))
+
+    server.serve([again])
+
+    assert again.cached_len == 0
+    assert again.output_ids == truth(prompt(1000), 0, 4)
+    removal.resolve()
 
 
 def test_damaged_blocks_are_computed() -> None:
