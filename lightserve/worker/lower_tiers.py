@@ -94,8 +94,8 @@ def make_lower_tiers(
     identity = identity_of(layout, BLOCK_TOKENS, config.tp, config.pp, rank)
     stores: list[BlockStore] = []
     if config.kv_disk_gb and config.kv_disk_dir is not None:
-        share = int(config.kv_disk_gb * 2**30 / config.num_ranks / num_engines)
-        stores.append(DiskStore(Path(config.kv_disk_dir), f"ranks{config.num_ranks}.{rank}", share, identity))
+        share, group = int(config.kv_disk_gb * 2**30 / config.num_ranks), f"ranks{config.num_ranks}.{rank}"
+        stores.append(DiskStore(Path(config.kv_disk_dir), group, share, identity, num_engines))
     if config.kv_remote is not None:
         stores.append(RedisStore(config.kv_remote, identity))
     return LowerTiers(host, stores)

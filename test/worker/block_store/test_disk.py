@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lightserve.errors import ServerError
-from lightserve.worker.block_store.disk import SUFFIX, DiskStore
+from lightserve.worker.block_store.disk import SUFFIX, DiskStore, StoredFile
 from lightserve.worker.block_store.frame import HEADER_BYTES, BlockError, identity_of
 
 SIZE = 3000
@@ -25,8 +25,10 @@ def content(number: int) -> memoryview:
     return memoryview(bytearray(random.Random(number).randbytes(SIZE)))
 
 
-def make(folder: Path, blocks: int = 100, identity: bytes = IDENTITY, group: str = "ranks1.0") -> DiskStore:
-    return DiskStore(folder, group, blocks * (SIZE + HEADER_BYTES), identity)
+def make(
+    folder: Path, blocks: int = 100, identity: bytes = IDENTITY, group: str = "ranks1.0", num_engines: int = 1
+) -> DiskStore:
+    return DiskStore(folder, group, blocks * (SIZE + HEADER_BYTES), identity, num_engines)
 
 
 def read(store: DiskStore, number: int) -> bytes:
@@ -166,6 +168,75 @@ def test_the_least_recently_used_file_makes_room(tmp_path: Path) -> None:
 
     assert [store.contains(key(number)) for number in (1, 2, 3, 4)] == [True, False, True, True]
     assert len(files(tmp_path)) == 3
+
+
+def engines(folder: Path, blocks: int, count: int) -> list[DiskStore]:
+    """Of a server with --dp."""
+    return [make(folder, blocks, num_engines=count) for _ in range(count)]
+
+
+def test_engines_that_share_a_folder_lose_no_block_at_a_restart(tmp_path: Path) -> None:
+    for number, store in enumerate(10 * engines(tmp_path, 20, 2)):
+        store.put(key(number), content(number))
+
+    again = engines(tmp_path, 20, 2)
+
+    assert len(files(tmp_path)) == 20
+    assert all(all(store.find([key(number) for number in range(20)])) for store in again)
+    assert sum(store.used_bytes for store in again) == 20 * (SIZE + HEADER_BYTES)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_engines_that_share_a_folder_fill_it_and_stay_within_its_size(tmp_path: Path, count: int) -> None:
+    stores, rng = engines(tmp_path, 60, count), random.Random(0)
+    for number in range(200):
+        rng.choice(stores).put(key(number), content(number))
+        assert min(number + 1, 50) <= len(files(tmp_path)) <= 60
+
+    stores[0].put(key(1000), content(1000))
+    stores[-1].put(key(1000), content(1000))
+    assert stores[-1].contains(key(199)), "the newest stay"
+    assert not stores[0].contains(key(0))
+
+
+def test_what_another_server_removes_makes_room(tmp_path: Path) -> None:
+    """With the same folder."""
+    one, other = make(tmp_path, 20), make(tmp_path, 20)
+    for number in range(15):
+        one.put(key(number), content(number))
+    for number in range(15):
+        other.remove(key(number))
+    assert not any(one.find([key(number) for number in range(15)]))
+
+    for number in range(20, 40):
+        one.put(key(number), content(number))
+
+    assert len(files(tmp_path)) >= 18
+
+
+def test_two_servers_keep_one_folder_near_its_size(tmp_path: Path) -> None:
+    """Each of them writes a twentieth before it sees what the other one has written."""
+    stores = [make(tmp_path, 60) for _ in range(2)]
+    for number in range(400):
+        stores[number % 2].put(key(number), content(number))
+        assert len(files(tmp_path)) <= 60 + 3
+
+
+def test_a_folder_is_listed_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing looks at all files."""
+    store, listings = make(tmp_path, 100), 0
+    list_files = DiskStore._files
+
+    def counted(store: DiskStore) -> Iterator[StoredFile]:
+        nonlocal listings
+        listings += 1
+        return list_files(store)
+
+    monkeypatch.setattr(DiskStore, "_files", counted)
+    for number in range(500):
+        store.put(key(number), content(number))
+
+    assert listings <= 500 // 5 + 1
 
 
 def test_a_smaller_size_after_a_restart_removes_the_oldest_files_also_of_other_models(tmp_path: Path) -> None:
