@@ -1019,6 +1019,21 @@ class HostKvSize(msgspec.Struct, frozen=True):
     lower_tiers: tuple[str, ...] = ()  # below it
 
 
+class KvIdentity(msgspec.Struct, frozen=True):
+    """What keys and values depend on, besides weights, tokens, salt and adapter, and how they lie in memory.
+
+    Engines send each other KV, and find what others have stored, only if all of it is the same.
+    """
+
+    tp: int
+    pp: int
+    version: str  # of LightServe: of its kernels, and of the format of a block
+    model: str  # digest of the configuration of the model, and of the angles of positions that --max_req_total_len sets
+    computed: str  # "in bfloat16 (KV in int8) on cuda"
+    layout: str  # digest of the heads, sizes and data types of all layers of a rank
+    is_deterministic: bool = False
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
@@ -1035,6 +1050,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     pooling: PoolingLimits | None = None  # None: the model generates text
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
     host_kv: HostKvSize | None = None  # None: evicted KV is not kept in host memory
+    kv_identity: KvIdentity | None = None  # None: it computes no KV
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):
@@ -1107,7 +1123,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 7  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 8  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -125,7 +125,7 @@ class RemoteEngines:
                 f"its epoch {hello.epoch} is over; the last one was {self._last_epochs[hello.engine_id]}"
             )
         if self._first is not None and (found := difference(self._first, hello)):
-            raise LinkLostError(f"{found}; start it as the first engine that joined")
+            raise LinkLostError(f"{found}; start it with the flags of the first engine that joined")
 
 
 def difference(first: EngineHello, other: EngineHello) -> str | None:
@@ -133,6 +133,9 @@ def difference(first: EngineHello, other: EngineHello) -> str | None:
     if other.weights_digest != first.weights_digest:
         found = f"it has other weights ({other.weights_digest}) than the engine before ({first.weights_digest})"
         return f"{found}, or other values of --data_type, --kv_dtype, --quantization or --merge_lora"
+    kv, first_kv = other.ready.kv_identity, first.ready.kv_identity
+    if kv is not None and first_kv is not None and kv.model != first_kv.model:
+        return "its positions have other angles than those of the engine before (--max_req_total_len)"
     if other.ready.max_req_total_len < first.ready.max_req_total_len:
         lengths = other.ready.max_req_total_len, first.ready.max_req_total_len
         return "its longest request has {:,} tokens, that of the engine before {:,} (--max_req_total_len)".format(

@@ -58,6 +58,16 @@ class RopeConfig:
         """How many numbers of a head rotate."""
         return int(head_dim * self.partial_rotary_factor)
 
+    def factors(self, max_len: int) -> tuple[float, ...]:
+        """longrope: of every frequency. Requests longer than the trained length need the long factors.
+
+        The server's longest request decides for all of them, because a cached key must not depend on a request's
+        length. No other rope type depends on it.
+        """
+        if self.rope_type != "longrope":
+            return ()
+        return self.long_factor if max_len > self.original_max_position else self.short_factor
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], layer_type: str = FULL_ATTENTION) -> RopeConfig:
         """Of the layers of ``layer_type``, if config.json has several kinds."""

@@ -7,12 +7,14 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 
-from lightserve.cluster.tcp.digest import model_digest, weights_digest
+import msgspec
+
+from lightserve.cluster.tcp.digest import weights_digest
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady
+from lightserve.model_files.lora.paths import adapter_files
 from lightserve.model_files.source import resolve
 
 READ_BYTES = 1 << 22
@@ -32,14 +34,11 @@ def _identity(config: ServerConfig, engine: EngineReady) -> str:
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto")
     files = [] if worker.load_format == "dummy" else source.weight_files()
     if worker.merge_lora is not None:
-        files = [*files, *sorted(Path(worker.merge_lora).glob("*.safetensors"))]
+        files = [*files, *adapter_files(Path(worker.merge_lora))]
     cache = None if worker.kv_disk_dir is None else Path(worker.kv_disk_dir) / CACHE
     parts = {
-        "version": version("lightserve"),  # of the kernels
-        "model": model_digest(source),
+        "computed": msgspec.to_builtins(engine.kv_identity),
         "options": weights_digest(source, config),
-        "computed": engine.dtype_and_device,
-        "deterministic": worker.deterministic,
         "weights": file_hashes(files, cache),
     }
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).hexdigest()

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightserve.common.kv.layout import KvLayout
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvIdentity, KvLookup
 from lightserve.utils.logger import init_logger
 from lightserve.worker.block_store.base import BlockStore
 from lightserve.worker.block_store.disk import DiskStore
-from lightserve.worker.block_store.frame import BlockError, identity_of
+from lightserve.worker.block_store.frame import BlockError
 from lightserve.worker.block_store.redis import RedisStore
 from lightserve.worker.host_tier import HostTier
+from lightserve.worker.kv_identity import rank_identity
 
 logger = init_logger(__name__)
 
@@ -86,12 +85,12 @@ class LowerTiers:
 
 
 def make_lower_tiers(
-    config: WorkerConfig, host: HostTier | None, layout: KvLayout, rank: int, num_engines: int
+    config: WorkerConfig, host: HostTier | None, kv_identity: KvIdentity, rank: int, num_engines: int
 ) -> LowerTiers | None:
-    """None without a tier below host memory. What computes the KV is part of the router's keys."""
+    """None without a tier below host memory. The weights are part of the router's keys."""
     if host is None or not config.lower_tiers:
         return None
-    identity = identity_of(layout, BLOCK_TOKENS, config.tp, config.pp, rank)
+    identity = rank_identity(kv_identity, rank)
     stores: list[BlockStore] = []
     if config.kv_disk_gb and config.kv_disk_dir is not None:
         share, group = int(config.kv_disk_gb * 2**30 / config.num_ranks), f"ranks{config.num_ranks}.{rank}"

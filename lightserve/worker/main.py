@@ -49,7 +49,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_host_tier(config, child_config.config.cluster.dp)
             if child_config.role != "normal":
-                worker.add_kv_split(config, _split_args(child_config))
+                worker.add_kv_split(_split_args(child_config))
         link = worker.model.hidden_state_link
         run_profile = _profiler(child_config, lambda: link.received_s)
         with _phase(launcher, "warm up"):
@@ -70,6 +70,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
             lora_slots=config.num_loras,
             host_kv=worker.host_kv,
+            kv_identity=worker.kv_identity,
         )
     )
     load_lora = None if worker.loras is None else worker.loras.load

@@ -30,12 +30,11 @@ from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.progress import Progress
-from lightserve.worker.block_store.frame import identity_of
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.host_tier import HostTier, make_host_tier
 from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.kv_identity import make_kv_identity, rank_identity
 from lightserve.worker.kv_pools import kept_tokens
 from lightserve.worker.kv_size import kv_size
 from lightserve.worker.kv_split import KvSplit, KvSplitArgs, make_kv_split
@@ -80,8 +79,10 @@ class ModelWorker:
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        self.dtype_and_device = f"{self._computed_how(dtype)} on {self._platform.name}{ranks}"
+        computed = f"{self._computed_how(dtype)} on {self._platform.name}"
+        self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
+        self.kv_identity = make_kv_identity(config, self.model, computed)
         self._batch = InferBatch(
             self.model.req_manager,
             self.model.mem_manager.padding_slot,
@@ -108,15 +109,14 @@ class ModelWorker:
         with explain_out_of_memory("lower kv_ram_gb"):
             self.host_tier = make_host_tier(config, self.model.mem_manager, self._platform, self._parallel, num_engines)
 
-        layout, rank = self.model.mem_manager.layout, self._parallel.pp.rank * config.tp + self._parallel.tp.rank
-        self.lower_tiers = make_lower_tiers(config, self.host_tier, layout, rank, num_engines)
+        rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
+        self.lower_tiers = make_lower_tiers(config, self.host_tier, self.kv_identity, rank, num_engines)
 
-    def add_kv_split(self, config: WorkerConfig, args: KvSplitArgs) -> None:
+    def add_kv_split(self, args: KvSplitArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise ServerError("role: this model does not generate text; leave it out")
-        parts = self.model.mem_manager.layout, BLOCK_TOKENS, config.tp, config.pp, args.rank, self.dtype_and_device
-        identity = identity_of(*parts, sorted(self.model_config.hf.items(), key=str))
+        identity = rank_identity(self.kv_identity, args.rank)
         self.kv_split = make_kv_split(args, self.model.mem_manager, self._platform, identity)
 
     @property

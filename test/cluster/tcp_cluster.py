@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
 from lightserve.cluster.tcp.engine_server import EngineServer
 from lightserve.cluster.tcp.engines_file import EnginesFile
 from lightserve.cluster.tcp.keys import EngineKeys, GatewayKeys, generate, read_engine_keys, read_gateway_keys
 from lightserve.config import RouterConfig
-from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady
+from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady, KvIdentity
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.logger import init_logger
 from test.cluster.local_cluster import POOL, LocalCluster, LocalEngine, SeededModel
@@ -49,9 +51,14 @@ def takes_connections(url: str) -> bool:
     return True
 
 
+def ready_of(**kv: Any) -> EngineReady:
+    identity = KvIdentity(tp=1, pp=1, version="1", model="a model", computed="in float32", layout="a layout")
+    return EngineReady(POOL, POOL, 32_000, 1, kv_identity=msgspec.structs.replace(identity, **kv))
+
+
 def hello_of(name: str, epoch: int, **changes: Any) -> EngineHello:
     values = {"protocol": LINK_PROTOCOL, "model_digest": DIGEST, "weights_digest": "weights"}
-    ready = EngineReady(POOL, POOL, 32_000, 1)
+    ready = ready_of()
     return EngineHello(**{"engine_id": name, "epoch": epoch, "ready": ready} | values | changes)  # type: ignore[arg-type]
 
 

@@ -45,6 +45,21 @@ def test_another_config_or_tokenizer_has_another_digest(folder: Path) -> None:
     assert len(found) == 3
 
 
+def test_any_file_of_a_merged_adapter_changes_the_digest(folder: Path, tmp_path: Path) -> None:
+    """Its config has the scale of what is added to the weights."""
+    source = resolve(str(folder), needs_weights=False)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = parse_server([str(folder), "--load_format=dummy", f"--merge_lora={adapter}"])
+    found = set()
+    for alpha, weights in ((8, b"a"), (16, b"a"), (16, b"b")):
+        (adapter / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        found.add(weights_digest(source, config))
+
+    assert len(found) == 3
+
+
 def test_other_weights_or_options_have_another_digest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = resolve(str(folder), needs_weights=False)
     weights = folder / "model.safetensors"

@@ -52,7 +52,7 @@ from lightserve.io_struct import (
 from lightserve.utils.channel import make_decoder
 from lightserve.utils.codec import encode
 from test.cluster.local_cluster import POOL, LocalCluster
-from test.cluster.tcp_cluster import DIGEST, TcpCluster, hello_of, tcp_cluster
+from test.cluster.tcp_cluster import DIGEST, TcpCluster, hello_of, ready_of, tcp_cluster
 from test.cluster.test_dispatcher import LONG, tokens
 from test.waiting import until
 
@@ -96,7 +96,7 @@ def test_engines_join_whenever_they_start_and_requests_move_when_one_dies(tmp_pa
         gateway.send(0, [5] * 200, 200, seed=1)
         cluster.start(1)
         await gateway.until(lambda: len(gateway.tokens[0]) > 3)
-        assert cluster.ready == [EngineReady(POOL, POOL, 32_000, 1)]
+        assert cluster.ready == [ready_of()]
         cluster.start(0)
         await until(lambda: num_engines(gateway) == 2)
         gateway.send(1, [6], 200)
@@ -310,6 +310,7 @@ def test_a_gateway_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({"weights_digest": "others"}, "it has other weights (others) than the engine before (weights)"),
         ({"ready": EngineReady(POOL, POOL // 2, 32_000, 1)}, "its longest request has 2,048 tokens"),
+        ({"ready": ready_of(model="with long factors")}, "its positions have other angles"),
         ({"ready": EngineReady(POOL, POOL, 100, 1)}, "its vocab_size is 100, that of the engine before 32000"),
         ({"engine_id": "engine-0"}, "it is the same engine as"),
         ({"protocol": 99}, "it accepted a gateway with another protocol or model"),

@@ -1,9 +1,32 @@
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
-from lightserve.router.kv_identity import CACHE, file_hashes
+import msgspec
+import pytest
+
+from lightserve.io_struct import EngineReady, HostKvSize, KvIdentity
+from lightserve.router.kv_identity import CACHE, file_hashes, kv_identity
+from lightserve.server.args import parse_server
+from test.server.launcher_process import tiny_model
+
+KV = KvIdentity(1, 1, "0.1.0", "a model", "in bfloat16 on cuda", "a layout")
+
+
+@pytest.mark.parametrize("field", KvIdentity.__struct_fields__)
+def test_stored_kv_has_the_identity_of_what_the_workers_compute(tmp_path: Path, field: str) -> None:
+    config = parse_server([str(tiny_model(tmp_path)), "--load_format=dummy"])
+
+    def identity(kv: KvIdentity) -> str:
+        ready = EngineReady(1000, 1000, 1000, 1, host_kv=HostKvSize(1, 64, ("disk",)), kv_identity=kv)
+        return asyncio.run(kv_identity(config, ready))
+
+    other = {int: 2, str: "another", bool: True}[type(getattr(KV, field))]
+
+    assert identity(KV) == identity(KV)
+    assert identity(msgspec.structs.replace(KV, **{field: other})) != identity(KV)
 
 
 def test_any_changed_byte_of_the_weights_changes_the_hash(tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ from hashlib import blake2b
 from pathlib import Path
 
 from lightserve.config import ServerConfig
+from lightserve.model_files.config_digest import config_digest
+from lightserve.model_files.lora.paths import adapter_files
 from lightserve.model_files.source import ModelSource
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")
-UNIMPORTANT = ("_name_or_path", "transformers_version")  # keys of config.json that say where it comes from
 SAMPLE_BYTES = 1 << 20  # of each end of a file of weights: to read all of it takes as long as to load it
 NUMERIC_OPTIONS = ("load_format", "data_type", "kv_dtype", "quantization", "model_type")
 
 
 def model_digest(source: ModelSource) -> str:
     """Of config and tokenizer."""
-    config = {key: value for key, value in source.hf_config().items() if key not in UNIMPORTANT}
-    digest = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
+    digest = blake2b(config_digest(source.hf_config()).encode(), digest_size=8)
     if source.path.is_file():  # GGUF: the tokenizer is in the same file
         digest.update(_sample(source.path))
     for name in TOKENIZER_FILES:
@@ -40,7 +40,7 @@ def weights_digest(source: ModelSource, config: ServerConfig) -> str:
     if worker.quantization_config is not None:
         files = [*files, Path(worker.quantization_config)]
     if worker.merge_lora is not None:
-        files = [*files, *sorted(Path(worker.merge_lora).glob("*.safetensors"))]
+        files = [*files, *adapter_files(Path(worker.merge_lora))]
     for path in files:
         digest.update(path.name.encode() + _sample(path))
     return digest.hexdigest()

@@ -98,12 +98,8 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def _longrope_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
-    """Each frequency has its own factor. Requests longer than the trained length need the long factors.
-
-    The server's longest request decides for all of them, because a cached key must not depend on a request's length.
-    """
-    factors = rope.long_factor if max_len > rope.original_max_position else rope.short_factor
-    return _default_frequencies(rope, dim) / torch.tensor(factors)
+    """Each frequency has its own factor."""
+    return _default_frequencies(rope, dim) / torch.tensor(rope.factors(max_len))
 
 
 def _longrope_attention_factor(rope: RopeConfig) -> float:

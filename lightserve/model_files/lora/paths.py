@@ -20,12 +20,17 @@ class FileVersion(NamedTuple):
     modified_ns: int
 
 
+def adapter_files(folder: Path) -> list[Path]:
+    """All that an adapter depends on."""
+    return [folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+
+
 def folder_below(root: str, given: str) -> Path:
     """The folder ``given`` of an adapter, which must be below ``root``, with all of its files. Links are resolved."""
     try:
         base = Path(root).resolve()
         folder = (base / given).resolve()
-        files = [(folder / name).resolve() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        files = [path.resolve() for path in adapter_files(folder)]
     except (OSError, ValueError, RuntimeError) as error:
         raise AdapterError(f"{given[:MAX_NAME]!r} is not a folder below {root} (--lora_dir)") from error
     is_below = folder != base and all(path.is_relative_to(base) for path in (folder, *files))
