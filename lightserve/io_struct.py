@@ -1144,6 +1144,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag=True):
     weights_digest: str  # all engines of a gateway must compute with the same weights
     ready: EngineReady
     role: str = "normal"  # --role
+    kv_transport: str = ""  # how it sends and receives KV: --kv_transport and --cluster_tls
 
 
 class LinkRefused(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from lightserve.cluster.open_request import OpenRequest, open_request
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.prefill_jobs import PrefillJobs
 from lightserve.cluster.queries import ClusterQueries
+from lightserve.cluster.split import SAME_SERVER, KvExchange
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     AbortByRequestId,
@@ -90,11 +91,11 @@ class Dispatcher:
             self._tasks.create_task(self._send_heartbeats())
             self._tasks.create_task(self._watch())
 
-    def join(self, number: int, link: EngineLink, role: str = "normal") -> None:
+    def join(self, number: int, link: EngineLink, role: str = "normal", kv_exchange: KvExchange = SAME_SERVER) -> None:
         """The router of an engine is ready."""
         if self._tasks is None:
             raise RuntimeError("an engine joined before the dispatcher ran")
-        engine = self._placement.join(number, link, role)
+        engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
         self._place_all()
 

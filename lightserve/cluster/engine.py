@@ -9,15 +9,23 @@ from lightserve.cluster.link import EngineLink
 from lightserve.cluster.measured_load import MeasuredLoad, SharedRates
 from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.routing import EngineLoad
-from lightserve.cluster.split import rest_tokens
+from lightserve.cluster.split import SAME_SERVER, KvExchange, rest_tokens
 from lightserve.io_struct import RouterStats, TokenIdOut
 
 
 class Engine:
-    def __init__(self, number: int, link: EngineLink, rates: SharedRates, role: str = "normal") -> None:
+    def __init__(
+        self,
+        number: int,
+        link: EngineLink,
+        rates: SharedRates,
+        role: str = "normal",
+        kv_exchange: KvExchange = SAME_SERVER,
+    ) -> None:
         self.number = number
         self.link = link
         self.role = role
+        self.kv_exchange = kv_exchange
         self.requests: dict[int, OpenRequest] = {}
         self.stats: RouterStats | None = None
         self.has_workers = True

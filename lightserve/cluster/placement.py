@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -13,8 +14,20 @@ from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import Policy, RoutedRequest
-from lightserve.cluster.split import APART_S, choose_prefill, for_generation, for_prefill, relieves, timeout_s
+from lightserve.cluster.split import (
+    APART_S,
+    SAME_SERVER,
+    KvExchange,
+    choose_prefill,
+    for_generation,
+    for_prefill,
+    relieves,
+    timeout_s,
+)
 from lightserve.io_struct import KvTicket
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
 
 
 class Placement:
@@ -33,12 +46,29 @@ class Placement:
         """The engines whose router runs."""
         return iter(self._engines.values())
 
-    def join(self, number: int, link: EngineLink, role: str = "normal") -> Engine:
+    def join(
+        self, number: int, link: EngineLink, role: str = "normal", kv_exchange: KvExchange = SAME_SERVER
+    ) -> Engine:
         self.index.add_engine(number)
         self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
-        engine = self._engines[number] = Engine(number, link, self._rates, role)
+        engine = self._engines[number] = Engine(number, link, self._rates, role, kv_exchange)
         self._engines = dict(sorted(self._engines.items()))
+        self._log_unequal(engine)
         return engine
+
+    def _log_unequal(self, joined: Engine) -> None:
+        """Once: pairs of engines with roles that exchange no KV."""
+        for decode, prefill in itertools.permutations(self._engines.values(), 2):
+            if joined in (decode, prefill) and decode.role == "decode" and for_prefill([prefill]):
+                found = decode.kv_exchange.difference(prefill.kv_exchange)
+                if found is not None:
+                    logger.warning(
+                        "engine %d (decode) gets no KV from engine %d (%s), and computes prompts itself: %s",
+                        decode.number,
+                        prefill.number,
+                        prefill.role,
+                        found,
+                    )
 
     def leave(self, number: int) -> Engine | None:
         """The router of an engine died. Its requests are still in ``requests`` of the engine that is returned."""
@@ -89,6 +119,7 @@ class Placement:
             for one in for_prefill(self.accepting())
             if one is not decode
             and one.number not in req.leaving
+            and one.kv_exchange == decode.kv_exchange
             and self._apart_until_s.get((decode.number, one.number), now_s) <= now_s
         ]
         routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightserve.cluster.dispatcher import Dispatcher
+from lightserve.cluster.split import KvExchange
 from lightserve.cluster.tcp.curve import SeldomLog
 from lightserve.cluster.tcp.engines_file import EnginesFile
 from lightserve.cluster.tcp.gateway_link import GatewayLink, LinkLostError
@@ -105,7 +106,8 @@ class RemoteEngines:
             self._check(hello)
             self._last_epochs[hello.engine_id] = hello.epoch
             self._connected[number] = hello
-            self._dispatcher.join(number, link, hello.role)
+            kv_exchange = KvExchange(hello.ready.kv_identity, hello.kv_transport)
+            self._dispatcher.join(number, link, hello.role, kv_exchange)
             logger.info("engine %d (%s) joined", number, address)
             if self._first is None:
                 self._first = hello

@@ -9,9 +9,12 @@ are long, the decode engine relieves them: it computes the prompt itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
+
+from msgspec.structs import asdict
 
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
+from lightserve.io_struct import KvIdentity
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_TIMEOUT_S = 10.0  # of a ticket: death and silence of engines are noticed earlier by other means
@@ -25,6 +28,27 @@ APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the 
 # and 13, 5.5 and 42.
 PATIENCE_S = 0.5
 MAX_DELAYED = 2
+KV_FIELDS = {"tp": "--tp", "pp": "--pp", "is_deterministic": "--deterministic"}  # names of KvIdentity's in a log
+
+
+class KvExchange(NamedTuple):
+    """What engines must have in common to send each other KV."""
+
+    identity: KvIdentity | None
+    transport: str
+
+    def difference(self, other: KvExchange) -> str | None:
+        """The first one, in words; None: they can."""
+        both = [{"--kv_transport": one.transport} | _named(one.identity) for one in (self, other)]
+        name = next((name for name in both[0] | both[1] if both[0].get(name) != both[1].get(name)), None)
+        return None if name is None else f"{name} is {both[0].get(name)} and {both[1].get(name)}"
+
+
+SAME_SERVER = KvExchange(None, "")  # engines of one server have the same flags
+
+
+def _named(identity: KvIdentity | None) -> dict[str, object]:
+    return {} if identity is None else {KV_FIELDS.get(name, name): value for name, value in asdict(identity).items()}
 
 
 class HasRole(Protocol):

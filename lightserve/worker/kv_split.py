@@ -92,9 +92,21 @@ class KvSender:
         self._mover = mover
         self._rank = rank
 
-    @torch.inference_mode()
     def push(self, command: KvPush) -> None:
-        """Send blocks that the steps so far compute. If the network is slower than the steps, this waits for it."""
+        """Send blocks that the steps so far compute. If the network is slower than the steps, this waits for it.
+
+        What cannot be sent is lost, and the other engine computes it: no step may fail because of another engine.
+        """
+        if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
+            logger.warning("the KV of a prompt is not sent: rank %d has no peer in the other engine", self._rank)
+            return
+        try:
+            self._push(command)
+        except RuntimeError as error:  # of the device
+            logger.warning("the KV of a prompt is not sent: %s", error)
+
+    @torch.inference_mode()
+    def _push(self, command: KvPush) -> None:
         slots = _by_block(command.slots, self._device)
         most = frame_blocks(self._staging.kv.block_bytes)
         for begin in range(0, len(slots), most):
@@ -103,7 +115,11 @@ class KvSender:
             if blocks is None:
                 logger.warning("the KV of a prompt is not sent: the network took longer than %g s", STAGE_WAIT_S)
                 return
-            wait = self._copies.down([self._staging.kv[block] for block in blocks], partial(self._gather, part))
+            try:
+                wait = self._copies.down([self._staging.kv[block] for block in blocks], partial(self._gather, part))
+            except RuntimeError:
+                self._staging.give_back(blocks)
+                raise
             frame = Frame(command.ticket, command.first + begin, len(part))
             done = partial(self._staging.give_back, blocks)
             self._mover.push(command.addresses[self._rank], Outgoing(frame, self._staging.data(blocks), wait, done))

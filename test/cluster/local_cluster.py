@@ -11,6 +11,7 @@ from typing import Any
 from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.routing import make_policy
+from lightserve.cluster.split import SAME_SERVER, KvExchange
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     BatchTokenIdOut,
@@ -168,6 +169,7 @@ class LocalCluster:
     ) -> None:
         self.roles = roles or ("normal",) * num_engines
         self.network: dict[str, FakeInbox] = {}
+        self.kv_exchanges: dict[int, KvExchange] = {}  # of engines that differ from the others
         self.inbox, self._from_dispatcher = Channel(ToRouter), Channel(ToDetokenization)
         self.placement = Placement(make_policy(policy), MIN_SPLIT_TOKENS)
         inbox: Any = self.inbox
@@ -189,7 +191,8 @@ class LocalCluster:
     def start(self, number: int) -> LocalEngine:
         role = self.roles[number]
         engine = self.engines[number] = LocalEngine(self._config, self._model(number), self._pool, role)
-        self.dispatcher.join(number, Link(engine.to_engine, engine.from_engine), role)
+        exchange = self.kv_exchanges.get(number, SAME_SERVER)
+        self.dispatcher.join(number, Link(engine.to_engine, engine.from_engine), role, exchange)
         return engine
 
     def _model(self, number: int) -> SeededModel:

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace as replace_struct
 
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.cluster.split import (
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
+    SAME_SERVER,
+    KvExchange,
     choose_prefill,
     for_generation,
     for_prefill,
@@ -20,7 +23,7 @@ from lightserve.cluster.split import (
     rest_tokens,
     timeout_s,
 )
-from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, SchedulingParams
+from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, KvIdentity, SchedulingParams
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
 from test.cluster.test_dispatcher import LONG, break_something, check, tokens
@@ -354,6 +357,56 @@ def test_requests_with_the_same_prompt_wait_for_the_same_kv() -> None:
         assert [cluster.tokens[req_id] for req_id in range(2)] == [tokens(0, 5), tokens(1, 5)]
 
     check(scenario, num_engines=2, roles=("prefill", "decode"))
+
+
+KV = KvIdentity(1, 1, "1", "a model", "in float32", "a layout")
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "found"),
+    [
+        (KvExchange(KV, "sockets"), KvExchange(KV, "sockets"), None),
+        (KvExchange(KV, "sockets"), KvExchange(replace_struct(KV, tp=2), "sockets"), "--tp is 1 and 2"),
+        (KvExchange(KV, "sockets"), KvExchange(replace_struct(KV, pp=2), "sockets"), "--pp is 1 and 2"),
+        (KvExchange(KV, "sockets"), KvExchange(replace_struct(KV, version="2"), "sockets"), "version is 1 and 2"),
+        (KvExchange(KV, "sockets"), KvExchange(KV, "nixl"), "--kv_transport is sockets and nixl"),
+        (KvExchange(KV, ""), KvExchange(None, ""), "--tp is 1 and None"),
+        (SAME_SERVER, SAME_SERVER, None),
+    ],
+)
+def test_engines_say_in_what_they_differ(decode: KvExchange, prefill: KvExchange, found: str | None) -> None:
+    assert decode.difference(prefill) == found
+    assert (decode == prefill) == (found is None)
+
+
+def test_an_engine_with_another_layout_gets_no_prompts_of_a_decode_engine(log: pytest.LogCaptureFixture) -> None:
+    """Its KV would not fit. The decode engine waits for nothing."""
+    other = KvExchange(replace_struct(KV, tp=2), "sockets")
+
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.kv_exchanges = dict.fromkeys(range(4), KvExchange(KV, "sockets")) | {0: other}
+        for number in range(4):
+            cluster.kill_router(number)
+            cluster.start(number)
+        for req_id in range(4):
+            cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
+        await cluster.until(lambda: cluster.has_ended(*range(4)))
+        assert not cluster.engines[0].model.steps
+        assert cluster.engines[1].scheduler.num_pushed == 4 * 960
+
+        cluster.kill_router(1)
+        cluster.send(4, [4] * 1000, 5, seed=4)
+        await cluster.until(lambda: cluster.has_ended(4))
+        assert not cluster.engines[0].model.steps
+        assert [cluster.tokens[req_id] for req_id in range(5)] == [tokens(req_id, 5) for req_id in range(5)]
+        assert sum(incoming_of(cluster, number).num_wanted for number in (2, 3)) == 4 * 960, "it did not wait"
+
+    check(scenario, num_engines=4, roles=("prefill", "prefill", "decode", "decode"))
+
+    warnings = [record.getMessage() for record in log.records if "gets no KV" in record.getMessage()]
+    assert [text for text in warnings if "engine 2 (decode)" in text and "--tp is 1 and 2" in text] == [
+        "engine 2 (decode) gets no KV from engine 0 (prefill), and computes prompts itself: --tp is 1 and 2"
+    ]
 
 
 def test_a_lost_prefill_engine_is_noticed_at_once() -> None:

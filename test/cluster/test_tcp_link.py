@@ -337,6 +337,19 @@ def test_an_engine_that_does_not_fit_is_refused_by_name(
         check(tmp_path, scenario)
 
 
+def test_a_gateway_knows_which_engines_can_send_each_other_kv(tmp_path: Path) -> None:
+    async def scenario(cluster: TcpCluster) -> None:
+        cluster.start(0, role="prefill", kv_transport="sockets", ready=ready_of(tp=2))
+        cluster.start(1, role="decode", kv_transport="sockets")
+        gateway = await cluster.gateway()
+        await until(lambda: num_engines(gateway) == 2)
+
+        prefill, decode = gateway.placement
+        assert decode.kv_exchange.difference(prefill.kv_exchange) == "--tp is 1 and 2"
+
+    check(tmp_path, scenario)
+
+
 def test_bad_messages_of_a_gateway_end_its_session_only(tmp_path: Path) -> None:
     request = GenerateReq(1 << REQ_ID_BITS | 5, [1, 2], GenerationParams.of(max_new_tokens=LONG), 0.0)
     bad = {

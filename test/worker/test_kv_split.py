@@ -358,6 +358,30 @@ def test_a_receiver_that_dies_leaves_no_thread_and_no_memory_in_use(
     wait_until(lambda: threading.active_count() <= before)
 
 
+def fail(*_: object) -> None:
+    raise RuntimeError("there is no more")
+
+
+@pytest.mark.parametrize("fault", ["fewer ranks", "device memory", "threads"])
+def test_what_cannot_be_sent_fails_no_step_and_leaves_no_memory_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The step is launched by the same call."""
+    pair = Pair(f"unix://{tmp_path}/kv")
+    if fault == "fewer ranks":
+        pair.sender._rank = 1
+    elif fault == "device memory":
+        monkeypatch.setattr(pair.sender._copies, "down", fail)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", fail)
+
+    pair.push(7, pair.slots(1))
+
+    assert len(pair.sender._staging._free) == len(pair.sender._staging.kv)
+    assert not pair.movers[0]._peers
+    pair.close()
+
+
 def test_a_second_pool_of_layers_with_windows_is_refused() -> None:
     platform = pick_device("cpu")
     layout = LAYOUTS["two groups, one with a window"]

@@ -29,6 +29,7 @@ class EngineEndpoint:
             weights_digest(source, config),
             ready,
             config.cluster.role_of(0),
+            f"{config.cluster.kv_transport} {'with' if config.cluster.cluster_tls else 'without'} TLS",
         )
         keys = read_engine_keys(config.cluster.cluster_keys or "")
         self._log = SeldomLog(logger)

@@ -119,10 +119,18 @@ class SocketMover:
             if time.monotonic() - self._failed_s.get(address, float("-inf")) < RETRY_S:
                 outgoing.done()
                 return
-            peer = self._peers.get(address)
-            if peer is None:
-                peer = self._peers[address] = _Peer(self, address)
+            try:
+                peer = self._peers.get(address) or self._new_peer(address)
+            except RuntimeError as error:  # no more threads can be started
+                self._failed_s[address] = time.monotonic()
+                self._log(f"KV cannot be sent to {address}: {error}")
+                outgoing.done()
+                return
             peer.outbox.put(outgoing)
+
+    def _new_peer(self, address: str) -> _Peer:
+        peer = self._peers[address] = _Peer(self, address)
+        return peer
 
     def connect(self, address: str) -> FrameStream:
         sock = _connect(address)
@@ -193,8 +201,12 @@ class _Peer:
         self.outbox: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
         self.is_closed = False
         self._mover = mover
-        for _ in range(CONNECTIONS):
-            threading.Thread(target=self._run, daemon=True).start()
+        try:
+            for _ in range(CONNECTIONS):
+                threading.Thread(target=self._run, daemon=True).start()
+        except RuntimeError:
+            self.is_closed = True  # those that were started end
+            raise
 
     def _run(self) -> None:
         stream: FrameStream | None = None
