@@ -27,13 +27,14 @@ from lightserve.io_struct import KvExpect, KvPush, KvReceived
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.kv_secret import make_kv_certificate, read_kv_certificate
 from lightserve.utils.tls import PeerContexts
-from lightserve.worker import kv_split
+from lightserve.worker import kv_staging
 from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing
 from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
 from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split, readable_memory
+from lightserve.worker.kv_staging import frame_blocks
 from test.cluster.tcp_cluster import free_port
 from test.common.test_host_kv import LAYOUTS, filled
 from test.waiting import wait_until
@@ -65,8 +66,8 @@ class Pair:
         self.source, self.target = filled(layout, device), filled(layout, device)
         size = block_bytes(layout, BLOCK_TOKENS)
         self.movers = [
-            SocketMover(identity, secret, size, kv_split.frame_blocks(size), tls[0], memories[0]),
-            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size), tls[1], memories[1]),
+            SocketMover(identity, secret, size, frame_blocks(size), tls[0], memories[0]),
+            SocketMover(IDENTITY, SECRET, size, frame_blocks(size), tls[1], memories[1]),
         ]
         self.sender = KvSender(self.source, platform, self.movers[0], 0)
         self.receiver = KvReceiver(self.target, platform, self.movers[1])
@@ -135,7 +136,7 @@ def kv(memory: MemoryManager, slots: Any) -> list[torch.Tensor]:
 def test_the_kv_of_every_layout_arrives_in_other_slots(
     layout: Any, new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_split, "FRAME_BYTES", 2 * block_bytes(layout, BLOCK_TOKENS))
+    monkeypatch.setattr(kv_staging, "FRAME_BYTES", 2 * block_bytes(layout, BLOCK_TOKENS))
     pair = new_pair(layout)
     source, target = pair.slots(1), pair.slots(2)
     others = np.setdiff1d(np.arange(pair.target.size, dtype=np.int32), target)
