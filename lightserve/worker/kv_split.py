@@ -34,14 +34,15 @@ from lightserve.worker.kv_mover.carrier import ReadableMemory
 from lightserve.worker.kv_mover.mooncake import MooncakeMemory
 from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.sockets import SocketMover
-from lightserve.worker.kv_staging import Staging, frame_blocks
+from lightserve.worker.kv_staging import SendStaging, Staging, frame_blocks
 
 logger = init_logger(__name__)
 
-STAGE_WAIT_S = 10.0  # a step waits so long for the network; then the rest of a prompt is not sent
+STAGE_WAIT_S = 10.0  # a frame that comes waits so long for memory; then it is dropped
 EARLY_S = 5.0  # the step that announces a ticket may come later than its first frame
 SWITCH_S = 0.0005  # a thread that moves KV would wait 5 ms for the one that launches steps, at every call
 MAX_ENDED = 4096  # tickets whose late frames are dropped at once
+MAX_LOST = 256  # tickets whose further blocks are not sent: prompts that are being computed
 
 
 class KvSender:
@@ -49,43 +50,53 @@ class KvSender:
 
     def __init__(self, memory: MemoryManager, platform: Device, mover: KvMover, rank: int) -> None:
         self._device = memory.buffers[0].device
-        self._staging = Staging(memory, platform)
+        self._staging = SendStaging(memory, platform)
         mover.register(self._staging.chunks)
         self._copies = platform.side_copies(self._device)
         self._mover = mover
         self._rank = rank
+        self._lost: deque[int] = deque(maxlen=MAX_LOST)  # tickets of which a frame was not sent
 
     def push(self, command: KvPush) -> None:
-        """Send blocks that the steps so far compute. If the network is slower than the steps, this waits for it.
+        """Send blocks that the steps so far compute. If a receiver is slower than the steps, this waits for it.
 
-        What cannot be sent is lost, and the other engine computes it: no step may fail because of another engine.
+        What cannot be sent is lost, and the other engine computes it: no step may fail because of another engine, or
+        wait for one that takes nothing.
         """
-        if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
-            logger.warning("the KV of a prompt is not sent: rank %d has no peer in the other engine", self._rank)
+        if command.ticket in self._lost:
             return
         try:
-            self._push(command)
+            reason = self._push(command)
         except RuntimeError as error:  # of the device
-            logger.warning("the KV of a prompt is not sent: %s", error)
+            reason = str(error)
+        if reason is not None:
+            self._lost.append(command.ticket)
+            logger.warning("the KV of a prompt is not sent: %s", reason)
 
     @torch.inference_mode()
-    def _push(self, command: KvPush) -> None:
+    def _push(self, command: KvPush) -> str | None:
+        """Why not all of it was sent."""
+        if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
+            return f"rank {self._rank} has no peer in the other engine"
+        address = command.addresses[self._rank]
         slots = _by_block(command.slots, self._device)
         most = frame_blocks(self._staging.kv.block_bytes)
         for begin in range(0, len(slots), most):
             part = slots[begin : begin + most]
-            blocks = self._staging.take(len(part), STAGE_WAIT_S)
+            blocks = self._staging.take_for(address, len(part))
             if blocks is None:
-                logger.warning("the KV of a prompt is not sent: the network took longer than %g s", STAGE_WAIT_S)
-                return
-            try:
-                wait = self._copies.down([self._staging.kv[block] for block in blocks], partial(self._gather, part))
-            except RuntimeError:
-                self._staging.give_back(blocks)
-                raise
-            frame = Frame(command.ticket, command.first + begin, len(part))
-            done = partial(self._staging.give_back, blocks)
-            self._mover.push(command.addresses[self._rank], Outgoing(frame, self._staging.data(blocks), wait, done))
+                return f"{address} takes nothing, and has its share of the host memory"
+            self._send(address, Frame(command.ticket, command.first + begin, len(part)), part, blocks)
+        return None
+
+    def _send(self, address: str, frame: Frame, slots: Tensor, blocks: list[int]) -> None:
+        done = partial(self._staging.give_back_from, address, blocks)
+        try:
+            wait = self._copies.down([self._staging.kv[block] for block in blocks], partial(self._gather, slots))
+        except RuntimeError:
+            done(False)
+            raise
+        self._mover.push(address, Outgoing(frame, self._staging.data(blocks), wait, done))
 
     def _gather(self, slots: Tensor, part: slice, blocks: Tensor) -> None:
         self._staging.kv.gather(slots[part], blocks)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from lightserve.utils.block_hash import BLOCK_TOKENS
 
 FRAME_BYTES = 2**25  # a frame has so many at most, or one block
 STAGED_FRAMES = 16  # frames in host memory: on their way to the device or to the network
+STALL_S = 0.5  # a receiver that takes no frame for so long has stalled: four at once take 0.1 s at 10 Gbit/s
 
 
 def frame_blocks(size: int) -> int:
@@ -51,3 +54,45 @@ class Staging:
 
     def data(self, blocks: Sequence[int]) -> list[memoryview]:
         return [self.kv[block].numpy().data for block in blocks]
+
+
+@dataclass(slots=True)
+class _Receiver:
+    moved_s: float  # when it took a frame, or got its first one
+    num_held: int = 0  # blocks on their way to it
+    has_stalled: bool = False  # since it took a frame
+
+
+class SendStaging(Staging):
+    """Shared by the receivers of a sender. Each may hold as many blocks as it leaves free, so that one that takes
+    nothing leaves room for the others."""
+
+    def __init__(self, memory: MemoryManager, platform: Device) -> None:
+        super().__init__(memory, platform)
+        self._receivers: dict[str, _Receiver] = {}  # by address
+
+    def take_for(self, address: str, count: int) -> list[int] | None:
+        """Blocks of a frame to this receiver. It waits for one that takes frames; None: it does not."""
+        with self._has_freed:
+            receiver = self._receiver(address)
+            while receiver.num_held + count > len(self._free):
+                left_s = receiver.moved_s + STALL_S - time.monotonic()
+                if receiver.has_stalled or left_s <= 0:
+                    receiver.has_stalled = receiver.num_held > 0  # if not, others have all blocks
+                    return None
+                self._has_freed.wait(left_s)
+            receiver.num_held += count
+            return [self._free.pop() for _ in range(count)]
+
+    def give_back_from(self, address: str, blocks: Sequence[int], was_sent: bool) -> None:
+        """A frame to this receiver was sent, or lost."""
+        with self._has_freed:
+            receiver = self._receivers[address]
+            receiver.num_held -= len(blocks)
+            if was_sent:
+                receiver.moved_s, receiver.has_stalled = time.monotonic(), False
+            self.give_back(blocks)
+
+    def _receiver(self, address: str) -> _Receiver:
+        self._receivers = {name: one for name, one in self._receivers.items() if one.num_held or one.has_stalled}
+        return self._receivers.setdefault(address, _Receiver(time.monotonic()))

@@ -34,7 +34,7 @@ from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
 from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split, readable_memory
-from lightserve.worker.kv_staging import frame_blocks
+from lightserve.worker.kv_staging import SendStaging, frame_blocks
 from test.cluster.tcp_cluster import free_port
 from test.common.test_host_kv import LAYOUTS, filled
 from test.waiting import wait_until
@@ -348,15 +348,127 @@ def test_a_receiver_that_dies_leaves_no_thread_and_no_memory_in_use(
 
     returned = threading.Event()
     view = memoryview(bytearray(8))
-    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, returned.set))
+    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, lambda _: returned.set()))
 
     assert returned.wait(LONG_S)
     wait_until(lambda: dead not in pair.movers[0]._peers)
     again = threading.Event()
-    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, again.set))
+    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, lambda _: again.set()))
     assert again.is_set()  # it is left alone for a while
     pair.close()
     wait_until(lambda: threading.active_count() <= before)
+
+
+@pytest.fixture
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 frames of a block each are on their way at most."""
+    monkeypatch.setattr(kv_staging, "FRAME_BYTES", block_bytes(LAYOUT, BLOCK_TOKENS))
+
+
+@pytest.fixture
+def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a port that takes connections and never reads. Nobody gives up in the time of a test."""
+    monkeypatch.setattr(pipe, "TIMEVAL", struct.pack("ll", 3600, 0))
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as sock:
+        yield f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def num_free(pair: Pair) -> int:
+    return len(pair.sender._staging._free)
+
+
+def push_to(pair: Pair, address: str, ticket: int, blocks: int = 40) -> None:
+    pair.sender.push(KvPush(ticket, [address], 0, np.tile(pair.slots(1, 1), blocks)))
+
+
+@pytest.mark.usefixtures("small_frames")
+def test_a_receiver_that_takes_nothing_leaves_memory_for_others(
+    swallowing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_staging, "STALL_S", 0.01)
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}")
+    pair.expect(8, pair.slots(2))
+
+    push_to(pair, swallowing, 7)
+    pair.push(8, pair.slots(1))
+
+    assert pair.receiver.next_received() == [KvReceived(8, BLOCKS)]
+    assert num_free(pair) >= 8
+    pair.close()
+
+
+@pytest.mark.usefixtures("small_frames")
+def test_no_step_waits_again_for_a_receiver_that_has_stalled(swallowing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_staging, "STALL_S", 0.01)
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}")
+    push_to(pair, swallowing, 7)
+    assert num_free(pair) == 8
+    monkeypatch.setattr(kv_staging, "STALL_S", 3600.0)
+
+    with ThreadPoolExecutor(1) as steps:
+        steps.submit(push_to, pair, swallowing, 9).result(LONG_S)
+
+    assert num_free(pair) == 8
+    pair.close()
+
+
+@pytest.mark.usefixtures("small_frames")
+def test_a_prompt_of_which_a_frame_was_lost_is_not_sent_any_more(
+    swallowing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine can use the blocks before the gap only."""
+    monkeypatch.setattr(kv_staging, "STALL_S", 0.01)
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}")
+    push_to(pair, swallowing, 7)
+    pair.expect(7, pair.slots(2))
+
+    pair.push(7, pair.slots(1))
+    pair.expect(8, pair.slots(3))
+    pair.push(8, pair.slots(1))
+
+    assert pair.receiver.next_received() == [KvReceived(8, BLOCKS)]
+    assert not pair.receiver._tickets[7].arrived
+    pair.close()
+
+
+@pytest.mark.usefixtures("small_frames")
+def test_a_step_waits_for_a_receiver_that_is_slower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Eight of its 40 frames are on their way at most."""
+    monkeypatch.setattr(kv_staging, "STALL_S", LONG_S)
+    pair = Pair(f"unix://{tmp_path}/kv")
+    most = 0
+    begin = pair.receiver.begin
+
+    def begin_and_count(frame: Frame) -> Any:
+        nonlocal most
+        most = max(most, 16 - num_free(pair))
+        return begin(frame)
+
+    monkeypatch.setattr(pair.receiver, "begin", begin_and_count)
+    target = np.tile(pair.slots(2, 1), 40)
+    pair.expect(7, target)
+
+    push_to(pair, pair.address, 7)
+
+    assert pair.receiver.next_received() == [KvReceived(7, 40)]
+    assert most <= 8
+    pair.close()
+
+
+@pytest.mark.usefixtures("small_frames")
+def test_a_receiver_that_takes_frames_again_gets_all_of_them() -> None:
+    staging = SendStaging(filled(LAYOUT, torch.device("cpu")), pick_device("cpu"))
+    held = [staging.take_for("a", 1) for _ in range(8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_staging, "STALL_S", 0.0)
+        assert staging.take_for("a", 1) is None
+    assert staging.take_for("a", 1) is None, "it has stalled"
+
+    for blocks in held:
+        assert blocks is not None
+        staging.give_back_from("a", blocks, was_sent=True)
+
+    assert all(staging.take_for("a", 1) is not None for _ in range(8))
 
 
 def fail(*_: object) -> None:
@@ -378,7 +490,7 @@ def test_what_cannot_be_sent_fails_no_step_and_leaves_no_memory_in_use(
 
     pair.push(7, pair.slots(1))
 
-    assert len(pair.sender._staging._free) == len(pair.sender._staging.kv)
+    assert num_free(pair) == len(pair.sender._staging.kv)
     assert not pair.movers[0]._peers
     pair.close()
 

@@ -27,7 +27,7 @@ class Outgoing(NamedTuple):
     frame: Frame
     blocks: Sequence[memoryview]
     wait: Callable[[], None]  # until the blocks have their content
-    done: Callable[[], None]  # the memory may be used again; called once, whether the frame was sent or not
+    done: Callable[[bool], None]  # the memory may be used again; called once; True: the frame was sent
 
 
 class Incoming(NamedTuple):

@@ -117,14 +117,14 @@ class SocketMover:
     def push(self, address: str, outgoing: Outgoing) -> None:
         with self._lock:
             if time.monotonic() - self._failed_s.get(address, float("-inf")) < RETRY_S:
-                outgoing.done()
+                outgoing.done(False)
                 return
             try:
                 peer = self._peers.get(address) or self._new_peer(address)
             except RuntimeError as error:  # no more threads can be started
                 self._failed_s[address] = time.monotonic()
                 self._log(f"KV cannot be sent to {address}: {error}")
-                outgoing.done()
+                outgoing.done(False)
                 return
             peer.outbox.put(outgoing)
 
@@ -173,7 +173,7 @@ class SocketMover:
         peer.is_closed = True
         with suppress(queue.Empty):
             while True:
-                peer.outbox.get_nowait().done()
+                peer.outbox.get_nowait().done(False)
         if error is not None:
             self._log(f"KV cannot be sent to {peer.address}: {error}")
 
@@ -219,12 +219,14 @@ class _Peer:
                     if stream is not None and stream.pipe.has_ended():
                         break
                     continue
+                is_sent = False
                 try:
                     stream = stream or self._mover.connect(self.address)
                     outgoing.wait()
                     stream.send(outgoing.frame, outgoing.blocks)
+                    is_sent = True
                 finally:
-                    outgoing.done()
+                    outgoing.done(is_sent)
         except (WireError, OSError, ServerError, RuntimeError) as found:  # RuntimeError: of a device
             error = found
         finally:
