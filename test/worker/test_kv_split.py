@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,8 @@ from lightserve.utils.tls import PeerContexts
 from lightserve.worker import kv_staging
 from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing
-from lightserve.worker.kv_mover.pipe import SocketPipe, WireError
+from lightserve.worker.kv_mover.carrier import ReadableMemory
+from lightserve.worker.kv_mover.pipe import ReadTimeoutError, SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
 from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split, readable_memory
@@ -56,10 +57,10 @@ class Pair:
         secret: bytes = SECRET,
         identity: bytes = IDENTITY,
         tls: tuple[PeerContexts | None, PeerContexts | None] = (None, None),
-        transport: str = "sockets",
+        transport: str | ReadableMemory = "sockets",
     ) -> None:
-        """``secret``, ``identity``: of the sender. ``tls``: of both."""
-        memories = [readable_memory(transport) for _ in range(2)]
+        """``secret``, ``identity``: of the sender. ``tls``, ``transport``: of both."""
+        memories = [readable_memory(transport) if isinstance(transport, str) else transport for _ in range(2)]
         platform = pick_device("cpu")
         device = platform.torch_device(0)
         self.address = address
@@ -469,6 +470,53 @@ def test_a_receiver_that_takes_frames_again_gets_all_of_them() -> None:
         staging.give_back_from("a", blocks, was_sent=True)
 
     assert all(staging.take_for("a", 1) is not None for _ in range(8))
+
+
+class LateMemory:
+    """A ReadableMemory that is not read in time, until the test lets it."""
+
+    transport = "late"
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def register(self, chunks: Any) -> None: ...
+
+    def introduction(self, host: str) -> bytes:
+        return b"memory"
+
+    def open(self, host: str, introduction: bytes) -> LateMemory:
+        return self
+
+    def being_read(self) -> Any:
+        return nullcontext()
+
+    def read(self, addresses: Any, blocks: Any) -> None:
+        raise ReadTimeoutError("it takes too long", self._wait)
+
+    def _wait(self) -> None:
+        self.has_ended.wait()
+
+    def close(self) -> None: ...
+
+
+def test_memory_of_a_frame_that_is_not_read_in_time_comes_back_when_nothing_writes_to_it(
+    tmp_path: Path,
+) -> None:
+    memory = LateMemory()
+    pair = Pair(f"unix://{tmp_path}/kv", transport=memory)
+    staging = pair.receiver._staging
+    pair.expect(7, pair.slots(2))
+
+    pair.push(7, pair.slots(1))
+
+    wait_until(lambda: pair.address in pair.movers[0]._failed_s)  # the receiver has closed the connection
+    pair.receiver.cancel(7)
+    assert pair.receiver.next_received() == [KvReceived(7, 0)]
+    assert len(staging._free) == len(staging.kv) - BLOCKS
+    memory.has_ended.set()
+    wait_until(lambda: len(staging._free) == len(staging.kv))
+    pair.close()
 
 
 def fail(*_: object) -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from lightserve.errors import ServerError
+from lightserve.worker.kv_mover import nixl
 from lightserve.worker.kv_mover.carrier import ReadableMemory, address_of
-from lightserve.worker.kv_mover.pipe import WireError
+from lightserve.worker.kv_mover.pipe import ReadTimeoutError, WireError
 from lightserve.worker.kv_split import readable_memory
 from test.waiting import wait_until
 from test.worker.test_kv_split import NEEDS, READ_BY
@@ -112,6 +113,32 @@ def test_a_sender_that_dies_while_it_is_read_ends_the_read(transport: str, sende
             reading.result(LONG_S)
 
     assert bytes(place[:4096]) == b"\7" * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [pytest.param("nixl", marks=NEEDS["nixl"])])
+def test_a_sender_that_hangs_while_it_is_read_ends_the_read_and_the_memory_is_written_to_until_it_goes_on(
+    transport: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory needs no help of the sender
+    monkeypatch.setattr(nixl, "READ_S", 0.2)
+    sender: Sender = request.getfixturevalue("sender")
+    target, place = registered(transport)
+    memory = target.open(HOST, sender.introduction)
+    memory.read([sender.address], [place[:4096]])
+    sender.process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(ReadTimeoutError) as late:
+        memory.read([sender.address], [place])
+    memory.close()
+    with pytest.raises(WireError, match="1 frames of the sender are still being read"):
+        target.open(HOST, sender.introduction)
+
+    assert bytes(place[-1:]) == b"\0"
+    sender.process.send_signal(signal.SIGCONT)
+    late.value.wait()
+    assert bytes(place[-1:]) == b"\7"
+    target.open(HOST, sender.introduction).close()
 
 
 @NEEDS["mooncake"]

@@ -67,7 +67,7 @@ class SenderMemory(Protocol):
     """The memory of a sender, at the receiver."""
 
     def read(self, addresses: Sequence[int], blocks: Sequence[memoryview]) -> None:
-        """Waits until nothing writes to the blocks any more, even if that takes long. Raises WireError."""
+        """Waits until nothing writes to the blocks any more, or raises ReadTimeoutError. Raises WireError."""
 
     def close(self) -> None: ...
 

@@ -7,8 +7,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from lightserve.errors import ServerError
 from lightserve.worker.kv_mover.carrier import address_of
-from lightserve.worker.kv_mover.pipe import WireError
+from lightserve.worker.kv_mover.pipe import TIMEOUT_S, ReadTimeoutError, WireError
 
 POLL_S = 20e-6
-IDLE_POLL_S = 0.01  # a receiver that was given up may still read: it waits until that has ended
+IDLE_POLL_S = 0.01  # a read that one side has given up may still go on
+READ_S = TIMEOUT_S  # of a frame: its sender does not wait longer for it
 
 
 class NixlMemory:
@@ -36,7 +38,8 @@ class NixlMemory:
             self.agent: Any = nixl.nixl_agent(secrets.token_hex(16), config)
         except (ImportError, RuntimeError) as error:
             raise ServerError(f"kv_transport=nixl: NIXL does not start ({error}); see docs/scaling.md") from error
-        self._senders: Counter[str] = Counter()  # connections, by the name of the sender's agent
+        self._senders: Counter[str] = Counter()  # connections and late reads, by the name of the sender's agent
+        self._late: Counter[str] = Counter()  # reads that were given up and go on, the same
         self._lock = threading.Lock()
         self._num_read = 0  # frames that receivers may read now
         self._is_read = threading.Condition()
@@ -56,6 +59,8 @@ class NixlMemory:
             except Exception as error:  # its bindings have exceptions of their own
                 raise WireError(f"NIXL does not know the sender: {error}") from error
             sender = name if isinstance(name, str) else name.decode()
+            if self._late[sender]:  # each would hold memory for as long
+                raise WireError(f"{self._late[sender]} frames of the sender are still being read")
             self._senders[sender] += 1
         return NixlSenderMemory(self, sender)
 
@@ -66,6 +71,22 @@ class NixlMemory:
             if not self._senders[sender]:
                 del self._senders[sender]
                 self.agent.remove_remote_agent(sender)
+
+    def give_up(self, sender: str, handle: Any) -> Callable[[], None]:
+        """A read takes too long. NIXL cannot stop it: the function that is returned waits until it has ended."""
+        with self._lock:
+            self._senders[sender] += 1
+            self._late[sender] += 1
+        return partial(self._finish_late, sender, handle)
+
+    def _finish_late(self, sender: str, handle: Any) -> None:
+        with suppress(Exception):  # as above; then the sender is lost
+            while self.agent.check_xfer_state(handle) == "PROC":
+                time.sleep(IDLE_POLL_S)
+            self.agent.release_xfer_handle(handle)
+        with self._lock:
+            self._late[sender] -= 1
+        self.forget(sender)
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
@@ -102,13 +123,17 @@ class NixlSenderMemory:
         try:
             descriptors = [agent.get_xfer_descs(one, "DRAM") for one in (here, there)]
             handle = agent.initialize_xfer("READ", *descriptors, self._sender)
-            state = agent.transfer(handle)
-            while state == "PROC":
+            state, end_s = agent.transfer(handle), time.monotonic() + READ_S
+            while state == "PROC" and time.monotonic() < end_s:
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
-            agent.release_xfer_handle(handle)
+            if state != "PROC":
+                agent.release_xfer_handle(handle)
         except Exception as error:  # as above: wrong addresses, a sender that is gone
             raise WireError(f"NIXL cannot read: {error}") from error
+        if state == "PROC":
+            late = self._memory.give_up(self._sender, handle)
+            raise ReadTimeoutError(f"NIXL has not read a frame within {READ_S:g} s", late)
         if state != "DONE":
             raise WireError("NIXL has lost the sender")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 TIMEOUT_S = 5.0  # of a handshake, a write, and of a read within a frame
@@ -16,6 +16,14 @@ ENDED = "the connection ended"
 
 class WireError(Exception):
     """The other side is a stranger, computes other KV, or has closed the connection."""
+
+
+class ReadTimeoutError(WireError):
+    """Blocks were not read in time, and may still be written to until ``wait`` returns."""
+
+    def __init__(self, message: str, wait: Callable[[], None]) -> None:
+        super().__init__(message)
+        self.wait = wait
 
 
 class Pipe(Protocol):

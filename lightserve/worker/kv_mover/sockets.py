@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 
 from torch import Tensor
@@ -16,9 +16,9 @@ from lightserve.errors import ServerError
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
-from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
+from lightserve.worker.kv_mover.base import Frame, Incoming, KvSink, Outgoing
 from lightserve.worker.kv_mover.carrier import ReadableMemory, ReadableSender, ReadingReceiver
-from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, Pipe, SocketPipe, WireError
+from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, Pipe, ReadTimeoutError, SocketPipe, WireError
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver, greet_sender
 
 logger = init_logger(__name__)
@@ -104,13 +104,16 @@ class SocketMover:
         if incoming is None:
             stream.skip(frame, self._block_bytes)
             return
-        is_whole = False
         try:
             stream.read_blocks(incoming.blocks)
             stream.check(frame, incoming.blocks, mac)
-            is_whole = True
-        finally:
-            incoming.end(is_whole)
+        except ReadTimeoutError as error:
+            threading.Thread(target=_end_after, args=(error.wait, incoming), daemon=True).start()
+            raise
+        except BaseException:
+            incoming.end(False)
+            raise
+        incoming.end(True)
 
     # send
 
@@ -233,6 +236,12 @@ class _Peer:
             self._mover.leave(self, error)
             if stream is not None:
                 stream.pipe.close()
+
+
+def _end_after(wait: Callable[[], None], incoming: Incoming) -> None:
+    """The frame is lost, but its memory is written to for a while."""
+    wait()
+    incoming.end(False)
 
 
 def _listener(address: str) -> socket.socket:
