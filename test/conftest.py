@@ -29,7 +29,9 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="run only the op tests of this backend")
     parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
-    parser.addoption("--examples", type=int, help="random cases of each test in test/fuzz and of the API's schema")
+    parser.addoption(
+        "--examples", type=int, help="random cases of each test in test/fuzz, the API's schema and histories"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

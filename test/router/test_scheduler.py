@@ -56,9 +56,9 @@ def num_forced(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 2)) % 7 if seed % 2 and hash((prefix, seed, 3)) % 2 else 0
 
 
-def truth(prompt: Iterable[int], seed: int, max_new_tokens: int) -> list[int]:
+def truth(prompt: Iterable[int], seed: int, max_new_tokens: int, root: int = ROOT) -> list[int]:
     """The output of a server with one request and unlimited memory."""
-    prefix = ROOT
+    prefix = root
     for token_id in prompt:
         prefix = fold(prefix, token_id)
     made: list[int] = []
@@ -75,6 +75,7 @@ class KvReq:
     slots: list[int]
     windowed_slots: dict[int, int]  # by position
     prefixes: list[int] = field(default_factory=list)  # what each slot must hold
+    root: int = ROOT  # the prefix of no tokens
     entered_len: int = field(init=False)  # tokens with which it entered
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class KvReq:
 
     def extend_prefixes(self) -> None:
         for token_id in self.ids[len(self.prefixes) :]:
-            self.prefixes.append(fold(self.prefixes[-1] if self.prefixes else ROOT, token_id))
+            self.prefixes.append(fold(self.prefixes[-1] if self.prefixes else self.root, token_id))
 
 
 class KvWorker:
@@ -122,7 +123,9 @@ class KvWorker:
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
             first = len(new.cached_slots) - len(new.cached_windowed_slots)
             windowed_slots = dict(enumerate(new.cached_windowed_slots, start=first))
-            self.reqs[new.req_id] = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots)
+            self.reqs[new.req_id] = KvReq(
+                list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots, root=self._root_of(new)
+            )
         assert len({row.req_id for row in step.rows}) == len(step.rows)
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
@@ -138,6 +141,10 @@ class KvWorker:
         for row in step.rows:
             self._read_windows(self.reqs[row.req_id], len(row.slots))
         return [out for row in step.rows for out in self._read(row.req_id)]
+
+    def _root_of(self, new: NewReq) -> int:
+        """Requests of different roots must not share KV."""
+        return ROOT
 
     def _whole(self, new: NewReq) -> NewReq:
         if new.parent is None:

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -94,10 +94,14 @@ class Disk:
         return self.blocks.get(key)
 
 
+class HasHost(Protocol):
+    host: dict[int, list[int | None]]  # by block
+
+
 class LowerClient:
     """Of one worker. Replies come in the order of the commands, when the test wants."""
 
-    def __init__(self, worker: TierWorker, disk: Disk) -> None:
+    def __init__(self, worker: HasHost, disk: Disk) -> None:
         self._worker = worker
         self._disk = disk
         self.replies: deque[Reply] = deque()

@@ -1,0 +1,104 @@
+"""A simulated worker with all that steps may ask of it: its KV slots hold hashes of the prefixes that they belong to.
+
+It does what a step says in the order of a real worker: it stores KV in host memory, starts loads, expects KV, computes
+the rows, and sends KV. The slots that a load or another engine writes hold nothing before that has ended. Whatever is
+read, stored or sent must be the hash of the right prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lightserve.io_struct import Int32s, KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
+from lightserve.router.scheduler import Scheduler
+from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.utils.int_arrays import int32s
+from test.router.test_scheduler import ROOT, KvWorker, fold
+
+Prefixes = list[int]  # what the slots of some tokens hold
+
+
+def root_of(lora_id: int | None) -> int:
+    """The prefix of no tokens, computed with this adapter."""
+    return ROOT if lora_id is None else fold(ROOT, -1 - lora_id)
+
+
+def prefixes_of(ids: list[int], root: int) -> Prefixes:
+    """Of all these tokens."""
+    return list(accumulate(ids, fold, initial=root))[1:]
+
+
+class EngineWorker(KvWorker):
+    def __init__(self, scheduler: Scheduler, forces: bool, blocks: dict[bytes, Prefixes]) -> None:
+        """``blocks``: what a block of each key must hold."""
+        super().__init__(scheduler, scheduler.pool._figures[1], forces=forces)
+        self.host: dict[int, list[int | None]] = {}
+        self.loads: dict[int, KvLoad] = {}  # by id
+        self.expects: dict[int, KvExpect] = {}  # by ticket
+        self.wanted: dict[int, Prefixes] = {}  # by ticket: what another engine wants
+        self.num_sent: dict[int, int] = {}  # blocks, by ticket
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._adapters: dict[int, int] = {}  # by slot on the device
+        self._adapter_of: dict[int, tuple[int, int]] = {}  # by request: its slot, and the adapter that was there
+
+    def run(self, step: Step) -> list[TokenOut]:
+        self._adapters |= {place.slot: place.lora_id for place in step.loras}
+        for store in step.stores:
+            self._store(store)
+        for slots in (*(load.slots for load in step.loads), *(expect.slots for expect in step.expects)):
+            self._write_slots(slots, [None] * len(slots))
+        self.loads |= {load.load_id: load for load in step.loads}
+        self.expects |= {expect.ticket: expect for expect in step.expects}
+        self._check_written(step)
+        outs = super().run(step)
+        for row in step.rows:
+            slot, lora_id = self._adapter_of[row.req_id]
+            assert self._adapters.get(slot, -1) == lora_id, "a request is computed with another adapter"
+        for push in step.pushes:
+            self._send(push)
+        return outs
+
+    def finish_load(self, load_id: int, is_valid: bool) -> None:
+        load = self.loads.pop(load_id)
+        if is_valid:
+            self._write_slots(load.slots, [prefix for block in load.blocks.tolist() for prefix in self.host[block]])
+
+    def receive(self, ticket: int, prefixes: Prefixes) -> None:
+        """The first of its blocks have come. Nothing more does."""
+        slots = self.expects.pop(ticket).slots
+        self._write_slots(slots[: len(prefixes)], prefixes)
+
+    def _root_of(self, new: NewReq) -> int:
+        lora_id = self._adapters.get(new.lora_slot, -1)
+        self._adapter_of[new.req_id] = new.lora_slot, lora_id
+        return root_of(None if lora_id < 0 else lora_id)
+
+    def _store(self, store: KvStore) -> None:
+        tiers = self._scheduler.tiers
+        assert tiers is not None
+        being_loaded = {block for load in self.loads.values() for block in load.blocks.tolist()}
+        for block, slots in zip(store.blocks.tolist(), store.slots.reshape(-1, BLOCK_TOKENS), strict=True):
+            assert block not in being_loaded, "a block is stored where a load reads"
+            self.host[block] = [self._kv[slot] for slot in slots]
+            key = tiers.stored._storing[block].block.key
+            assert self.host[block] == self._blocks[key], "a block is stored that does not hold its tokens"
+
+    def _check_written(self, step: Step) -> None:
+        """Nobody else writes to the slots of loads and of other engines."""
+        written = {slot for row in step.rows for slot in row.slots}
+        loading = [load.slots for load in self.loads.values()] + [one.slots for one in self.expects.values()]
+        assert written.isdisjoint(slot for slots in loading for slot in int32s(slots).tolist())
+
+    def _send(self, push: KvPush) -> None:
+        """Block after block, each when it is computed."""
+        begin, count = self.num_sent.get(push.ticket, 0), len(push.slots) // BLOCK_TOKENS
+        assert push.first == begin, "blocks are sent twice, or one was left out"
+        self.num_sent[push.ticket] = begin + count
+        expected = self.wanted[push.ticket][begin * BLOCK_TOKENS : (begin + count) * BLOCK_TOKENS]
+        assert [self._kv[slot] for slot in push.slots] == expected, "a block is sent that does not hold its tokens"
+
+    def _write_slots(self, slots: Int32s, prefixes: Sequence[int | None]) -> None:
+        for slot, prefix in zip(int32s(slots).tolist(), prefixes, strict=True):
+            self._kv[slot] = prefix
