@@ -25,6 +25,7 @@ from test.faults.cases import (
     pooling,
     processes,
     quantization,
+    roles,
     scheduling,
     split,
     stages,
@@ -61,6 +62,7 @@ START_CASES: list[StartCase] = [
     *quantization.START_CASES,
     *static_prompts.START_CASES,
     *nodes.CASES,
+    *roles.CASES,
     *journal.START_CASES,
 ]
 

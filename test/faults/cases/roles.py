@@ -1,0 +1,111 @@
+"""Prefill and decode engines of a gateway that do not fit each other, or cannot reach each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from lightserve.benchmark.models import TINY, save_model
+from lightserve.cluster.tcp.keys import generate
+from test.api.server import START_S, ServerProcess, start_server
+from test.api.test_engines import serving
+from test.faults.cases.hosts import free_port
+from test.faults.start_case import Start, StartCase
+from test.waiting import wait_until
+
+CLI = (sys.executable, "-m", "lightserve.cli.main")
+WITHIN_S = 180.0
+PROMPT_LEN = 600
+
+
+class Roles:
+    """A gateway and its engines, each with processes of its own."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._keys = ("--cluster_keys", str(start.base / "keys"))
+        generate(start.base / "keys")
+        self._model = start.base / "model"
+        self._model.mkdir()
+        save_model(self._model, None, {**TINY, "num_hidden_layers": 2})
+        self.addresses: list[str] = []
+        self.engines: list[ServerProcess] = []
+        self.gateway: ServerProcess
+
+    def launch_engine(self, role: str, *flags: str) -> ServerProcess:
+        self.addresses.append(f"tcp://127.0.0.1:{free_port()}")
+        place = ("--listen", self.addresses[-1], "--role", role, *self._keys)
+        pool = ("--max_total_token_num", "16384", "--batch_max_tokens", "256")
+        computed = ("--load_format", "dummy", "--deterministic", "--device", "cpu", *pool)
+        engine = self._launch("engine", str(self._model), *computed, *place, *flags)
+        self.engines.append(engine)
+        return engine
+
+    def launch_gateway(self) -> None:
+        engines = ("--engines", ",".join(self.addresses), "--min_split_tokens", "128", "--port", "0")
+        self.gateway = self._launch("serve", str(self._model), *engines, *self._keys)
+        self._start.wait_ready(self.gateway)
+        wait_until(lambda: serving(self.gateway) == len(self.engines), START_S)
+
+    def texts(self) -> list[str]:
+        """Of prompts that are computed at the same time."""
+        bodies = [
+            {"prompt": [(number + i * i) % 200 for i in range(PROMPT_LEN)], "max_tokens": 8, "temperature": 0}
+            for number in range(6)
+        ]
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            answers = list(clients.map(lambda body: self.gateway.post("/v1/completions", body), bodies))
+        assert {status for status, _ in answers} == {200}, answers
+        return [answer["choices"][0]["text"] for _, answer in answers]
+
+    def check_serves(self) -> None:
+        """The same text when nothing is missing any more, and no worker was replaced."""
+        assert self.texts() == self.texts()
+        assert not any("restarting" in engine.log for engine in self.engines)
+
+    def stop(self) -> None:
+        for server in (self.gateway, *self.engines):
+            assert server.stop() == 0
+
+    def _launch(self, *command: str) -> ServerProcess:
+        log = self._start.base / f"log-{len(self.engines)}-{command[0]}"
+        server = start_server(log, [*CLI, *command], {"TMPDIR": str(self._start.base)})
+        self._start.exits.callback(server.process.kill)
+        return server
+
+
+def other_ranks(start: Start) -> None:
+    roles = Roles(start)
+    roles.launch_engine("prefill", "--tp", "2")
+    roles.launch_engine("decode")
+    roles.launch_gateway()
+    roles.check_serves()
+    found = "engine 1 (decode) gets no KV from engine 0 (prefill), and computes prompts itself: --tp is 1 and 2"
+    assert found in roles.gateway.log
+    assert roles.gateway.settled_metrics()["kv_split_waited_tokens_total"] == 0
+    roles.stop()
+
+
+def swallowed_kv(start: Start) -> None:
+    """Somebody else has taken the port where a decode engine receives KV, and never reads."""
+    roles, path = Roles(start), start.base / "kv"
+    roles.launch_engine("prefill")
+    roles.launch_engine("decode")
+    roles.launch_engine("decode", "--kv_listen", f"unix://{path}")
+    roles.launch_gateway()
+    os.unlink(path)
+    with socket.socket(socket.AF_UNIX) as swallowing:
+        swallowing.bind(str(path))
+        swallowing.listen()
+        roles.check_serves()
+    assert "KV of engine 0 has not come to engine 2 in time" in roles.gateway.log
+    assert roles.gateway.settled_metrics()["kv_split_received_tokens_total"] > 0
+    roles.stop()
+
+
+CASES = [
+    StartCase("a prefill engine with more ranks", other_ranks, "decode engines compute prompts, at once", WITHIN_S),
+    StartCase("a port for KV swallows packets", swallowed_kv, "that engine computes prompts, others get KV", WITHIN_S),
+]
