@@ -15,7 +15,8 @@ from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import ChildDiedError
 from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.process_group import ProcessGroup
-from lightserve.server.worker_supervisor import MAX_FAILED_RESTARTS, MIN_UPTIME_S, REAP_TIMEOUT_S, WorkerSupervisor
+from lightserve.server.supervisor import MAX_FAILED_RESTARTS, MIN_UPTIME_S, REAP_TIMEOUT_S
+from lightserve.server.worker_supervisor import WorkerSupervisor
 
 
 async def supervise_engines(processes: ProcessGroup, config: LaunchConfig) -> None:

@@ -29,7 +29,7 @@ from lightserve.server.engine_processes import worker_env
 from lightserve.server.process_group import Modules
 from lightserve.server.run_directory import run_directory
 from lightserve.server.shutdown import stop_signals
-from lightserve.server.worker_supervisor import REAP_TIMEOUT_S
+from lightserve.server.supervisor import REAP_TIMEOUT_S
 from lightserve.utils.channel import MessageError
 from lightserve.utils.process import ChildConfig
 

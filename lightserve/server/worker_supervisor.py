@@ -13,54 +13,49 @@ import time
 
 from lightserve.config import LaunchConfig
 from lightserve.io_struct import NewWorkers, WorkersLost
-from lightserve.server.banner import print_error, print_line
-from lightserve.server.child_process import EXIT_GRACE_S
+from lightserve.server.child_process import EXIT_GRACE_S, ChildDiedError
 from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.process_group import EXIT_SETTLE_S
+from lightserve.server.supervisor import MAX_FAILED_RESTARTS, REAP_TIMEOUT_S, Supervisor
 
-MAX_FAILED_RESTARTS = 3  # in a row; then the cause is not an accident
-MIN_UPTIME_S = 60.0  # a new worker that dies sooner after its ready message counts as a failed restart
-MIN_LOAD_TIMEOUT_S = 120.0  # for new workers to become ready, or LOAD_TIMEOUT_FACTOR times the first start
-LOAD_TIMEOUT_FACTOR = 5.0
-REAP_TIMEOUT_S = 60.0  # until a killed process has exited; a GPU driver may delay that
+LOAD_TIMEOUT_FACTOR = 5.0  # new workers may take so many times as long to become ready as the first ones
 
 
-class WorkerSupervisor:
+class WorkerSupervisor(Supervisor):
+    singular, plural, restarted = "model worker", "workers", "the workers"
+
     def __init__(self, processes: EngineProcesses, config: LaunchConfig) -> None:
+        super().__init__(config)
         self._processes = processes
         self._begin_s = time.monotonic()
-        self._may_restart = config.restart_worker == "on"
-        self._failed_restarts = 0
         self._generation_lost_to_request: int | None = None  # the last one
-        self._ready_s: float | None = None  # when the present replacements were ready; None: not yet
 
     @property
     def load_timeout_s(self) -> float:
-        """For new workers to become ready."""
-        limit_s = max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - self._begin_s))
+        limit_s = max(super().load_timeout_s, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - self._begin_s))
         return limit_s + self._processes.node_timeout_s
 
     @property
     def _can_restart(self) -> bool:
-        return self._may_restart and self._processes.engine is not None and not self._processes.is_node_missing
+        return self._processes.engine is not None and not self._processes.is_node_missing
 
-    async def run(self) -> None:
-        """Restart workers until a death that must end the server, and raise it as ChildDiedError."""
-        died = await self._processes.wait_worker_death()
-        while self._can_restart and not await self._must_give_up():
-            print_error(f"{died}; restarting the workers")
-            since_s, self._ready_s = time.monotonic(), None
-            if not await self._processes.reap_workers(REAP_TIMEOUT_S):
-                print_error(f"a killed model worker did not exit within {REAP_TIMEOUT_S:.0f} s: giving up")
-                break
-            await self._processes.start_workers()
-            announcing = asyncio.create_task(self._announce(since_s, self.load_timeout_s))
-            try:
-                died = await self._processes.wait_worker_death()
-            finally:
-                announcing.cancel()
-            self._count_restart()
-        raise died
+    async def _wait_death(self) -> ChildDiedError:
+        return await self._processes.wait_worker_death()
+
+    async def _replace(self) -> bool:
+        if not await self._processes.reap_workers(REAP_TIMEOUT_S):
+            return False
+        await self._processes.start_workers()
+        return True
+
+    async def _join(self) -> str:
+        if await self._processes.wait_workers_ready() != self._processes.engine:
+            return "it serves a different model than the worker it replaces"
+        self._processes.router.send(NewWorkers(self._processes.generation))
+        return ""
+
+    def _kill(self, reason: str) -> None:
+        self._processes.kill_workers(reason)
 
     async def handle_router_reports(self) -> None:
         """The router reports workers that disconnected or hang. Kill those that do not exit by themselves."""
@@ -78,31 +73,11 @@ class WorkerSupervisor:
             self._processes.kill_workers(lost.reason)
 
     def _count_restart(self) -> None:
-        ran_long = self._ready_s is not None and time.monotonic() - self._ready_s >= MIN_UPTIME_S
-        # the router's report may also come later
-        caused_by_request = self._generation_lost_to_request == self._processes.generation
-        self._failed_restarts = 0 if ran_long or caused_by_request else self._failed_restarts + 1
+        super()._count_restart()
+        if self._generation_lost_to_request == self._processes.generation:  # the report may also come later
+            self._failed_restarts = 0
 
     async def _must_give_up(self) -> bool:
-        if self._failed_restarts < MAX_FAILED_RESTARTS:
-            return False
-        await asyncio.sleep(EXIT_SETTLE_S)  # the router may be about to report that a request caused the crash
-        if self._failed_restarts < MAX_FAILED_RESTARTS:
-            return False
-        print_error(f"{self._failed_restarts} new workers in a row died within {MIN_UPTIME_S:.0f} s: giving up")
-        return True
-
-    async def _announce(self, since_s: float, timeout_s: float) -> None:
-        """Inform the router when the new workers are ready."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                engine = await self._processes.wait_workers_ready()
-        except TimeoutError:
-            self._processes.kill_workers(f"it was not ready within {timeout_s:.0f} s")
-            return
-        if engine != self._processes.engine:
-            self._processes.kill_workers("it serves a different model than the worker it replaces")
-            return
-        self._processes.router.send(NewWorkers(self._processes.generation))
-        self._ready_s = time.monotonic()
-        print_line(f"a new model worker is ready, {self._ready_s - since_s:.1f} s after the last one died")
+        if self._failed_restarts >= MAX_FAILED_RESTARTS:
+            await asyncio.sleep(EXIT_SETTLE_S)  # the router may be about to report that a request caused the crash
+        return await super()._must_give_up()

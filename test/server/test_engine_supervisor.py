@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.server.worker_supervisor import MAX_FAILED_RESTARTS
+from lightserve.server.supervisor import MAX_FAILED_RESTARTS
 from test.server.launcher_process import start_launcher, wait_until
 
 ROUTER = """

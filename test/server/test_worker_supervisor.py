@@ -14,7 +14,8 @@ import pytest
 from lightserve.config import LaunchConfig
 from lightserve.io_struct import WorkersLost
 from lightserve.server import worker_supervisor
-from lightserve.server.worker_supervisor import MAX_FAILED_RESTARTS, WorkerSupervisor
+from lightserve.server.supervisor import MAX_FAILED_RESTARTS
+from lightserve.server.worker_supervisor import WorkerSupervisor
 from test.server.launcher_process import LauncherProcess, start_launcher, wait_until
 from test.waiting import until as until_in_loop
 
