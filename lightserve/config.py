@@ -28,7 +28,8 @@ ROLES = get_args(Role)
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
-MAX_HTTP_PROCESSES = 4
+MAX_HTTP_PROCESSES = 4  # by default
+MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 DEFAULT_LORAS, MAX_LORAS, MAX_LORA_RANK = 8, 256, 256
 CPU_LORAS_A_SLOT = 4
 MAX_DEBUG_REQUESTS = 100_000  # some 100 MB
@@ -399,6 +400,9 @@ class HttpConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices", "default_max_tokens")
+        if (self.httpserver_workers or 0) > MAX_HTTPSERVER_WORKERS:
+            found = f"httpserver_workers={self.httpserver_workers}: must be at most {MAX_HTTPSERVER_WORKERS}"
+            raise OptionError(found)
         _at_least(self, 0, "response_store_size", "response_store_bytes")
         if "" in self.model_name:
             raise OptionError("model_name: a name must not be empty")

@@ -735,6 +735,7 @@ class KvCancel(msgspec.Struct, frozen=True, tag=True):
 ToEngine = DispatchedReq | AbortReq | ReleaseParents | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
+HTTP_PROCESS_BITS = 8  # above them is the number of the process: see ChildConfig.http_process
 
 
 def http_process_of(req_id: int) -> int:
@@ -1100,6 +1101,16 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
     engine: int
 
 
+class HttpProcessLost(msgspec.Struct, frozen=True, tag=True):
+    """To the router or the dispatcher: an HTTP process has died, and nobody waits for its requests any more.
+
+    Requests that it sent may still come after this message.
+    """
+
+    process: int  # its number in the ids of its requests
+    successor: int  # the number of the process that replaces it
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """The launcher checks that a child responds."""
 
@@ -1118,7 +1129,7 @@ class RankExited(msgspec.Struct, frozen=True, tag=True):
 FromChild = (
     StartupPhase | StartupProgress | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong | RankExited
 )
-ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineDied | Ping
+ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping
 
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine

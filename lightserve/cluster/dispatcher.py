@@ -32,6 +32,7 @@ from lightserve.io_struct import (
     EngineDraining,
     FromEngine,
     GenerateReq,
+    HttpProcessLost,
     JournalCounts,
     KvMissing,
     KvNews,
@@ -45,6 +46,7 @@ from lightserve.io_struct import (
     ToDetokenization,
     TokenIdOut,
     ToRouter,
+    http_process_of,
 )
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.int_arrays import Int32Array, int32s
@@ -81,6 +83,7 @@ class Dispatcher:
         self._requests: dict[int, OpenRequest] = {}
         self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
         self._unplaced: dict[int, OpenRequest] = {}  # of these, the requests that no engine can take now
+        self._lost_http_processes: set[int] = set()
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -154,6 +157,8 @@ class Dispatcher:
                     self._to_detokenization.send(reply)
 
     def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
+        if http_process_of(message.req_id) in self._lost_http_processes:
+            return
         if message.parent is not None:  # an engine may not know it; one that does sends its workers only what follows
             if message.parent not in self._prompts:
                 self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, message.orphaned)]))
@@ -174,6 +179,15 @@ class Dispatcher:
         self.metrics.values["request_refused_total"] += 1
         found = f"no engine runs now, and {len(self._unplaced)} requests wait (--max_queue_size); retry later"
         self._fail(req, 429, found)
+
+    def abort_http_process(self, lost: HttpProcessLost) -> None:
+        """Abort the requests of an HTTP process that died."""
+        self._lost_http_processes.add(lost.process)
+        self._lost_http_processes.discard(lost.successor)
+        for req_id in [one for one in self._requests if http_process_of(one) == lost.process]:
+            self._abort(AbortReq(req_id))
+        self._release_parents(ReleaseParents([one for one in self._prompts if http_process_of(one) == lost.process]))
+        self.metrics.values["http_process_restarts_total"] += 1
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for req_id in message.req_ids:

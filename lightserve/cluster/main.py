@@ -13,7 +13,7 @@ from lightserve.cluster.routing import make_policy
 from lightserve.cluster.tcp.digest import model_digest
 from lightserve.cluster.tcp.engines_file import EnginesFile
 from lightserve.cluster.tcp.keys import read_gateway_keys
-from lightserve.io_struct import EngineJoined, EngineLost, Ready, ToDetokenization, ToRouter
+from lightserve.io_struct import EngineJoined, EngineLost, HttpProcessLost, Ready, ToDetokenization, ToRouter
 from lightserve.model_files.source import resolve
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
@@ -54,6 +54,8 @@ async def _handle_launcher(child_config: ChildConfig, launcher: LauncherConnecti
             dispatcher.join(message.engine, link, child_config.config.cluster.role_of(message.engine))
         elif isinstance(message, EngineLost):
             dispatcher.leave(message.engine)
+        elif isinstance(message, HttpProcessLost):
+            dispatcher.abort_http_process(message)
 
 
 if __name__ == "__main__":

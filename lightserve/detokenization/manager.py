@@ -48,7 +48,7 @@ class DetokenizationManager:
             if isinstance(message, BatchTokenIdOut):
                 self._handle(message)
             elif isinstance(message, QueryReply):
-                self._to_http[http_process_of(message.query_id)].send(message)
+                self._to_http[self._index_of(message.query_id)].send(message)
             else:  # a heartbeat for every HTTP process; it passes through here to prove that this process runs too
                 for sender in self._to_http:
                     sender.send(message)
@@ -61,18 +61,22 @@ class DetokenizationManager:
         for out in batch.tokens:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
-                outs[http_process_of(out.req_id)].append(self._next(text, out))
+                outs[self._index_of(out.req_id)].append(self._next(text, out))
         embeddings: list[list[EmbeddingOut]] = [[] for _ in self._to_http]
         for embedding in batch.embeddings:
-            embeddings[http_process_of(embedding.req_id)].append(embedding)
+            embeddings[self._index_of(embedding.req_id)].append(embedding)
         for failure in batch.failed:
             self._texts.pop(failure.req_id, None)
-            failed[http_process_of(failure.req_id)].append(failure)
+            failed[self._index_of(failure.req_id)].append(failure)
         for req_id in batch.aborted:
             self._texts.pop(req_id, None)
         for sender, own_outs, own_failed, own_embeddings in zip(self._to_http, outs, failed, embeddings, strict=True):
             if own_outs or own_failed or own_embeddings:
                 sender.send(BatchStrOut(own_outs, own_failed, own_embeddings))
+
+    def _index_of(self, req_id: int) -> int:
+        """The HTTP process that sent the request, or the one that has replaced it: see ChildConfig.http_process."""
+        return http_process_of(req_id) % len(self._to_http)
 
     def _next(self, text: ReqText, out: TokenIdOut) -> StrOut:
         piece = text.push(out.token.id, out.finish_reason, out.ends_in_text)

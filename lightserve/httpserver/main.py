@@ -45,7 +45,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         child_config.address(f"http-{child_config.index}"), ToHttpserver
     )
     to_router: Sender[ToRouter] = Sender(child_config.address("router"))
-    manager = HttpServerManager(child_config.index, to_router, from_detokenization)
+    manager = HttpServerManager(child_config.http_process, to_router, from_detokenization)
     if config.cluster.is_gateway:
         flag = "--engines" if config.cluster.engines else "--engines_file"
         manager.no_workers_reason = f"no engine of {flag} can be reached; requests wait for one"

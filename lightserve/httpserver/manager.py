@@ -77,7 +77,7 @@ class PromptRequest:
 class HttpServerManager:
     def __init__(
         self,
-        index: int,
+        http_process: int,
         to_router: Sender[ToRouter],
         from_detokenization: Receiver[ToHttpserver],
     ) -> None:
@@ -89,10 +89,10 @@ class HttpServerManager:
         self._to_router = to_router
         self._from_detokenization = from_detokenization
         self._last_heartbeat_s = 0.0
-        self._ids = itertools.count(index << REQ_ID_BITS)
+        self._ids = itertools.count(http_process << REQ_ID_BITS)
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
         self._drained = asyncio.Event()
-        self.queries = RouterQueries(index, to_router)
+        self.queries = RouterQueries(http_process, to_router)
 
     @property
     def limits(self) -> EngineReady:

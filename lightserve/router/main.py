@@ -9,7 +9,17 @@ from typing import Any
 
 from lightserve.cluster.tcp.endpoint import EngineEndpoint
 from lightserve.config import ServerConfig
-from lightserve.io_struct import Drain, Drained, EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
+from lightserve.io_struct import (
+    Drain,
+    Drained,
+    EngineReady,
+    HttpProcessLost,
+    NewWorkers,
+    Ready,
+    ToEngine,
+    ToRouter,
+    WorkersLost,
+)
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
@@ -139,6 +149,8 @@ async def _handle_launcher(
         message = await launcher.recv()
         if isinstance(message, Drain) and server is not None:
             draining.append(asyncio.create_task(_drain(server, launcher)))
+        elif isinstance(message, HttpProcessLost):
+            manager.abort_http_process(message)
         elif isinstance(message, NewWorkers):
             try:
                 workers = connect(message.generation)

@@ -23,8 +23,10 @@ from lightserve.io_struct import (
     ContinueReq,
     DispatchedReq,
     EngineReady,
+    FinishReason,
     GenerateReq,
     GetTimelines,
+    HttpProcessLost,
     JournalCounts,
     KvCancel,
     KvNews,
@@ -34,6 +36,7 @@ from lightserve.io_struct import (
     ToDetokenization,
     ToEngine,
     ToRouter,
+    http_process_of,
 )
 from lightserve.router.adapter_control import AdapterControl
 from lightserve.router.adapter_loader import AdapterWorkers
@@ -74,6 +77,7 @@ class RouterManager:
         self._to_detokenization = to_detokenization
         self._config = config
         self._reporter = Reporter(scheduler, to_detokenization)
+        self._lost_http_processes: set[int] = set()
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._reporter)
         self.adapters = AdapterControl(scheduler, self._reporter, to_detokenization)
@@ -112,6 +116,17 @@ class RouterManager:
         req = self._make_req(message, None)
         req.is_internal, req.deadline_s = True, None
         return req
+
+    def abort_http_process(self, lost: HttpProcessLost) -> None:
+        """Abort the requests of an HTTP process that died."""
+        self._lost_http_processes.add(lost.process)
+        self._lost_http_processes.discard(lost.successor)
+        for req in self._scheduler.drop(lambda req: http_process_of(req.req_id) == lost.process):
+            self._reporter.abort(req, FinishReason.ABORT)
+        parents = [req_id for group in self._scheduler.groups for req_id in group.parents]
+        self._scheduler.release_parents([one for one in parents if http_process_of(one) == lost.process])
+        self.metrics.values["http_process_restarts_total"] += 1
+        self.steps.wake()
 
     def reload_adapters(self, workers: AdapterWorkers) -> None:
         """Load the adapters of waiting requests into new workers. The requests wait for that."""
@@ -176,6 +191,9 @@ class RouterManager:
 
     def _accept_from_http(self, message: GenerateReq | ContinueReq) -> None:
         """A request that names a parent has only the tokens that follow it. A dispatcher adds the others."""
+        request = message.request if isinstance(message, ContinueReq) else message
+        if http_process_of(request.req_id) in self._lost_http_processes:
+            return
         if isinstance(message, ContinueReq):
             self._accept(message.request, output_ids=message.output_ids)
             return

@@ -9,7 +9,7 @@ After the workers died, later requests enter with all their tokens, and can be p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +34,10 @@ class Parents:
 
     def __len__(self) -> int:
         return len(self._parents)
+
+    def __iter__(self) -> Iterator[int]:
+        """Their ids."""
+        return iter(self._parents)
 
     @property
     def has_drops(self) -> bool:

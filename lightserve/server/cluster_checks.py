@@ -9,7 +9,6 @@ from typing import Any
 
 from lightserve.cluster.tcp.engines_file import read_engines_file
 from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys, read_node_key
-from lightserve.cluster.tcp.request_ids import PROCESS_BITS
 from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
 from lightserve.server.flag_groups import ENGINE_HTTP
@@ -98,10 +97,6 @@ def _check_gateway(config: ServerConfig) -> None:
         (config.launch, GATEWAY_LAUNCH),
     ):
         _refuse_others(part, allowed, f"not with {_flag(config)}: {remedy}")
-    if config.http.num_processes > 1 << PROCESS_BITS:
-        raise OptionError(
-            f"httpserver_workers={config.http.num_processes}: must be at most {1 << PROCESS_BITS} with {_flag(config)}"
-        )
     keys = read_gateway_keys(config.cluster.cluster_keys or "")
     path = config.cluster.engines_file
     for address in config.cluster.engine_addresses if path is None else read_engines_file(path):

@@ -97,6 +97,7 @@ METRICS = (
     _counter("request_failed_total", "Requests that ended with an error after they were accepted."),
     _counter("request_numerical_error_total", "Requests that failed because their logits were not finite numbers."),
     _counter("worker_restarts_total", "Number of times that the model workers died and were restarted."),
+    _counter("http_process_restarts_total", "Number of times that an HTTP process died and was replaced."),
     _counter(
         "num_preemptions_total", "Number of times that a running request was preempted to free slots of the KV pool."
     ),

@@ -24,7 +24,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError, with_docs
-from lightserve.io_struct import ChildFailed, FromChild, Ping, Pong, ToChild
+from lightserve.io_struct import HTTP_PROCESS_BITS, ChildFailed, FromChild, Ping, Pong, ToChild
 from lightserve.utils.logger import init_logger, is_json, name_engine
 from lightserve.utils.net import parse_tcp
 
@@ -48,7 +48,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     run_dir: str  # for sockets; only this user can open it, and it is removed when the server ends
     index: int = 0  # among the processes of its role; the rank of a worker
     listen_fd: int | None = None  # a socket that listens: of HTTP processes, of the nodes process, and for the store
-    generation: int = 0  # of the workers: how many times they were replaced before
+    generation: int = 0  # of workers and HTTP processes: how many times they were replaced before
     engine: int = 0  # of routers and workers: which of --dp
     epoch: int = 0  # of an engine: how many times its router was replaced before
     store_port: int | None = None  # on loopback: where ranks on several nodes find each other
@@ -62,6 +62,16 @@ class ChildConfig(msgspec.Struct, frozen=True):
     def number(self) -> int:
         """Of this process among those with its role."""
         return self.engine * self.config.worker.num_ranks + self.index
+
+    @property
+    def http_process(self) -> int:
+        """The number of an HTTP process in the ids of its requests.
+
+        A replacement has another number, so it ignores the text of requests that it does not know. The remainder by the
+        number of HTTP processes is the index.
+        """
+        count = self.config.http.num_processes
+        return self.index + count * (self.generation % ((1 << HTTP_PROCESS_BITS) // count))
 
     def path(self, name: str) -> str:
         return f"{self.run_dir}/{name}"

@@ -13,6 +13,7 @@ import pytest
 
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
+    REQ_ID_BITS,
     AbortByRequestId,
     AbortReq,
     ContinueReq,
@@ -20,6 +21,7 @@ from lightserve.io_struct import (
     GenerateReq,
     GenerationParams,
     GetTimelines,
+    HttpProcessLost,
     ProfileReply,
     ReleaseParents,
     SchedulingParams,
@@ -366,6 +368,31 @@ def test_a_request_continues_its_parent_in_any_engine(policy: str) -> None:
         assert not cluster.dispatcher._prompts
 
     check(scenario, policy=policy)
+
+
+def test_the_requests_of_an_http_process_that_died_end_in_all_engines() -> None:
+    second = 1 << REQ_ID_BITS  # the first id of the second HTTP process
+
+    async def scenario(cluster: LocalCluster) -> None:
+        lost = [second | number for number in range(4)]
+        for req_id in (0, *lost):
+            cluster.send(req_id, [5 + req_id % 7], LONG if req_id else 40, seed=1)
+        cluster.send(second | 9, [5], 1, seed=1, group=second | 9, is_group_open=True)
+        await cluster.until(lambda: cluster.has_ended(second | 9) and all(len(cluster.tokens[one]) > 2 for one in lost))
+
+        cluster.dispatcher.abort_http_process(HttpProcessLost(1, successor=3))
+        cluster.send(second | 10, [5], 1)  # it was on its way
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert cluster.tokens[0] == tokens(1, 40)
+        assert sorted(cluster.aborted) == lost
+        assert not cluster.announced[second | 10]
+        engines = cluster.engines.values()
+        await until(lambda: all(engine.pool.used == 0 and not len(engine.scheduler.parents) for engine in engines))
+        assert not cluster.dispatcher._prompts
+        assert cluster.dispatcher.metrics.values["http_process_restarts_total"] == 1
+
+    check(scenario)
 
 
 def test_queries_are_answered_by_all_engines_together() -> None:

@@ -24,6 +24,7 @@ from lightserve.io_struct import (
     StrOut,
     TextParams,
     TextReq,
+    Timelines,
     ToDetokenization,
     ToHttpserver,
     Token,
@@ -229,6 +230,20 @@ def test_each_http_process_gets_its_own_requests_and_all_get_heartbeats(tmp_path
         assert [out.token.id for out in detokenizer.outs(1)] == [401]
         assert BatchStrOut([], [ReqFailed(SECOND + 1, 429, "full")]) in detokenizer.received[1]
         assert detokenizer.manager.num_open == 1
+
+    check(scenario, tmp_path)
+
+
+def test_text_goes_to_the_http_process_that_replaces_another_one(tmp_path: Path) -> None:
+    async def scenario(detokenizer: Detokenizer) -> None:
+        replacement = 5 << REQ_ID_BITS  # of the second of two: 1, 3, 5
+
+        detokenizer.send(TokenIdOut(replacement, Token(400)), new=[text_req(replacement)])
+        detokenizer.inbox.send(Timelines(replacement, []))
+        await until(lambda: len(detokenizer.received[1]) == 2)
+
+        assert [out.req_id for out in detokenizer.outs(1)] == [replacement]
+        assert detokenizer.received[1][1] == Timelines(replacement, [])
 
     check(scenario, tmp_path)
 

@@ -13,6 +13,7 @@ import msgspec
 from lightserve.config import RouterConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
+    REQ_ID_BITS,
     AbortByRequestId,
     AbortReq,
     BatchTokenIdOut,
@@ -23,6 +24,7 @@ from lightserve.io_struct import (
     GenerationParams,
     GrammarSpec,
     HostKvSize,
+    HttpProcessLost,
     KvLoaded,
     ParentPart,
     ReleaseParents,
@@ -796,6 +798,63 @@ def test_a_request_continues_the_prompt_of_its_parent_until_that_is_released(tmp
         assert failure.message == "the request continues 1, which is not known"
         await router.until(lambda: any(step.dropped for step in router.model.steps))
         assert [req_id for step in router.model.steps for req_id in step.dropped] == [1, 2]
+
+    check(scenario, tmp_path)
+
+
+SECOND = 1 << REQ_ID_BITS  # the first id of the second HTTP process
+
+
+def test_the_requests_of_an_http_process_that_died_free_their_seats_and_kv(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.stuck_at = 4
+        router.model.may_run.clear()
+        router.send(request(1, max_new_tokens=16))
+        for req_id in range(10):  # more than can run
+            router.send(request(SECOND | req_id, max_new_tokens=16))
+        await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 11)
+        router.model.may_run.set()
+        await until(lambda: len(router.model.steps) == 4)
+        assert (router.scheduler.num_running, router.scheduler.num_waiting) == (8, 3)
+
+        router.manager.abort_http_process(HttpProcessLost(1, successor=3))
+        router.model.may_run.set()
+        await router.until(lambda: router.has_finished(1))
+
+        assert router.tokens_of(1) == [101 + i for i in range(16)]
+        aborted = [req_id for batch in router.batches for req_id in batch.aborted]
+        assert sorted(aborted) == [SECOND | req_id for req_id in range(10)]
+        await until(lambda: router.scheduler.pool.used == 0)
+        assert router.manager.metrics.values["http_process_restarts_total"] == 1
+
+    check(scenario, tmp_path)
+
+
+def test_what_an_http_process_sent_before_it_died_is_not_computed(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.manager.abort_http_process(HttpProcessLost(1, successor=3))
+        router.send(request(SECOND))
+        router.send(ContinueReq(request(SECOND | 1), [101]))
+        router.send(request(3 << REQ_ID_BITS))
+        await router.until(lambda: router.has_finished(3 << REQ_ID_BITS))
+
+        assert {new.req_id for batch in router.batches for new in batch.new} == {3 << REQ_ID_BITS}
+        router.manager.abort_http_process(HttpProcessLost(3, successor=1))  # all numbers were used: the first again
+        router.send(request(SECOND | 2))
+        await router.until(lambda: router.has_finished(SECOND | 2))
+
+    check(scenario, tmp_path)
+
+
+def test_parents_of_an_http_process_that_died_are_released(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        for req_id in (1, SECOND | 1):
+            router.send(msgspec.structs.replace(request(req_id), group=9, is_group_open=True))
+        await router.until(lambda: router.has_finished(1, SECOND | 1))
+
+        router.manager.abort_http_process(HttpProcessLost(1, successor=3))
+
+        assert [*router.scheduler.parents] == [1]
 
     check(scenario, tmp_path)
 

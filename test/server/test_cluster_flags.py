@@ -51,7 +51,7 @@ def refusal(*flags: str) -> str:
         ((ENGINES, "--tp=2"), "tp=2: not with --engines: a gateway does not compute; set it on the engines"),
         ((ENGINES, "--eos_id", "7"), "eos_id=[7]: not with --engines"),
         ((ENGINES, "--null_worker"), "null_worker=True: not with --engines"),
-        ((ENGINES, "--httpserver_workers=300"), "httpserver_workers=300: must be at most 256"),
+        ((ENGINES, "--httpserver_workers=300"), "httpserver_workers=300: must be at most 64"),
         ((LISTEN, "--port=80"), "port=80: an engine has no HTTP; its address is --listen tcp://HOST:PORT"),
         ((LISTEN, "--no_web"), "no_web=True: not with --listen: an engine has no HTTP; set it on the gateways"),
         ((LISTEN, "--max_loras=2"), "listen: engines of a gateway do not serve LoRA adapters yet"),

@@ -282,3 +282,15 @@ def test_ps_shows_the_process_name(launch: Launch) -> None:
     assert launcher.recv() == Ready()
 
     assert Path(f"/proc/{launcher.process.pid}/comm").read_text() == "ls-worker-1\n"
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_http_processes_and_their_replacements_have_different_numbers(count: int) -> None:
+    config = replace(CONFIG, http=HttpConfig(httpserver_workers=count))
+    places = [(generation, index) for generation in range(4) for index in range(count)]
+
+    numbers = [ChildConfig(config, "", index, generation=generation).http_process for generation, index in places]
+
+    assert sorted(numbers) == list(range(4 * count))
+    assert [number % count for number in numbers] == [index for _, index in places]
+    assert ChildConfig(config, "", generation=1_000_000).http_process < 256

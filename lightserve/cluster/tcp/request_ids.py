@@ -8,14 +8,13 @@ Sessions are counted, so an id that was used in one is not used again in the nex
 
 from __future__ import annotations
 
-from lightserve.io_struct import REQ_ID_BITS
+from lightserve.io_struct import HTTP_PROCESS_BITS, REQ_ID_BITS
 from lightserve.utils.int_arrays import Int64Array
 
-PROCESS_BITS = 8
-COUNT_BITS = REQ_ID_BITS - PROCESS_BITS
+COUNT_BITS = REQ_ID_BITS - HTTP_PROCESS_BITS
 MAX_SESSIONS = 1 << 15  # then their numbers are used again
 _COUNT_MASK = (1 << COUNT_BITS) - 1
-_PROCESS_MASK = (1 << PROCESS_BITS) - 1
+_PROCESS_MASK = (1 << HTTP_PROCESS_BITS) - 1
 
 
 def engine_id(session: int, gateway_id: int) -> int:

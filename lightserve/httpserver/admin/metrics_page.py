@@ -38,6 +38,7 @@ _NOT_IN_VLLM = {
     "request_failed_total",
     "request_numerical_error_total",
     "worker_restarts_total",
+    "http_process_restarts_total",
     "prefix_cache_evicted_tokens_total",
     "kv_tier_stored_tokens_total",
     "kv_tier_hits_total",
