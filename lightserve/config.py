@@ -448,7 +448,9 @@ class LaunchConfig:
     """Options of the launcher."""
 
     drain_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM")
-    restart_worker: Switch = option("on", "restart model workers that die; off: the server ends instead")
+    restart_worker: Switch = option(
+        "on", "replace model workers and HTTP processes that die; off: the server ends instead"
+    )
     process_timeout: float = option(
         60.0, "seconds without a heartbeat after which a process is killed, a worker after half of that; 0: never"
     )

@@ -3,10 +3,11 @@
     check ─▶ listen ─▶ start every process ─▶ wait until all are ready ─▶ serve ─▶ drain ─▶ kill every process
 
 The launcher starts the model workers, the router, the detokenizer and the HTTP processes, and supervises them: it
-replaces workers that die, and ends the server when another process dies. It serves no request and imports no torch.
+replaces workers and HTTP processes that die, and ends the server when another process dies. It serves no request and
+imports no torch.
 
-Read on in this order: process_group.py (start, ready), engine_supervisor.py and worker_supervisor.py (restart),
-watchdog.py (heartbeats), shutdown.py (drain, report). child_process.py is one process.
+Read on in this order: process_group.py (start, ready), engine_supervisor.py, worker_supervisor.py and
+http_supervisor.py (restart), watchdog.py (heartbeats), shutdown.py (drain, report). child_process.py is one process.
 
 Exit codes: 0 after a signal, when running requests have finished; 1 when a process died; 2 when the operator must fix
 a flag, a file or a port; 128 + n when signal n ended the server at once.
@@ -15,6 +16,7 @@ a flag, a file or a port; 128 + n when signal n ended the server at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
@@ -29,6 +31,7 @@ from lightserve.server.args import MODULE, parse_server
 from lightserve.server.banner import banner, print_banner, print_error, print_line
 from lightserve.server.checks import ModelInfo, check, with_local_files
 from lightserve.server.engine_supervisor import supervise_engines
+from lightserve.server.http_supervisor import HttpSupervisor
 from lightserve.server.keys import with_keys
 from lightserve.server.node_host import run_node
 from lightserve.server.process_group import Modules, ProcessGroup
@@ -67,7 +70,9 @@ async def launch(
     config: ServerConfig, model: ModelInfo, sockets: Sequence[socket.socket], modules: Modules, begin_s: float
 ) -> int:
     signals = stop_signals()  # from here on, a signal ends this process only after it has cleaned up
-    with run_directory() as run_dir:
+    with run_directory() as run_dir, contextlib.ExitStack() as exits:
+        for sock in sockets:
+            exits.enter_context(sock)
         return await Launcher(config, model, ProcessGroup(config, run_dir, modules), signals).run(sockets, begin_s)
 
 
@@ -110,9 +115,11 @@ class Launcher:
         """The background work that detects failures of the child processes."""
         processes, config = self._processes, self._config.launch
         supervised = {child for engine in processes.engines for child in (*engine.workers, engine.router)}
+        supervised |= {*processes.httpservers}
         others = [child.watch() for child in processes.children if child not in supervised]
         engines = supervise_engines(processes, config)
-        return [*others, engines, watch_heartbeats(processes, config.process_timeout)]
+        http = [HttpSupervisor(processes, index, config).run() for index in range(len(processes.httpservers))]
+        return [*others, engines, *http, watch_heartbeats(processes, config.process_timeout)]
 
     async def _handle_signals(self) -> None:
         """The first signal drains the server. A second one, or one during the start, ends it at once."""

@@ -104,6 +104,16 @@ class ChildProcess:
         self.ping()
         await self._pong_received.wait()
 
+    async def wait_drained(self) -> None:
+        """Wait until it has no request: it has finished all, or has exited. One that is starting has none."""
+        if not self.ready.is_set():
+            return
+        draining = asyncio.ensure_future(self.drained.wait())
+        try:
+            await asyncio.wait({draining, self._receiving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            draining.cancel()
+
     async def watch(self) -> None:
         """Return when the child exits with code 0 after it drained. Raise ChildDiedError on any other exit."""
         exiting = asyncio.ensure_future(self._process.wait())

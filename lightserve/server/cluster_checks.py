@@ -23,7 +23,7 @@ logger = init_logger(__name__)
 GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
 GATEWAY_ROUTER = {"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "static_prompts"}
 OF_PORT = {"host", "port"}
-GATEWAY_LAUNCH = {"drain_timeout", "process_timeout", "log_format"}
+GATEWAY_LAUNCH = {"drain_timeout", "process_timeout", "restart_worker", "log_format"}
 
 
 def check_cluster(config: ServerConfig) -> None:

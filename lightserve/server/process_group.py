@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import Drain, EngineJoined, EngineLost, EngineReady, ToChild
+from lightserve.io_struct import Drain, EngineJoined, EngineLost, EngineReady, HttpProcessLost, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
 from lightserve.server.start_display import StartDisplay
@@ -40,8 +40,7 @@ async def _wait_drained(children: Sequence[ChildProcess], timeout_s: float) -> b
     try:
         async with asyncio.timeout(timeout_s):
             for child in children:
-                if child.exit_code is None:
-                    await child.drained.wait()
+                await child.wait_drained()
     except TimeoutError:
         return False
     await asyncio.sleep(FLUSH_S)
@@ -59,13 +58,16 @@ def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
 
 class ProcessGroup:
     def __init__(self, config: ServerConfig, run_dir: str, modules: Modules) -> None:
-        self.children: list[ChildProcess] = []  # every process started so far, except workers that were replaced
+        self.children: list[ChildProcess] = []  # every process started so far, except those that were replaced
+        self.httpservers: list[ChildProcess] = []
         num_engines = 0 if config.cluster.is_gateway else config.cluster.dp  # a gateway has none of its own
         self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(num_engines)]
         self.dispatcher: ChildProcess | None = None  # None: there is one engine
         self.is_ready = False  # all processes were ready
         self.show_progress = StartDisplay().show
-        self._httpservers: list[ChildProcess] = []
+        self._sockets: Sequence[socket.socket] = ()  # of the HTTP processes
+        self._http_generations: list[int] = []  # how many times each of them was replaced
+        self._sent_to_http: list[ToChild] = []  # what all of them have got
         self._config = config
         self._run_dir = run_dir
         self._modules = modules
@@ -84,7 +86,10 @@ class ProcessGroup:
         return self._modules.router
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``."""
+        """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``.
+
+        The sockets stay open as long as the server runs: another HTTP process may need one of them.
+        """
         modules = self._modules
         if self._config.cluster.nnodes > 1:
             await self._start_nodes()
@@ -96,11 +101,28 @@ class ProcessGroup:
             self.dispatcher = await self.start_child("dispatcher", modules.dispatcher, self._child_config())
         for engine in self.engines:
             await engine.start_router()
-        for index, sock in enumerate(sockets):
-            with sock:
-                child_config = self._child_config(index, sock.fileno())
-                child = await self.start_child(f"httpserver {index}", modules.httpserver, child_config)
-                self._httpservers.append(child)
+        self._sockets, self._http_generations = sockets, [0] * len(sockets)
+        for index in range(len(sockets)):
+            self.httpservers.append(await self._start_httpserver(index))
+
+    async def replace_httpserver(self, index: int) -> None:
+        """Start another HTTP process in place of one that has exited, and let the router abort its requests."""
+        old, lost = self.httpservers[index], self._http_config(index)
+        await old.wait()
+        self.children.remove(old)
+        self._http_generations[index] += 1
+        router = self.dispatcher or self.engines[0].router
+        router.send(HttpProcessLost(lost.http_process, self._http_config(index).http_process))
+        new = self.httpservers[index] = await self._start_httpserver(index)
+        for message in self._sent_to_http:  # before it accepts a connection
+            new.send(message)
+
+    async def _start_httpserver(self, index: int) -> ChildProcess:
+        return await self.start_child(f"httpserver {index}", self._modules.httpserver, self._http_config(index))
+
+    def _http_config(self, index: int) -> ChildConfig:
+        config = self._child_config(index, self._sockets[index].fileno())
+        return msgspec.structs.replace(config, generation=self._http_generations[index])
 
     async def _start_nodes(self) -> None:
         """The process that starts ranks on other nodes. The launcher may connect to its socket at once."""
@@ -119,7 +141,7 @@ class ProcessGroup:
             self.announce(engine)
         ready = joined_ready(found) if found else self._remote_ready()
         self._send_httpservers(ready)
-        for child in self._httpservers:
+        for child in self.httpservers:
             await child.wait_processed()  # otherwise a client that sees "ready" might still get "the model is loading"
         self.is_ready = True
         return ready
@@ -152,7 +174,7 @@ class ProcessGroup:
     async def drain_httpservers(self, *messages: ToChild, timeout_s: float) -> bool:
         """Send ``messages`` to the HTTP processes. Return whether all of them drained in time."""
         self._send_httpservers(*messages)
-        return await _wait_drained(self._httpservers, timeout_s)
+        return await _wait_drained(self.httpservers, timeout_s)
 
     async def drain_engines(self, timeout_s: float) -> bool:
         """Let the routers of --listen finish what gateways have sent. Return whether they did in time."""
@@ -172,7 +194,8 @@ class ProcessGroup:
         return [child for child in self.children if child.exit_code is None]
 
     def _send_httpservers(self, *messages: ToChild) -> None:
-        for child in self._httpservers:
+        self._sent_to_http += messages
+        for child in self.httpservers:
             for message in messages:
                 child.send(message)
 

@@ -39,6 +39,11 @@ class EventClient:
         self.events: list[Event] = []
 
     @property
+    def local_port(self) -> int:
+        port: int = self._connection.sock.getsockname()[1]
+        return port
+
+    @property
     def last_id(self) -> str:
         found = self.events[-1].id
         assert found is not None

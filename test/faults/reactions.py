@@ -73,6 +73,17 @@ UNHEALTHY_THEN_CONTINUES = Reaction(
 )
 
 
+def _http_process_replaced(context: FaultContext) -> None:
+    for stream in context.streams:
+        stream.read_all()
+        assert not stream.is_complete
+    context.client.close()  # it is connected to the process that died
+    assert context.health() == 200
+
+
+HTTP_PROCESS_REPLACED = Reaction("its streams end; another one serves in its place", _http_process_replaced)
+
+
 def resume_all(context: FaultContext) -> None:
     for process in processes_of(context.running.base):
         with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor may have replaced it

@@ -81,7 +81,7 @@ def test_what_fits_is_accepted(keys: str) -> None:
     for flags in (
         (ENGINES, "--port=80", "--cluster_policy=session", "--request_timeout=9"),
         ("--listen=tcp://[::1]:9009",),
-        ("--engines_file=/dev/null", "--port=80"),
+        ("--engines_file=/dev/null", "--port=80", "--restart_worker=off"),
     ):
         check_cluster(parse_server([keys, *flags]))
 

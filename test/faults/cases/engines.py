@@ -6,9 +6,17 @@ import signal
 from dataclasses import replace
 
 from test.faults.case import Case
-from test.faults.cases.processes import FAILING_SERVER, STEP, Fault, _only_that_one_fails, send_poison, send_signal
+from test.faults.cases.processes import (
+    FAILING_SERVER,
+    STEP,
+    Fault,
+    _only_that_one_fails,
+    ends_http_process,
+    send_poison,
+    send_signal,
+)
 from test.faults.harness import LOAD, PREFILL, PREFILL_FLAGS, STREAMING, FaultContext
-from test.faults.reactions import Reaction, ends, resume_all, same_text, streams_continue
+from test.faults.reactions import HTTP_PROCESS_REPLACED, Reaction, ends, resume_all, same_text, streams_continue
 
 TWO = ("--dp", "2")
 
@@ -84,6 +92,15 @@ CASES = [
         is_long=True,
         program=FAILING_SERVER,
         restarts=2,
+    ),
+    Case(
+        "kill -9 ls-httpserver of two engines, streaming",
+        ends_http_process(send_signal("ls-httpserver", signal.SIGKILL)),
+        HTTP_PROCESS_REPLACED,
+        STREAMING,
+        (*STEP, *TWO),
+        is_long=True,
+        restarts=1,
     ),
     Case(
         "kill -9 ls-dispatcher, streaming",

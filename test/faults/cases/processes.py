@@ -13,6 +13,7 @@ from test.faults.case import Case
 from test.faults.failing_worker import NAN_TOKEN_ID, POISON_PROMPT
 from test.faults.harness import IDLE, LOAD, PREFILL, PREFILL_FLAGS, STREAMING, FaultContext, Workload
 from test.faults.reactions import (
+    HTTP_PROCESS_REPLACED,
     STREAMS_CONTINUE,
     UNHEALTHY_THEN_CONTINUES,
     Reaction,
@@ -26,8 +27,9 @@ Fault = Callable[[FaultContext], None]
 
 FAILING_SERVER = "test.faults.failing_server"
 STEP = ("--null_step_ms", "20")  # slow enough for a fault in the middle of a step
-ROLES = {"ls-router": "router", "ls-detokenizer": "detokenizer", "ls-httpserver": "httpserver 0"}
-CHANNELS = {"router": "router", "detokenization": "detokenizer", "http-0": "httpserver 0"}
+ROLES = {"ls-router": "router", "ls-detokenizer": "detokenizer"}  # the server ends with them
+CHANNELS = {"router": "router", "detokenization": "detokenizer"}
+HTTP_IS_BACK = "a new HTTP process is ready"
 WORKER_DIES = STREAMS_CONTINUE  # a replacement starts
 WORKLOADS = (IDLE, STREAMING, PREFILL, LOAD)
 
@@ -39,6 +41,17 @@ def flags_of(workload: Workload) -> tuple[str, ...]:
 def send_signal(name: str, signum: signal.Signals) -> Fault:
     """Send a signal to the first process of that name."""
     return lambda context: context.server.processes()[name][0].send_signal(signum)
+
+
+def ends_http_process(fault: Fault) -> Fault:
+    """The fault, and wait until the next HTTP process is ready."""
+
+    def run(context: FaultContext) -> None:
+        before = context.server.log.count(HTTP_IS_BACK)
+        fault(context)
+        context.wait_until(lambda: context.server.log.count(HTTP_IS_BACK) > before)
+
+    return run
 
 
 def signal_launcher(signum: signal.Signals, times: int = 1) -> Fault:
@@ -132,6 +145,18 @@ WORKER_KILLS = [
     )
     for workload in WORKLOADS
 ]
+HTTP_KILLS = [
+    Case(
+        f"kill -9 ls-httpserver, {workload.name}",
+        ends_http_process(send_signal("ls-httpserver", signal.SIGKILL)),
+        HTTP_PROCESS_REPLACED,
+        during=workload,
+        flags=flags_of(workload),
+        is_long=workload is not STREAMING,
+        restarts=1,
+    )
+    for workload in WORKLOADS
+]
 CRASHES = [
     Case(
         "worker crashes (SIGSEGV), streaming",
@@ -177,6 +202,14 @@ CRASHES = [
         )
         for channel, role in CHANNELS.items()
     ),
+    Case(
+        "nonsense for the httpserver 0, streaming",
+        ends_http_process(send_nonsense("http-0")),
+        HTTP_PROCESS_REPLACED,
+        STREAMING,
+        STEP,
+        restarts=1,
+    ),
 ]
 HANGS = [
     *(
@@ -205,6 +238,15 @@ HANGS = [
         Reaction("no answer; when it is back, streams go on, same text", _unanswered_then_continue, same_text),
         STREAMING,
         STEP,
+    ),
+    Case(
+        "ls-httpserver hangs, streaming",
+        ends_http_process(send_signal("ls-httpserver", signal.SIGSTOP)),
+        HTTP_PROCESS_REPLACED,
+        STREAMING,
+        (*STEP, "--process_timeout", "4"),
+        within_s=20.0,
+        restarts=1,
     ),
     Case(
         "the launcher is stopped, streaming",
@@ -255,4 +297,4 @@ SIGNALS += [
     ),
 ]
 LONG = [replace(case, is_long=True) for case in (*CRASHES, *HANGS, *SIGNALS)]
-CASES = [*KILLS, *WORKER_KILLS, *LONG]
+CASES = [*KILLS, *WORKER_KILLS, *HTTP_KILLS, *LONG]
