@@ -44,6 +44,7 @@ class ServerContext:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
     run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
+    http_index: int = 0  # of this process among them
     details: ModelDetails | None = None  # None in tests without a model's files
     export_trace: Export | None = None  # None: requests are not traced
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates

@@ -60,6 +60,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tokenizer,
         read_sampling_defaults(source, config.http.generation_config),
         run_dir=child_config.run_dir,
+        http_index=child_config.index,
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),

@@ -232,12 +232,12 @@ def test_the_store_can_be_turned_off(tmp_path: Path, config: HttpConfig) -> None
         assert not (tmp_path / "responses").exists()
 
 
-def new_store(run_dir: Path, max_count: int = 1000, max_bytes: int = 2**20) -> ResponseStore:
-    return ResponseStore(str(run_dir), max_count, max_bytes)
+def new_store(run_dir: Path, max_count: int = 1000, max_bytes: int = 2**20, http_index: int = 0) -> ResponseStore:
+    return ResponseStore(str(run_dir), max_count, max_bytes, http_index)
 
 
-def response(name: str, text: str = "") -> dict[str, Any]:
-    return {"id": name, "text": text}
+def response(name: str, text: str = "", status: str = "completed") -> dict[str, Any]:
+    return {"id": name, "text": text, "status": status}
 
 
 async def names(store: ResponseStore) -> list[str]:
@@ -288,6 +288,39 @@ def test_two_processes_share_the_store(tmp_path: Path) -> None:
         assert await first.delete("owner", "a") is False
 
     asyncio.run(run())
+
+
+def test_responses_of_an_http_process_that_died_end_when_another_one_takes_its_place(tmp_path: Path) -> None:
+    async def run() -> None:
+        processes = [new_store(tmp_path, http_index=index) for index in range(2)]
+        for index, store in enumerate(processes):
+            await store.add("owner", response(f"running {index}", status="in_progress"), [])
+            await store.add("owner", response(f"ended {index}", status="in_progress"), [])
+            await store.update("owner", response(f"ended {index}", status="completed"))
+
+        replacement = new_store(tmp_path, http_index=0)
+        replacement.fail_lost()
+
+        found = {name: await replacement.get("owner", name) for name in ("running 0", "running 1", "ended 0")}
+        statuses = {name: one and one.response["status"] for name, one in found.items()}
+        assert statuses == {"running 0": "failed", "running 1": "in_progress", "ended 0": "completed"}
+        lost = found["running 0"]
+        assert lost is not None
+        assert lost.response["error"]["code"] == "server_error"
+        assert "died" in lost.response["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_a_damaged_store_does_not_keep_an_http_process_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses" / "responses.sqlite").write_bytes(b"damaged" * 1000)
+
+    new_store(tmp_path).fail_lost()
+
+    assert "stored responses cannot be read: file is not a database" in caplog.text
 
 
 def test_a_deleted_response_does_not_come_back(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Responses that are generated after their request was answered: ``background: true``.
 
-The client polls the stored response. It outlives the connection, not the server.
+The client polls the stored response. It outlives the connection, not the HTTP process that generates it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ PATH = "/v1/responses"
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
     config = context.config
-    store = ResponseStore(context.run_dir, config.response_store_size, config.response_store_bytes)
+    sizes = config.response_store_size, config.response_store_bytes
+    store = ResponseStore(context.run_dir, *sizes, context.http_index)
+    store.fail_lost()
     background = BackgroundResponses(config.response_store_size)
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(ResponsesBody))

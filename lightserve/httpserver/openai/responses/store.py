@@ -28,12 +28,15 @@ logger = init_logger(__name__)
 FOLDER = "responses"  # in the run directory
 RUNNING = QUEUED, IN_PROGRESS = "queued", "in_progress"  # status of a response that has not ended
 BUSY_S = 10.0  # how long a process waits for another one's write, which takes about a millisecond
+LOST = {"code": "server_error", "message": "the HTTP process that generated this response died; send the request again"}
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
+    http_index INTEGER NOT NULL,
+    is_running INTEGER NOT NULL,
     bytes INTEGER NOT NULL,
     response BLOB NOT NULL,
     input BLOB NOT NULL
@@ -55,12 +58,13 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Its methods run SQLite in a thread. ``owner`` is the caller's: see owner_of."""
+    """Its async methods run SQLite in a thread. ``owner`` is the caller's: see owner_of."""
 
-    def __init__(self, run_dir: str | None, max_count: int, max_bytes: int) -> None:
+    def __init__(self, run_dir: str | None, max_count: int, max_bytes: int, http_index: int = 0) -> None:
         self._path = None if run_dir is None else Path(run_dir) / FOLDER / "responses.sqlite"
         self._max_count = max_count
         self._max_bytes = max_bytes
+        self._http_index = http_index
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,6 +72,20 @@ class ResponseStore:
     @property
     def is_enabled(self) -> bool:
         return self._path is not None and self._max_count > 0 and self._max_bytes > 0
+
+    def fail_lost(self) -> None:
+        """End the responses of the HTTP process that this one replaces: nobody generates them any more."""
+        if not self.is_enabled or self._path is None or not self._path.exists():
+            return
+        try:
+            with self._lock, self._connect() as db:
+                select = "SELECT owner, response FROM responses WHERE http_index = ? AND is_running"
+                lost: list[Any] = db.execute(select, (self._http_index,)).fetchall()
+        except sqlite3.Error as error:  # an HTTP process can work without it
+            logger.error("stored responses cannot be read: %s (%s)", error, self._path)
+            return
+        for owner, encoded in lost:
+            self._update(owner, orjson.loads(encoded) | {"status": "failed", "error": LOST})
 
     async def add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> bool:
         """Whether it is stored; if not, the log says why."""
@@ -97,13 +115,16 @@ class ResponseStore:
             limit = f"{self._max_bytes} (--response_store_bytes)"
             logger.warning("%s is not stored: it has %d bytes; the limit is %s", response["id"], size, limit)
             return False
-        insert = "INSERT INTO responses (id, owner, bytes, response, input) VALUES (?, ?, ?, ?, ?)"
-        return self._write(insert, (response["id"], owner, size, encoded, encoded_input))
+        columns = "id, owner, http_index, is_running, bytes, response, input"
+        insert = f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        state = self._http_index, response["status"] in RUNNING
+        return self._write(insert, (response["id"], owner, *state, size, encoded, encoded_input))
 
     def _update(self, owner: str, response: JsonObject) -> None:
         encoded = orjson.dumps(response)
-        update = "UPDATE responses SET response = ?, bytes = ? + length(input) WHERE id = ? AND owner = ?"
-        self._write(update, (encoded, len(encoded), response["id"], owner))
+        new = "response = ?, bytes = ? + length(input), is_running = ?"
+        values = encoded, len(encoded), response["status"] in RUNNING
+        self._write(f"UPDATE responses SET {new} WHERE id = ? AND owner = ?", (*values, response["id"], owner))
 
     def _write(self, statement: str, values: tuple[Any, ...]) -> bool:
         """Whether it was written. A response reaches its client even when it cannot be stored."""
