@@ -224,6 +224,8 @@ class HttpServerManager:
             req_id = next(self._ids)
             self._running[req_id] = (generation, index)
             generation.req_ids.append(req_id)
+            if index not in generation._unfinished:  # it ended in another server
+                continue
             first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
             is_open = one.group is not None
             group = first if one.group is None else one.group

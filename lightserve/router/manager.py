@@ -223,12 +223,17 @@ class RouterManager:
             self._refuse(message, timeline, str(error), error.status)
             return
         req = self._make_req(message, adapter)
+        output_ids = output_ids if dispatched is None else dispatched.output_ids
+        if output_ids:
+            req.continue_from(list(output_ids), time.monotonic())
+        if req.finish_reason is not None:
+            found = f"the request cannot go on here: its {req.output_len} tokens already end it"
+            self._refuse(message, timeline, f"{found} ({req.finish_reason.value})", 503)
+            return
         if dispatched is not None:  # the dispatcher has announced it
             self._prepare_dispatched(req, dispatched)
         elif self._pooling is None:  # otherwise there is no text
             self._reporter.announce(message.req_id, message.params.text, list(output_ids))
-        if output_ids:
-            req.continue_from(list(output_ids), time.monotonic())
         req.timeline = timeline
         if timeline is not None:
             timeline.queued()
@@ -254,8 +259,6 @@ class RouterManager:
 
     def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
         req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")
-        if dispatched.output_ids:
-            req.continue_from(dispatched.output_ids, time.monotonic())
         if dispatched.runs_alone:
             self._only_group.isolate(req)
         if dispatched.target is not None:

@@ -222,10 +222,14 @@ class Req(ReqProgress):
         self.shared_len = self.planned_len = self.certain_len = 0
 
     def continue_from(self, output_ids: list[int], now_s: float) -> None:
-        """It has these output tokens from another engine. Latencies count from now on."""
+        """It has these output tokens from another engine. Latencies count from now on.
+
+        They may end it here, with another context length or other end tokens than there: ``finish_reason`` tells.
+        """
         self._outputs = GrowingArray(output_ids)
         self.output_len = self.planned_outputs = len(output_ids)
         self.admitted_s = self.first_token_s = self.last_token_s = now_s
+        self.finish_reason = self._reason_after(output_ids[-1], len(output_ids))
 
     def fail(self) -> None:
         self.finish_reason = FinishReason.ABORT
@@ -238,13 +242,16 @@ class Req(ReqProgress):
         self.output_len = count
         # a step in flight that was planned with fewer tokens samples nothing: it computes one of the forced tokens
         self.planned_outputs = max(self.planned_outputs, count)
-        if count > self.params.stopping.min_new_tokens and self._is_end(token_id):
-            self.finish_reason = FinishReason.STOP
-        elif out.completes_grammar:
+        self.finish_reason = self._reason_after(token_id, count)
+        if out.completes_grammar and self.finish_reason is not FinishReason.STOP:
             self.finish_reason = FinishReason.STOP
             self.ends_in_text = token_id not in self.eos_ids
-        elif count >= self.max_new_tokens:
-            self.finish_reason = FinishReason.LENGTH
+
+    def _reason_after(self, token_id: int, count: int) -> FinishReason | None:
+        """Why it ends with this token, the last of ``count``; None: it does not."""
+        if count > self.params.stopping.min_new_tokens and self._is_end(token_id):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= self.max_new_tokens else None
 
     def _is_end(self, token_id: int) -> bool:
         if token_id in self.params.stopping.stop_token_ids:

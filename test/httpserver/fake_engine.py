@@ -19,6 +19,7 @@ from lightserve.io_struct import (
     AdapterReply,
     Admission,
     BatchStrOut,
+    ContinueReq,
     EmbeddingOut,
     EngineReady,
     FinishReason,
@@ -78,6 +79,7 @@ class FakeEngine:
     def __init__(self, script: Script, run_dir: Path) -> None:
         self.script = script
         self.received: list[GenerateReq] = []
+        self.begun_at: list[int] = []  # of each: how many tokens it had already
         self.aborted: list[int] = []
         self.parents: dict[int, list[int]] = {}  # prompts of open groups by request, until they are released
         self.most_parents = 0  # at once
@@ -114,10 +116,17 @@ class FakeEngine:
                 self.adapter_queries.append(message)
                 self._outbox.send(msgspec.structs.replace(self.adapter_reply, query_id=message.query_id))
             elif isinstance(message, GenerateReq):
-                self.received.append(self._with_whole_prompt(message))
-                task = asyncio.create_task(self._respond(self.received[-1]))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start(message)
+            elif isinstance(message, ContinueReq):
+                self._start(message.request, len(message.output_ids))
+
+    def _start(self, message: GenerateReq, num_tokens: int = 0) -> None:
+        """Begin after so many tokens of the script."""
+        self.received.append(self._with_whole_prompt(message))
+        self.begun_at.append(num_tokens)
+        task = asyncio.create_task(self._respond(self.received[-1], num_tokens))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _with_whole_prompt(self, req: GenerateReq) -> GenerateReq:
         self.num_sent_ids += len(req.prompt_ids)
@@ -127,9 +136,9 @@ class FakeEngine:
             self.most_parents = max(self.most_parents, len(self.parents))
         return msgspec.structs.replace(req, prompt_ids=prompt_ids)
 
-    async def _respond(self, req: GenerateReq) -> None:
+    async def _respond(self, req: GenerateReq, num_tokens: int) -> None:
         assert self._outbox is not None
-        for i, out in enumerate(self.script(req)):
+        for i, out in enumerate(self.script(req)[num_tokens:]):
             if i:
                 await self.hold.wait()
             failed = [out] if isinstance(out, ReqFailed) else []

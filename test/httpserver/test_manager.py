@@ -13,7 +13,17 @@ from lightserve.httpserver import manager
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import EngineState, PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.io_struct import REQ_ID_BITS, GenerateReq, GenerationParams, MetricsSnapshot, ReqFailed, RouterStats
+from lightserve.io_struct import (
+    REQ_ID_BITS,
+    FinishReason,
+    GenerateReq,
+    GenerationParams,
+    MetricsSnapshot,
+    ReqFailed,
+    RouterStats,
+    StrOut,
+    Token,
+)
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
 from test.waiting import DEADLINE_S, until
 
@@ -86,6 +96,25 @@ def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
 
         monkeypatch.undo()
         assert await texts(context, REQUEST) == ["hello"]
+
+    check(scenario, tmp_path)
+
+
+def test_choices_that_ended_in_another_server_are_not_started_again(tmp_path: Path) -> None:
+    def out(char: str, finish_reason: FinishReason | None = None) -> StrOut:
+        return StrOut(0, char, Token(ord(char)), finish_reason=finish_reason)
+
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        generation = context.manager.generate([REQUEST], log(), n=3)
+        generation.continue_after([(0, out("h")), (2, out("h")), (2, out("e")), (0, out("e", FinishReason.STOP))], 1.0)
+
+        found = await generation.collect()
+
+        assert ["".join(one.text for one in outs) for outs in found] == ["", "hello", "llo"]
+        assert fake.begun_at == [0, 2]
+        assert [req.params.sampling.seed for req in fake.received] == [6, 7]
+        assert fake.aborted == []
+        assert context.manager.running_requests == 0
 
     check(scenario, tmp_path)
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from lightserve.config import RouterConfig
 from lightserve.errors import WorkerDiedError
@@ -256,6 +257,24 @@ def test_a_request_of_another_server_goes_on_after_its_tokens(tmp_path: Path) ->
         [announced] = [new for batch in router.batches for new in batch.new]
         assert announced.output_ids == [101, 102]
         await until(lambda: router.scheduler.pool.used == 0)
+
+    check(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(("output_ids", "reason"), [([101, 102, 103, 104], "length"), ([101, EOS], "stop")])
+def test_a_request_whose_tokens_end_it_already_gets_no_seat(tmp_path: Path, output_ids: list[int], reason: str) -> None:
+    """The server that it comes from may have had a longer context, or other end tokens."""
+
+    async def scenario(router: Router) -> None:
+        router.send(ContinueReq(request(1, max_new_tokens=4), output_ids))
+        router.send(request(2))
+        await router.until(lambda: router.has_finished(2))
+
+        [failure] = [failure for batch in router.batches for failure in batch.failed]
+        assert (failure.req_id, failure.status) == (1, 503)
+        assert failure.message.endswith(f"its {len(output_ids)} tokens already end it ({reason})")
+        await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 0)
+        assert router.scheduler.pool.used == 0
 
     check(scenario, tmp_path)
 
