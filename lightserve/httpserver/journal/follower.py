@@ -11,7 +11,8 @@ from lightserve.errors import StreamGoneError, StreamNotFoundError, UnavailableE
 from lightserve.httpserver.journal.journal import DOWN, LEASE_MS, TIMEOUT_S, Journal
 from lightserve.httpserver.journal.recording import TakenOverRecording
 from lightserve.httpserver.journal.records import PROCESS_PREFIX, Entry, Head, Keys, decode_head, parse_event_id
-from lightserve.httpserver.journal.redis_connection import Command, RedisConnection, RedisError, Reply
+from lightserve.httpserver.journal.redis_connection import RedisConnection
+from lightserve.httpserver.journal.resp import Command, RedisError, Reply
 from lightserve.httpserver.wire.sse import StreamRecorder
 
 BLOCK_MS = 500  # how long Redis waits for the next entry

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from lightserve.errors import UnavailableError
 from lightserve.httpserver.journal.records import PROCESS_PREFIX, Keys, deletion
-from lightserve.httpserver.journal.redis_connection import Command, RedisConnection, RedisError, Reply
+from lightserve.httpserver.journal.redis_connection import RedisConnection
+from lightserve.httpserver.journal.resp import Command, RedisError, Reply
 from lightserve.io_struct import JournalCounts, ToRouter
 from lightserve.utils.channel import Sender
 from lightserve.utils.logger import init_logger

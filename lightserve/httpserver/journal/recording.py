@@ -20,7 +20,7 @@ from lightserve.httpserver.journal.records import (
     new_stream_id,
     with_ids,
 )
-from lightserve.httpserver.journal.redis_connection import Command, Reply
+from lightserve.httpserver.journal.resp import Command, Reply
 from lightserve.httpserver.wire.sse import RecordedGeneration
 from lightserve.utils.clock import unix_s
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.errors import StreamNotFoundError
-from lightserve.httpserver.journal.redis_connection import Command
+from lightserve.httpserver.journal.resp import Command
 from lightserve.io_struct import StrOut
 
 PREFIX = b"lightserve:stream:"

@@ -15,7 +15,8 @@ from lightserve.httpserver.journal import journal as module
 from lightserve.httpserver.journal.journal import Journal
 from lightserve.httpserver.journal.recording import NewRecording
 from lightserve.httpserver.journal.records import PROCESS_PREFIX, Entry, Keys, decode_head
-from lightserve.httpserver.journal.redis_connection import RedisConnection, RedisError
+from lightserve.httpserver.journal.redis_connection import RedisConnection
+from lightserve.httpserver.journal.resp import RedisError
 from lightserve.httpserver.wire.sse import Outs
 from lightserve.io_struct import StrOut, Token
 from lightserve.utils.net import RedisAddress
