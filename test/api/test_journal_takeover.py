@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightserve.cluster.tcp.keys import generate
-from lightserve.httpserver.journal.records import Keys, decode_head
+from lightserve.httpserver.journal.records import Entry, Keys, decode_head
 from lightserve.httpserver.journal.redis_connection import RedisConnection
 from lightserve.utils.net import parse_redis
 from test.api.event_client import Event, EventClient
@@ -35,6 +35,12 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "stream_options": {"include_usage": True}},  # it gets a seed
 ]
 SAMPLED = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+SEVERAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "choices": (COMPLETE, BODY | {"n": 2}),
+    "prompts": (COMPLETE, BODY | {"prompt": [[2000], [4000]], "stop_token_ids": [2005]}),  # the first has five tokens
+    "ahead": (COMPLETE, BODY | {"n": 2}),
+}
+CUT_AT = 20  # events
 
 
 def joined(events: list[Event]) -> list[Any]:
@@ -63,13 +69,14 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    requests = APIS | {"two": (COMPLETE, BODY | {"n": 2})}
+    requests = APIS | SEVERAL
     with redis_server(folder) as address, serve(folder / "second", "--journal", f"redis://{address}") as survivor:
         whole = {api: EventClient(survivor.url, path, body).read_all() for api, (path, body) in requests.items()}
         with serve(folder / "first", "--journal", f"redis://{address}") as server:
             cut = {api: EventClient(server.url, path, body) for api, (path, body) in requests.items()}
             for client in cut.values():
-                client.read(20)
+                client.read(CUT_AT)
+                wait_until(lambda client=client: last_number(address, client) >= CUT_AT)  # type: ignore[misc]
             server.process.kill()
             for client in cut.values():
                 client.read_until_cut()
@@ -107,13 +114,58 @@ def test_a_client_that_got_an_error_of_a_server_that_ends_can_go_on_elsewhere(tm
         assert texts(found) == texts(whole)
 
 
-def test_a_stream_of_several_choices_ends_with_its_server(pair: Pair) -> None:
+def by_choice(events: list[Event]) -> dict[int, list[tuple[str, str | None]]]:
+    """Text and finish reason of every event: which choice is first in a step does not matter."""
+    found: dict[int, list[tuple[str, str | None]]] = {}
+    for event in events[:-1]:
+        (choice,) = event.json["choices"]
+        found.setdefault(choice["index"], []).append((choice["text"], choice["finish_reason"]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["choices", "prompts"])
+def test_sequences_of_a_stream_go_on_unless_they_have_ended(pair: Pair, kind: str) -> None:
+    events, whole = pair.cut[kind].events[:CUT_AT], pair.whole[kind]
+    ended = [index for index, texts in by_choice([*events, whole[-1]]).items() if texts[-1][1] is not None]
+
+    resumed = EventClient(pair.survivor.url, COMPLETE, {}, events[-1].id)
+    found = events + resumed.read_all()
+
+    assert ended == ([0] if kind == "prompts" else [])
+    assert by_choice(found) == by_choice(whole)
+    assert numbers(found) == list(range(1, len(whole) + 1))
+    assert found[-1].data == "[DONE]"
+    wait_until(lambda: pair.survivor.metrics()["num_requests_running"] == 0)
+
+
+def test_sequences_of_which_the_client_has_more_than_the_journal_do_not_go_on(pair: Pair) -> None:
+    """They would go on in another order, and a number would stand for another event."""
+    stream = pair.cut["ahead"].last_id.partition(".")[0]
+
     def resume() -> EventClient:
-        return EventClient(pair.survivor.url, COMPLETE, BODY, pair.cut["two"].last_id)
+        return EventClient(pair.survivor.url, COMPLETE, BODY, f"{stream}.1000")
 
     wait_until(lambda: resume().status == 410)  # the lease of the server ends first
 
-    assert "several choices" in resume().error()["message"]
+    assert "the journal does not have all events" in resume().error()["message"]
+
+
+def test_a_client_gets_the_rest_from_a_server_whose_http_process_died(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as address, serve(tmp_path, "--journal", f"redis://{address}") as server:
+        whole = EventClient(server.url, COMPLETE, BODY).read_all()
+        client = EventClient(server.url, COMPLETE, BODY)
+        client.read(20)
+
+        server.processes()["ls-httpserver"][0].kill()
+        client.read_until_cut()
+        resumed = EventClient(server.url, COMPLETE, {}, client.last_id)  # waits for the next process
+        found = client.events + resumed.read_all()
+
+        assert len(client.events) < len(whole)
+        assert texts(found) == texts(whole)
+        assert numbers(found) == list(range(1, len(whole) + 1))
+        wait_until(lambda: server.metrics()["journal_streams_taken_over_total"] == 1)
+        assert server.metrics()["num_requests_running"] == 0
 
 
 @contextmanager
@@ -141,14 +193,27 @@ def cluster(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerPr
 
 def seed_of(redis: str, client: EventClient) -> int:
     """What the journal says about a stream."""
+    return decode_head(call(redis, b"HGET", keys_of(client).head, b"head")).seeds[0]
 
-    async def read() -> int:
+
+def last_number(redis: str, client: EventClient) -> int:
+    """Of the last event of a stream that the journal has."""
+    found = call(redis, b"XREVRANGE", keys_of(client).events, b"+", b"-", b"COUNT", 1)
+    return Entry.of(found[0]).last if found else 0
+
+
+def keys_of(client: EventClient) -> Keys:
+    return Keys.of(client.last_id.partition(".")[0].encode())
+
+
+def call(redis: str, *command: bytes | int) -> Any:
+    async def send() -> Any:
         connection = await RedisConnection.open(parse_redis(f"redis://{redis}"))
-        (found,) = await connection.call((b"HGET", Keys.of(client.last_id.partition(".")[0].encode()).head, b"head"))
+        (found,) = await connection.call(command)
         connection.close()
-        return decode_head(found).seeds[0]
+        return found
 
-    return asyncio.run(read())
+    return asyncio.run(send())
 
 
 def stop(process: ServerProcess) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightserve.errors import UnavailableError
-from lightserve.httpserver.journal.records import PROCESS_PREFIX, Keys, deletion
+from lightserve.httpserver.journal.records import PROCESS_PREFIX, Keys, deletion, release
 from lightserve.httpserver.journal.redis_connection import RedisConnection
 from lightserve.httpserver.journal.resp import Command, RedisError, Reply
 from lightserve.io_struct import JournalCounts, ToRouter
@@ -30,7 +30,7 @@ RETRY_S = 5.0  # a Redis that is down is left alone for so long
 RENEW_S = 1.0
 LEASE_MS = 3000  # a process that has not renewed its key for so long counts as dead
 MAX_PENDING_BYTES = 64 * 2**20  # that Redis has not got yet
-MAX_TO_DELETE = 10_000  # streams
+MAX_UNSENT = 10_000  # streams
 DOWN = "the journal of streams (--journal) cannot be reached; retry later"
 
 
@@ -69,7 +69,7 @@ class Journal:
         self._wake = asyncio.Event()
         self._down_until_s = float("-inf")
         self._is_down = False
-        self._to_delete: list[Keys] = []  # of streams that were given up: a client must not wait for their end
+        self._unsent: list[Command] = []  # about streams that were given up: no client may wait for their end
 
     @property
     def is_up(self) -> bool:
@@ -95,6 +95,11 @@ class Journal:
         if self._pending_bytes > MAX_PENDING_BYTES:
             self._lose_all(f"more than {MAX_PENDING_BYTES} bytes wait for it")
             return
+        self._wake.set()
+
+    def give_back(self, keys: Keys) -> None:
+        """Another process may continue this stream, even if Redis does not answer now."""
+        self._unsent.append(release(keys, self.token))
         self._wake.set()
 
     async def connect(self) -> RedisConnection:
@@ -133,8 +138,9 @@ class Journal:
         for stream in changed.values():
             stream.write()
         pending, self._pending, self._pending_bytes = self._pending, [], 0
+        unsent, self._unsent = self._unsent, []
         self._wake.clear()
-        pending[:0] = [(deletion(keys, self.token), b"", None) for keys in self._to_delete]
+        pending[:0] = [(command, b"", None) for command in unsent]
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 connection = connection or await RedisConnection.open(self.address)
@@ -142,9 +148,9 @@ class Journal:
         except (OSError, TimeoutError) as error:
             if connection is not None:
                 connection.close()
+            self._unsent = unsent + self._unsent
             self._lose_all(str(error) or f"it has not answered for {TIMEOUT_S:g} s")
             return None
-        self._to_delete = []
         if self._is_down:
             self._is_down = False
             logger.info("the journal %s answers again: new streams can be resumed", self.address.name)
@@ -170,9 +176,9 @@ class Journal:
             logger.warning(what, self.address.name, reason, len(streams))
         self._is_down = True
         for stream in streams:
-            self._to_delete.append(stream.keys)
+            self._unsent.append(deletion(stream.keys, self.token))
             self._lose(stream)
-        del self._to_delete[:-MAX_TO_DELETE]  # what is not deleted expires
+        del self._unsent[:-MAX_UNSENT]  # what is not deleted expires
 
     def _lose(self, stream: Written) -> None:
         self.counts.lost += 1

@@ -33,7 +33,7 @@ class JournalMiddleware:
         self._app = app
         self._journal = journal
         self._logs_requests = logs_requests
-        self._continued: set[asyncio.Task[None]] = set()  # requests of dead processes
+        self._continued: set[asyncio.Task[int]] = set()  # requests of dead processes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -60,10 +60,11 @@ class JournalMiddleware:
         request = Request(scope, receive)
         event_id = request.headers["last-event-id"]
 
-        def start_again(head: Head, recording: TakenOverRecording) -> None:
-            task = asyncio.create_task(self._continue(scope, head, recording))
+        def start_again(head: Head, body: bytes, recording: TakenOverRecording) -> asyncio.Task[int]:
+            task = asyncio.create_task(self._continue(scope, head, body, recording))
             self._continued.add(task)
             task.add_done_callback(self._continued.discard)
+            return task
 
         follower = await Follower.connect(self._journal, event_id, start_again)
         try:
@@ -75,11 +76,14 @@ class JournalMiddleware:
         response = await EventStream.open(request, follower)
         await response(scope, receive, send)
 
-    async def _continue(self, scope: Scope, head: Head, recording: TakenOverRecording) -> None:
-        """Run a request of a dead process from where it was. It has no client: followers read the journal."""
+    async def _continue(self, scope: Scope, head: Head, body: bytes, recording: TakenOverRecording) -> int:
+        """Run a request of a dead process from where it was. It has no client: followers read the journal.
+
+        Returns the status of its response.
+        """
         logger.info("%s: its HTTP process died; the stream goes on here", head.request_id)
         record = ResponseRecord("POST", head.path, self._logs_requests)
-        client = _NoClient(head, record)
+        client = _NoClient(head, body, record)
         kept = [(name, value) for name, value in scope["headers"] if name not in NOT_REPEATED]
         state = {"request_id": head.request_id, "record": record, RECORDER: recording}
         again = {**scope, "headers": [*kept, (b"content-type", b"application/json")], "state": state}
@@ -93,14 +97,16 @@ class JournalMiddleware:
         if client.status != 200:
             recording.stop(is_final=client.status not in MAY_WORK_ELSEWHERE)
             logger.warning("%s: its stream cannot go on here: status %d", head.request_id, client.status)
+        return client.status
 
 
 class _NoClient:
     """Sends the request of a stream that is continued, disconnects when the response begins, and reads nothing."""
 
-    def __init__(self, head: Head, record: ResponseRecord) -> None:
+    def __init__(self, head: Head, body: bytes, record: ResponseRecord) -> None:
         self.status = 0
         self._head = head
+        self._body = body
         self._record = record
         self._has_sent = False
         self._response_begins = asyncio.Event()
@@ -108,7 +114,8 @@ class _NoClient:
     async def receive(self) -> Message:
         if not self._has_sent:
             self._has_sent = True
-            return {"type": "http.request", "body": self._head.body, "more_body": False}
+            body, self._body = self._body, b""
+            return {"type": "http.request", "body": body, "more_body": False}
         await self._response_begins.wait()
         return {"type": "http.disconnect"}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lightserve.httpserver.journal.journal import Journal
 from lightserve.httpserver.journal.records import (
-    Entry,
     Head,
     Keys,
     Outs,
@@ -18,6 +17,7 @@ from lightserve.httpserver.journal.records import (
     encode_head,
     encode_outs,
     new_stream_id,
+    release,
     with_ids,
 )
 from lightserve.httpserver.journal.resp import Command, Reply
@@ -77,7 +77,7 @@ class Recording(ABC):
     def release(self) -> None:
         if self._is_written and not self._is_lost:
             self.write()
-            self._put(b"HSET", self.keys.head, b"process", b"")
+            self._put(*release(self.keys, self._journal.token))
         self._is_lost = True
 
     def close(self) -> None:
@@ -149,26 +149,26 @@ class NewRecording(Recording):
             self._is_lost = True
             self._journal.counts.lost += 1
             return
-        seeds, body = generation.fix_seeds(), b"".join(self._body)
-        head = Head(self._owner, self._path, self._request_id(), body, seeds, unix_s(time.monotonic()), keep_alive)
-        self._body.clear()
-        self._head = encode_head(head)
+        seeds, started_s = generation.fix_seeds(), unix_s(time.monotonic())
+        self._head = encode_head(Head(self._owner, self._path, self._request_id(), seeds, started_s, keep_alive))
 
     def _write_head(self) -> None:
         self._is_written = True
         self._journal.open(self)
-        self._put(b"HSET", self.keys.head, b"head", self._head, b"process", self._journal.token)
+        known = (b"head", self._head, b"body", b"".join(self._body), b"process", self._journal.token)
+        self._put(b"HSET", self.keys.head, *known)
         self._head = b""
+        self._body.clear()
 
 
 class TakenOverRecording(Recording):
-    """Of a stream whose process has died: it goes on after ``entries``."""
+    """Of a stream whose process has died: it goes on after the tokens ``said`` and the event with this number."""
 
-    def __init__(self, journal: Journal, stream_id: bytes, head: Head, entries: Sequence[Entry]) -> None:
+    def __init__(self, journal: Journal, stream_id: bytes, head: Head, said: Outs, number: int) -> None:
         super().__init__(journal, stream_id)
-        self.said = [out for entry in entries for out in entry.outs]
+        self.said = said
         self._taken = head
-        self._number = entries[-1].last
+        self._number = number
 
     def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None:
         generation.fix_seeds(self._taken.seeds)
@@ -186,4 +186,4 @@ class TakenOverRecording(Recording):
         if is_final:
             self._put(*deletion(self.keys, self._journal.token))
         else:
-            self._put(b"HSET", self.keys.head, b"process", b"")
+            self._put(*release(self.keys, self._journal.token))

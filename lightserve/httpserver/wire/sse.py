@@ -24,6 +24,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx woul
 HAS_EVENTS = "lightserve.has_events"  # in a message of the body: LimitedProtocol sends every event as an HTTP chunk
 RECORDER = "recorder"  # the name of the StreamRecorder in the state of a request
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it
+REPLAYED = 256  # tokens at a time, some milliseconds
 
 
 class EventWriter(Protocol):
@@ -205,8 +206,8 @@ class Events:
         try:
             async with generation as batches:
                 recorder = self.recorder
-                if recorder is not None and recorder.said:
-                    writer.write(recorder.said)
+                if recorder is not None:
+                    await _replay(recorder, writer)
                 async for outs in batches:
                     events = writer.write(outs)
                     if recorder is not None:
@@ -226,6 +227,14 @@ class Events:
             end = self.recorder.end(end)
         if end:
             yield end
+
+
+async def _replay(recorder: StreamRecorder, writer: EventWriter) -> None:
+    """Bring the writer to where the client is. It may be a long way: others must not wait for all of it."""
+    said, recorder.said = recorder.said, []
+    for at in range(0, len(said), REPLAYED):
+        writer.write(said[at : at + REPLAYED])
+        await asyncio.sleep(0)
 
 
 async def _closing(events: AsyncGenerator[bytes, None], recorder: StreamRecorder) -> AsyncGenerator[bytes, None]:

@@ -64,13 +64,27 @@ def kill_server(start: Start) -> None:
         client.read(20)
         server.process.kill()
         client.read_until_cut()
-        survivor = launch(start, redis)
-        found = client.events + EventClient(survivor.url, COMPLETE, {}, client.last_id).read_all()
-        whole = EventClient(survivor.url, COMPLETE, BODY).read_all()
+        check_resumes(client, launch(start, redis))
 
-        assert len(client.events) < len(whole)
-        assert text_of(found) == text_of(whole)
-        assert survivor.stop() == 0
+
+def kill_http_process(start: Start) -> None:
+    with redis_server(start.base) as redis:
+        server = launch(start, redis)
+        client = EventClient(server.url, COMPLETE, BODY)
+        client.read(20)
+        server.processes()["ls-httpserver"][0].kill()
+        client.read_until_cut()
+        check_resumes(client, server)
+
+
+def check_resumes(client: EventClient, server: ServerProcess) -> None:
+    """The client gets the rest of its stream from this server."""
+    found = client.events + EventClient(server.url, COMPLETE, {}, client.last_id).read_all()
+    whole = EventClient(server.url, COMPLETE, BODY).read_all()
+
+    assert len(client.events) < len(whole)
+    assert text_of(found) == text_of(whole)
+    assert server.stop() == 0
 
 
 CASES = [
@@ -93,6 +107,12 @@ if shutil.which("redis-server"):
             "kill -9 a server with --journal",
             kill_server,
             "the client comes back to another server and gets the rest, same text",
+            90.0,
+        ),
+        StartCase(
+            "kill -9 ls-httpserver with --journal",
+            kill_http_process,
+            "the client comes back to the server and gets the rest, same text",
             90.0,
         ),
     ]
