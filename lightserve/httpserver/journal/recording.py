@@ -44,6 +44,9 @@ class Recording(ABC):
         self._alone_since_s: float | None = None  # the client has disconnected, and nobody else reads the stream
         self._renewed_s = 0.0
 
+    def discard(self) -> None:
+        self.lose()
+
     @abstractmethod
     def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None: ...
 
@@ -146,7 +149,7 @@ class NewRecording(Recording):
 
     def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None:
         if not self._journal.is_up:
-            self._is_lost = True
+            self.lose()
             self._journal.counts.lost += 1
             return
         seeds, started_s = generation.fix_seeds(), unix_s(time.monotonic())
@@ -158,6 +161,10 @@ class NewRecording(Recording):
         known = (b"head", self._head, b"body", b"".join(self._body), b"process", self._journal.token)
         self._put(b"HSET", self.keys.head, *known)
         self._head = b""
+        self._body.clear()
+
+    def lose(self) -> None:
+        super().lose()
         self._body.clear()
 
 

@@ -61,6 +61,9 @@ class StreamRecorder(Protocol):
 
     said: Outs  # tokens of which the client has the events: another process had the stream before
 
+    def discard(self) -> None:
+        """The response is no stream of events."""
+
     def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None: ...
 
     def add(self, outs: Outs, events: bytes) -> bytes:
@@ -125,6 +128,8 @@ class EventStream(Response):
         """
         if cls.media_type == EventStream.media_type:
             events.record(request.scope.get("state", {}).get(RECORDER))
+        else:
+            _discard_recorder(request)
         first = asyncio.ensure_future(anext(events))
         try:
             await _run_until(first, _disconnected(request.receive), cls.keep_alive_s if events.keep_alive else None)
@@ -252,9 +257,16 @@ def events_of(generation: StreamedGeneration, writer: EventWriter, request_id: s
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client disconnects. The body must have been read."""
+    _discard_recorder(request)
     task = asyncio.ensure_future(work)
     await _run_until(task, _disconnected(request.receive))
     return _result(task)
+
+
+def _discard_recorder(request: Request) -> None:
+    recorder: StreamRecorder | None = request.scope.get("state", {}).pop(RECORDER, None)
+    if recorder is not None:
+        recorder.discard()
 
 
 async def _run_until(
