@@ -389,9 +389,14 @@ class HttpConfig:
     journal: str | None = option(
         None,
         "Redis or Valkey server that keeps streams, such as redis://10.0.0.5:6379/1; a client that lost its connection "
-        "resumes its stream with Last-Event-ID, at any HTTP process or gateway with the same one",
+        "resumes its stream with Last-Event-ID, at any HTTP process or gateway with the same one; a client that "
+        "disconnects does not stop its request at once: see --journal_ttl",
     )
-    journal_ttl: float = option(60.0, "seconds for which a client can come back for a stream of --journal")
+    journal_ttl: float = option(
+        60.0,
+        "seconds for which a client can come back for a stream of --journal; a request whose client has disconnected "
+        "runs on for so long",
+    )
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
     otlp_endpoint: str | None = option(
         None, "collector for OpenTelemetry traces, such as http://localhost:4318; needs opentelemetry-proto"
