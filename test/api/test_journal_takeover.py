@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -152,20 +154,28 @@ def test_sequences_of_which_the_client_has_more_than_the_journal_do_not_go_on(pa
 
 def test_a_client_gets_the_rest_from_a_server_whose_http_process_died(tmp_path: Path) -> None:
     with redis_server(tmp_path) as address, serve(tmp_path, "--journal", f"redis://{address}") as server:
-        whole = EventClient(server.url, COMPLETE, BODY).read_all()
-        client = EventClient(server.url, COMPLETE, BODY)
-        client.read(20)
+        requests = [APIS["completions"], APIS["responses"]]
+        whole = [EventClient(server.url, path, body).read_all() for path, body in requests]
+        cut = [EventClient(server.url, path, body, **{"X-Request-Id": "mine"}) for path, body in requests]
+        for client in cut:
+            client.read(20)
 
         server.processes()["ls-httpserver"][0].kill()
-        client.read_until_cut()
-        resumed = EventClient(server.url, COMPLETE, {}, client.last_id)  # waits for the next process
-        found = client.events + resumed.read_all()
+        for client in cut:
+            client.read_until_cut()
+        resumed = [  # waits for the next process
+            EventClient(server.url, path, {}, client.last_id) for (path, _), client in zip(requests, cut, strict=True)
+        ]
+        found = [client.events + again.read_all() for client, again in zip(cut, resumed, strict=True)]
 
-        assert len(client.events) < len(whole)
-        assert texts(found) == texts(whole)
-        assert numbers(found) == list(range(1, len(whole) + 1))
-        wait_until(lambda: server.metrics()["journal_streams_taken_over_total"] == 1)
-        assert server.metrics()["num_requests_running"] == 0
+        assert all(len(client.events) < len(events) for client, events in zip(cut, whole, strict=True))
+        assert [texts(events) for events in found] == [texts(events) for events in whole]
+        assert [numbers(events) for events in found] == [list(range(1, len(events) + 1)) for events in whole]
+        wait_until(lambda: server.metrics()["journal_streams_taken_over_total"] == 2)
+        created, completed = found[1][0].json["response"], found[1][-1].json["response"]
+        assert created["id"] == completed["id"]
+        with urllib.request.urlopen(f"{server.url}/v1/responses/{created['id']}") as stored:
+            assert json.load(stored)["output"] == completed["output"]
 
 
 @contextmanager

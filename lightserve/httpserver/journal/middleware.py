@@ -53,7 +53,7 @@ class JournalMiddleware:
             return message
 
         state: MutableMapping[str, Any] = scope["state"]
-        state[RECORDER] = NewRecording(self._journal, owner, route_path(scope), lambda: state["request_id"], body)
+        state[RECORDER] = NewRecording(self._journal, owner, route_path(scope), state, body)
         await self._app(scope, receive_and_keep, send)
 
     async def _resume(self, scope: Scope, receive: Receive, send: Send, owner: str) -> None:
@@ -86,6 +86,8 @@ class JournalMiddleware:
         client = _NoClient(head, body, record)
         kept = [(name, value) for name, value in scope["headers"] if name not in NOT_REPEATED]
         state = {"request_id": head.request_id, "record": record, RECORDER: recording}
+        if head.response_id:
+            state["response_id"] = head.response_id
         again = {**scope, "headers": [*kept, (b"content-type", b"application/json")], "state": state}
         try:
             await self._app(again, client.receive, client.send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightserve.httpserver.journal.journal import Journal
@@ -138,12 +138,12 @@ class Recording(ABC):
 class NewRecording(Recording):
     """Of a stream that begins here."""
 
-    def __init__(self, journal: Journal, owner: str, path: str, request_id: Callable[[], str], body: list[bytes]):
-        """``body`` is complete when the stream begins, as ``request_id`` is."""
+    def __init__(self, journal: Journal, owner: str, path: str, state: Mapping[str, Any], body: list[bytes]):
+        """``state`` is that of the request. It has its ids when the stream begins, and ``body`` is complete then."""
         super().__init__(journal, new_stream_id())
         self._owner = owner
         self._path = path
-        self._request_id = request_id
+        self._state = state
         self._body = body
         self._head = b""
 
@@ -153,7 +153,9 @@ class NewRecording(Recording):
             self._journal.counts.lost += 1
             return
         seeds, started_s = generation.fix_seeds(), unix_s(time.monotonic())
-        self._head = encode_head(Head(self._owner, self._path, self._request_id(), seeds, started_s, keep_alive))
+        request_id, response_id = self._state["request_id"], self._state.get("response_id", "")
+        head = Head(self._owner, self._path, request_id, seeds, started_s, keep_alive, response_id)
+        self._head = encode_head(head)
 
     def _write_head(self) -> None:
         self._is_written = True

@@ -97,6 +97,7 @@ class Head(msgspec.Struct, frozen=True):
     seeds: list[int]  # of its sequences
     started_s: float  # since 1970
     keep_alive: bytes
+    response_id: str = ""  # of /v1/responses
 
 
 encode_head = msgspec.msgpack.Encoder().encode

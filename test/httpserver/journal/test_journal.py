@@ -35,7 +35,8 @@ class Generation:
 
 
 def begin(journal: Journal) -> NewRecording:
-    recording = NewRecording(journal, "owner", "/v1/completions", lambda: "r1", [b'{"a"', b":1}"])
+    state = {"request_id": "r1", "response_id": "resp_2"}
+    recording = NewRecording(journal, "owner", "/v1/responses", state, [b'{"a"', b":1}"])
     recording.begin(Generation(), b": keep-alive\n\n")
     return recording
 
@@ -109,6 +110,7 @@ def test_the_journal_has_the_request_and_the_events_of_a_stream(tmp_path: Path) 
         )
         assert body == b'{"a":1}'
         assert decode_head(head).seeds == [7]
+        assert (decode_head(head).request_id, decode_head(head).response_id) == ("r1", "resp_2")
         assert process == journal.token
         assert 60_000 < ttl_ms <= 75_000
         assert alive == 1

@@ -312,6 +312,27 @@ def test_responses_of_an_http_process_that_died_end_when_another_one_takes_its_p
     asyncio.run(run())
 
 
+def test_a_response_whose_stream_goes_on_in_another_process_is_stored_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, second = (new_store(tmp_path, http_index=index) for index in range(2))
+        await first.add("owner", response("a", status="in_progress"), [{"role": "user", "content": "Hi"}])
+        new_store(tmp_path, http_index=0).fail_lost()
+
+        assert await second.add("owner", response("a", status="in_progress"), []) is True
+        assert await second.add("other", response("a", status="in_progress"), []) is False
+        new_store(tmp_path, http_index=0).fail_lost()  # it is not of this process any more
+        await second.update("owner", response("a", "new"))
+
+        assert await second.add("owner", response("a", status="in_progress"), []) is False  # it has ended
+        found = await first.get("owner", "a")
+        assert found is not None
+        assert (found.response["status"], found.response["text"]) == ("completed", "new")
+        assert found.input == [{"role": "user", "content": "Hi"}]
+        assert await second.get("other", "a") is None
+
+    asyncio.run(run())
+
+
 def test_a_damaged_store_does_not_keep_an_http_process_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

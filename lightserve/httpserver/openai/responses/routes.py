@@ -77,9 +77,14 @@ def routes(context: ServerContext) -> APIRouter:
 
 
 def _response_id(request: Request, chat: PreparedChat) -> str:
-    """The request id, unless the client chose it: two requests may then have the same."""
+    """The request id, unless the client chose it: two requests may then have the same.
+
+    It is in the state of the request, so that who continues a stream of another process can give it the same.
+    """
     is_ours = "x-request-id" not in request.headers and chat.output.body.request_id is None
-    return f"resp_{chat.log.request_id if is_ours else os.urandom(8).hex()}"
+    new = f"resp_{chat.log.request_id if is_ours else os.urandom(8).hex()}"
+    response_id: str = request.scope["state"].setdefault("response_id", new)
+    return response_id
 
 
 def _spec(

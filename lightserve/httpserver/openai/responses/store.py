@@ -7,6 +7,7 @@ the server ends. Both the number of responses and their bytes are limited; the o
 from __future__ import annotations
 
 import asyncio
+import enum
 import hashlib
 import hmac
 import sqlite3
@@ -30,17 +31,29 @@ RUNNING = QUEUED, IN_PROGRESS = "queued", "in_progress"  # status of a response 
 BUSY_S = 10.0  # how long a process waits for another one's write, which takes about a millisecond
 LOST = {"code": "server_error", "message": "the HTTP process that generated this response died; send the request again"}
 
+
+class State(enum.StrEnum):
+    GENERATING = "generating"
+    ENDED = "ended"
+    LOST = "lost"  # its HTTP process died; another one may go on with its stream
+
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
     http_index INTEGER NOT NULL,
-    is_running INTEGER NOT NULL,
+    state TEXT NOT NULL,
     bytes INTEGER NOT NULL,
     response BLOB NOT NULL,
     input BLOB NOT NULL
 )
+"""
+_CONTINUE = f"""
+ON CONFLICT (id) DO UPDATE SET
+    http_index = excluded.http_index, state = excluded.state, bytes = excluded.bytes, response = excluded.response
+WHERE owner = excluded.owner AND state <> '{State.ENDED}'
 """
 _EVICT_BY_COUNT = "DELETE FROM responses WHERE number <= (SELECT max(number) FROM responses) - ?"
 # the newest rows whose bytes together are within the limit stay
@@ -79,16 +92,16 @@ class ResponseStore:
             return
         try:
             with self._lock, self._connect() as db:
-                select = "SELECT owner, response FROM responses WHERE http_index = ? AND is_running"
-                lost: list[Any] = db.execute(select, (self._http_index,)).fetchall()
+                select = "SELECT owner, response FROM responses WHERE http_index = ? AND state = ?"
+                lost: list[Any] = db.execute(select, (self._http_index, State.GENERATING)).fetchall()
         except sqlite3.Error as error:  # an HTTP process can work without it
             logger.error("stored responses cannot be read: %s (%s)", error, self._path)
             return
         for owner, encoded in lost:
-            self._update(owner, orjson.loads(encoded) | {"status": "failed", "error": LOST})
+            self._update(owner, orjson.loads(encoded) | {"status": "failed", "error": LOST}, State.LOST)
 
     async def add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> bool:
-        """Whether it is stored; if not, the log says why."""
+        """Whether it is stored; if not, the log says why. If its stream began in another process, it is there."""
         return await asyncio.to_thread(self._add, owner, response, input_items)
 
     async def update(self, owner: str, response: JsonObject) -> None:
@@ -115,28 +128,28 @@ class ResponseStore:
             limit = f"{self._max_bytes} (--response_store_bytes)"
             logger.warning("%s is not stored: it has %d bytes; the limit is %s", response["id"], size, limit)
             return False
-        columns = "id, owner, http_index, is_running, bytes, response, input"
-        insert = f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-        state = self._http_index, response["status"] in RUNNING
-        return self._write(insert, (response["id"], owner, *state, size, encoded, encoded_input))
+        columns = "id, owner, http_index, state, bytes, response, input"
+        insert = f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?) {_CONTINUE}"
+        place = self._http_index, _state(response)
+        return self._write(insert, (response["id"], owner, *place, size, encoded, encoded_input))
 
-    def _update(self, owner: str, response: JsonObject) -> None:
+    def _update(self, owner: str, response: JsonObject, state: State | None = None) -> None:
         encoded = orjson.dumps(response)
-        new = "response = ?, bytes = ? + length(input), is_running = ?"
-        values = encoded, len(encoded), response["status"] in RUNNING
+        new = "response = ?, bytes = ? + length(input), state = ?"
+        values = encoded, len(encoded), state or _state(response)
         self._write(f"UPDATE responses SET {new} WHERE id = ? AND owner = ?", (*values, response["id"], owner))
 
     def _write(self, statement: str, values: tuple[Any, ...]) -> bool:
         """Whether it was written. A response reaches its client even when it cannot be stored."""
         try:
             with self._lock, self._connect() as db:
-                db.execute(statement, values)
+                is_written = db.execute(statement, values).rowcount > 0
                 db.execute(_EVICT_BY_COUNT, (self._max_count,))
                 db.execute(_EVICT_BY_BYTES, (self._max_bytes,))
         except (sqlite3.Error, OSError) as error:
             logger.error("a response is not stored: %s (%s)", error, self._path)
             return False
-        return True
+        return is_written
 
     def _get(self, owner: str, response_id: str) -> StoredResponse | None:
         with self._lock, self._connect() as db:
@@ -160,6 +173,10 @@ class ResponseStore:
             connection.execute(_SCHEMA)
             self._connection = connection
         return self._connection
+
+
+def _state(response: JsonObject) -> State:
+    return State.GENERATING if response["status"] in RUNNING else State.ENDED
 
 
 def owner_of(request: Request, context: ServerContext) -> str:
