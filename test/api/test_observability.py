@@ -40,7 +40,7 @@ def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
         line = next(line for line in server.log.splitlines() if "mine-0" in line)
         pattern = (
             r"mine-0 /v1/completions status=200 prompt=3 cached=0 output=200 "
-            r"queue=\d+\.\d+s first=\d+\.\d+s total=\d+\.\d+s finish=length,length"
+            r"queue=\d+\.\d+s first=\d+\.\d+s total=\d+\.\d+s finish=length\*2"
         )
         assert re.search(pattern, line)
         assert re.search(r"prompt \d+\.\d tok/s, output \d+\.\d tok/s, running \d+, waiting \d+, KV \d", server.log)

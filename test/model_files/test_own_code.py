@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files import load_tokenizer, resolve
 from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.utils.extras import install_command
 from test.model_files.vocabulary_files import write_folder
 
 CODE = '''
@@ -75,12 +77,11 @@ def load(folder: Path) -> Tokenizer:
     return load_tokenizer(resolve(str(folder), needs_weights=False, trusts_code=True))
 
 
-def test_without_the_flag_the_error_names_flag_and_extra(tmp_path: Path) -> None:
+def test_without_the_flag_the_error_names_flag_and_package(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
 
-    with pytest.raises(
-        ModelFilesError, match=r"WordsTokenizer is Python code .* --trust_remote_code .* lightserve\[hf\]"
-    ):
+    advice = r"WordsTokenizer is Python code .* --trust_remote_code .* " + re.escape(install_command("hf"))
+    with pytest.raises(ModelFilesError, match=advice):
         load_tokenizer(resolve(str(folder), needs_weights=False))
 
 

@@ -82,7 +82,6 @@ CORE: list[Case] = [
         "kill -9 ls-worker, streaming",
         "kill -9 ls-router, streaming",
     ),
-    *on_one_server(SERVER, PREFILL_FLAGS, "kill -9 ls-worker, prefill", "kill -9 ls-httpserver, prefill"),
     *on_one_server(
         SERVER,
         (*STEP, "--step_timeout", "4"),
@@ -96,7 +95,9 @@ CORE: list[Case] = [
         "a request that workers die of, streaming",
         "kill -9 ls-detokenizer, idle",
     ),
-    *on_one_server(SERVER, STEP, "SIGTERM, streaming"),
+    *on_one_server(
+        SERVER, PREFILL_FLAGS, "kill -9 ls-worker, prefill", "kill -9 ls-httpserver, prefill", "SIGTERM, streaming"
+    ),
     *on_one_server(SERVER, STEP, "SIGTERM twice, streaming"),
 ]
 CORE_STARTS = [
