@@ -40,6 +40,13 @@ def common_len(a: Ids, b: Ids) -> int:
     return limit
 
 
+def have_common_prefix(a: Ids, b: Ids, count: int) -> bool:
+    """Whether the first ``count`` tokens of two runs are the same. Most pairs differ in the last of them."""
+    if min(len(a), len(b)) < count or a.item(count - 1) != b.item(count - 1):
+        return False
+    return common_len(a[:count], b[:count]) == count
+
+
 class RadixNode:
     """A run of tokens below another; ``end`` counts the tokens from the root to its own end. Roots hold no tokens."""
 

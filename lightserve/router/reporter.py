@@ -90,7 +90,7 @@ class Reporter:
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
         scheduler = self._scheduler
-        waiting = scheduler.num_waiting + scheduler.num_held
+        waiting = scheduler.num_waiting + scheduler.num_blocked
         pools = [group.pool for group in scheduler.groups]
         windowed = [pool.windowed for pool in pools if pool.windowed is not None]
         used, size = sum(pool.used for pool in pools), sum(pool.size for pool in pools)

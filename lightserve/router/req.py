@@ -86,6 +86,7 @@ class Req(ReqProgress):
     target: KvTarget | None = None  # another engine wants the KV of its prompt
     num_pushed: int = 0  # blocks of its prompt that were sent there, or are not needed
     loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
+    lookups_checked: int = -1  # the same of lower tiers: they have nothing more, or are too slow
 
     def __post_init__(self) -> None:
         self.prompt_ids = int32s(self.prompt_ids)

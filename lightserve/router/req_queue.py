@@ -3,104 +3,200 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from lightserve.router.policy import LOOK_AHEAD, CachedLen, Policy
 from lightserve.router.req import Req
 
+Place = tuple[int, float, int]  # in the queue: BEGUN or NEW, then by the policy, then by arrival
+
+BEGUN, NEW = 0, 1  # requests that have run go before all others: a client is reading
+
+_place = attrgetter("place")
+
+
+@dataclass(slots=True, eq=False)
+class QueuedReq:
+    req: Req
+    place: Place
+    wait: Wait | None = None  # None: it could run if there were room
+    blocked_at: int = 0  # ``num_admitted`` when it was blocked
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """An event that requests wait for before they can be admitted, and the time at which they stop waiting for it."""
+
+    deadline_s: float = math.inf
+    on_late: Callable[[Req], object] = lambda req: None  # the deadline has passed
+    blocked: list[QueuedReq] = field(init=False, default_factory=list)  # the requests, by place
+    queue: ReqQueue = field(init=False)  # of these requests
+
+    def end(self) -> None:
+        """The event has happened: the requests come back to their places."""
+        for entry in tuple(self.blocked):
+            self.queue.unblock(entry)
+
+    def continue_with(self, wait: Wait) -> None:
+        """The event has happened, and the requests wait for another one."""
+        for entry in tuple(self.blocked):
+            self.queue.block(entry.req, wait)
+
 
 class ReqQueue:
-    """Preempted requests go before all others, oldest first: they have begun, and a client is reading.
+    """Requests are ready, in the order of their places, or blocked: then they come back to their places by an event.
 
-    Held requests are not ready to be admitted. They do not count in ``len``, which is the number of requests that
-    could run if there were room.
+    ``len`` is the number of ready requests, which could run if there were room.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._waiting: list[tuple[float, int, Req]] = []  # sorted by rank, then by arrival
-        self._preempted: list[Req] = []  # sorted by arrival
-        self._held: dict[int, Req] = {}  # by id
-        self.num_tokens = 0  # prompt tokens of all requests, also of held ones
-        self.num_changes = 0  # how often a request has come, gone, or been held or released
-        self._arrivals = itertools.count()
+        self._entries: dict[int, QueuedReq] = {}  # all, by id
+        self._ready: list[QueuedReq] = []  # by place
+        self._held = Wait()  # until ``release``
+        self._deadlines: list[tuple[float, int, Wait]] = []  # a heap; some of the waits are over
+        self._count = itertools.count()
+        self.num_tokens = 0  # prompt tokens of all requests
+        self.num_changes = 0  # how often a request has come, gone, been blocked or come back
+        self.num_admitted = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._preempted)
+        return len(self._ready)
 
-    def __iter__(self) -> itertools.chain[Req]:
-        return itertools.chain(self._preempted, (req for _, _, req in self._waiting), self._held.values())
+    def __iter__(self) -> Iterator[Req]:
+        """Ready and blocked requests."""
+        return iter([entry.req for entry in self._entries.values()])
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def num_blocked(self) -> int:
+        return len(self._entries) - len(self._ready)
 
     def add(self, req: Req) -> None:
-        if req.output_len:  # it has begun in another engine
-            self.add_preempted(req)
-            return
-        self._count(req)
-        bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])
+        self._put(req, self._new_place(req))
+
+    def add_preempted(self, req: Req) -> None:
+        self._put(req, (BEGUN, req.arrived_s, next(self._count)))
 
     def hold(self, req: Req) -> None:
-        self._count(req)
-        self._held[req.req_id] = req
+        """Add a request that is blocked until ``release``."""
+        self.add(req)
+        self.block(req, self._held)
 
     def release(self, req: Req) -> None:
         """Let a held request be admitted. It may have ended meanwhile."""
-        if self._held.pop(req.req_id, None) is None:
-            return
-        self.num_tokens -= len(req.prompt_ids)
-        if req.num_admissions:  # it was preempted
-            self.add_preempted(req)
-        else:
-            self.add(req)
+        entry = self._entries.get(req.req_id)
+        if entry is not None and entry.wait is self._held:
+            self.unblock(entry)
 
     def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         """Hold requests of the queue, and return them."""
         held = [req for req in self if is_meant(req)]
-        self._preempted = [req for req in self._preempted if not is_meant(req)]
-        self._waiting = [entry for entry in self._waiting if not is_meant(entry[2])]
-        self._held |= {req.req_id: req for req in held}
-        self.num_changes += 1
+        for req in held:
+            self.block(req, self._held)
         return held
 
-    def add_preempted(self, req: Req) -> None:
-        self._count(req)
-        bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)
+    def block(self, req: Req, wait: Wait) -> None:
+        """The request is not ready before the event or its deadline."""
+        entry = self._entries[req.req_id]
+        self._leave(entry)
+        if wait.deadline_s < math.inf and not wait.blocked:
+            heapq.heappush(self._deadlines, (wait.deadline_s, next(self._count), wait))
+        entry.wait, entry.blocked_at = wait, self.num_admitted
+        wait.queue = self
+        bisect.insort(wait.blocked, entry, key=_place)
+
+    def unblock(self, entry: QueuedReq) -> None:
+        self._leave(entry)
+        bisect.insort(self._ready, entry, key=_place)
+
+    def end_late_waits(self, now_s: float) -> None:
+        """Requests whose deadlines for events have passed come back."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            wait = heapq.heappop(self._deadlines)[2]
+            for entry in tuple(wait.blocked):
+                self.unblock(entry)
+                wait.on_late(entry.req)
+
+    def next_deadline_s(self) -> float | None:
+        """When a request stops waiting for an event; None: none will."""
+        while self._deadlines and not self._deadlines[0][2].blocked:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def end_waits(self) -> None:
+        """All events have happened, except that held requests are released."""
+        for entry in self._entries.values():
+            if entry.wait is not None and entry.wait is not self._held:
+                self.unblock(entry)
 
     def clear(self) -> None:
-        self.num_changes += 1
-        self.num_tokens = 0
-        self._waiting.clear()
-        self._preempted.clear()
-        self._held.clear()
+        for req in self:
+            self.remove(req)
 
-    def candidates(self, cached_len: CachedLen) -> list[Req]:
-        """The requests that may be admitted now, in order. They stay in the queue until ``remove``."""
-        first = [req for _, _, req in self._waiting[:LOOK_AHEAD]]
-        return self._preempted + self._policy.order(first, cached_len)
+    def candidates(self, cached_len: CachedLen) -> Iterator[Req]:
+        """The ready requests in order. The caller admits or blocks one before it takes the next, or skips it if it has
+        begun, or stops."""
+        num_begun = bisect.bisect_left(self._ready, (NEW,), key=_place)
+        yield from [entry.req for entry in self._ready[:num_begun]]
+        while True:
+            num_begun = bisect.bisect_left(self._ready, (NEW,), key=_place)
+            first = [entry.req for entry in self._ready[num_begun : num_begun + LOOK_AHEAD]]
+            yield from self._policy.order(first, cached_len)
+            if not first or self.is_ready(first[0]):
+                return
+
+    def is_ready(self, req: Req) -> bool:
+        entry = self._entries.get(req.req_id)
+        return entry is not None and entry.wait is None
+
+    def place_of(self, req: Req) -> Place:
+        return self._entries[req.req_id].place
+
+    def num_passed_over(self, entry: QueuedReq) -> int:
+        """How many requests were admitted before this one that came later. All count that start while it is blocked."""
+        since = 0 if entry.wait is None else self.num_admitted - entry.blocked_at
+        return entry.req.num_passed_over + since
+
+    def admit(self, req: Req) -> None:
+        """Remove a ready request, which passes those before it."""
+        index = bisect.bisect_left(self._ready, self.place_of(req), key=_place)
+        for passed in self._ready[:index]:
+            passed.req.num_passed_over += 1
+        self.num_admitted += 1
+        self.remove(req)
 
     def remove(self, req: Req) -> None:
-        self.num_changes += 1
+        self._leave(self._entries.pop(req.req_id))
         self.num_tokens -= len(req.prompt_ids)
-        if self._held.pop(req.req_id, None) is not None:
-            return
-        if req in self._preempted:
-            self._preempted.remove(req)
-            return
-        index = next(i for i, (_, _, one) in enumerate(self._waiting) if one is req)
-        del self._waiting[index]
-        for _, _, passed in self._waiting[:index]:
-            passed.num_passed_over += 1
 
     def find(self, req_id: int) -> Req | None:
-        return next((req for req in self if req.req_id == req_id), None)
+        entry = self._entries.get(req_id)
+        return None if entry is None else entry.req
 
     def find_preempted(self, req_id: int) -> Req | None:
-        return next((req for req in self._preempted if req.req_id == req_id), None)
+        entry = self._entries.get(req_id)
+        return None if entry is None or entry.place[0] == NEW else entry.req
 
-    def _count(self, req: Req) -> None:
+    def _new_place(self, req: Req) -> Place:
+        if req.output_len:  # it has begun in another engine
+            return BEGUN, req.arrived_s, next(self._count)
+        return NEW, self._policy.rank(req), next(self._count)
+
+    def _put(self, req: Req, place: Place) -> None:
         self.num_changes += 1
         self.num_tokens += len(req.prompt_ids)
+        self._entries[req.req_id] = entry = QueuedReq(req, place)
+        bisect.insort(self._ready, entry, key=_place)
+
+    def _leave(self, entry: QueuedReq) -> None:
+        """It is in no list any more."""
+        self.num_changes += 1
+        entry.req.num_passed_over = self.num_passed_over(entry)
+        entries = self._ready if entry.wait is None else entry.wait.blocked
+        del entries[bisect.bisect_left(entries, entry.place, key=_place)]
+        entry.wait = None

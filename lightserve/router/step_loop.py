@@ -38,7 +38,9 @@ class StepLoop:
         self._reporter = reporter
         self._wake = asyncio.Event()
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for the next step
+        self._deadline_s: float | None = None  # of the timer for a request that stops waiting for an event
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self.recorder: TraceRecorder | None = None  # while a profile runs
         self._num_recorded = 0
         self._was_full = False  # requests were left waiting after the last planned step
@@ -136,10 +138,22 @@ class StepLoop:
         step = scheduler.next_step(now)
         metrics.preempted(scheduler.num_preemptions - preemptions)
         metrics.evicted(_num_evicted(scheduler) - evicted)
-        deadline_s = None if scheduler.tiers is None else scheduler.tiers.next_deadline_s()
-        if deadline_s is not None and deadline_s > now:  # requests that wait for loads compute from then on
-            asyncio.get_running_loop().call_later(deadline_s - now, self.wake)
+        self._set_deadline(scheduler.next_deadline_s(), now)
         return step
+
+    def _set_deadline(self, deadline_s: float | None, now: float) -> None:
+        """Wake the loop when a request stops waiting for an event: nothing else may happen."""
+        if deadline_s == self._deadline_s:
+            return
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_s = deadline_s
+        if deadline_s is not None:
+            self._deadline_timer = asyncio.get_running_loop().call_later(max(deadline_s - now, 0.0), self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._deadline_s = None  # the timer may be early: then it is set again
+        self.wake()
 
     def _send(self, step: Step, now: float) -> None:
         count = step.num_tokens

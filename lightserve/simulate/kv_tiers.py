@@ -98,6 +98,7 @@ class SimulatedTiers:
         self._now = 0.0
         names = tuple(store.name for store in tiers.lower)
         size = HostKvSize(int(tiers.ram.num_bytes // tiers.block_bytes), tiers.block_bytes, names)
+        self._scheduler = scheduler
         self._router = scheduler.use_tiers(size)
         self._router.use_clock(lambda: self._now)
         self._router.connect(self if names else None, lambda: None)
@@ -109,7 +110,7 @@ class SimulatedTiers:
     @property
     def next_s(self) -> float:
         """When something ends, or a request stops waiting."""
-        deadline_s = self._router.next_deadline_s()
+        deadline_s = self._scheduler.next_deadline_s()
         event_s = self._events[0][0] if self._events else math.inf
         return min(event_s, math.inf if deadline_s is None or deadline_s <= self._now else deadline_s)
 

@@ -178,7 +178,7 @@ def test_random_failures_lose_no_request_and_change_no_token(seed: int, monkeypa
         for number in DECODE:
             incoming = cluster.engines[number].scheduler.incoming
             assert incoming is not None
-            assert [*incoming._open, *incoming._offers, *incoming._waiting] == []
+            assert [*incoming._open, *incoming._offers, *incoming._ticket_of] == []
             assert incoming.num_recomputed == 0
 
     check(scenario, num_engines=3, roles=ROLES)

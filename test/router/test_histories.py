@@ -361,15 +361,19 @@ class History:
         assert not self.worker.reqs
         assert not self.worker.kept
         assert not len(scheduler.parents)
+        assert scheduler.num_waiting == scheduler.num_blocked == scheduler.num_waiting_tokens == 0
+        assert scheduler.next_deadline_s() is None
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
         assert pool.windowed is None or pool.windowed.used == 0
         incoming, tiers = scheduler.incoming, scheduler.tiers
         if incoming is not None:
-            assert not any((incoming._open, incoming._waiting, incoming._offers, incoming._received))
+            assert not any(
+                (incoming._open, incoming._coming, incoming._ticket_of, incoming._offers, incoming._received)
+            )
             assert not any((incoming._cancelled, incoming._declined))
         if tiers is not None:
-            assert not any((tiers._loads, tiers._waiting, tiers.stored._storing, tiers.stored._leaving))
+            assert not any((tiers._loads, tiers._load_of, tiers.stored._storing, tiers.stored._leaving))
             assert not +tiers.stored.host._pins
         assert all(held == self.blocks[key] for key, held in self.disk.blocks.items())
 

@@ -190,7 +190,7 @@ def test_a_held_request_starts_after_its_release() -> None:
     server = Server()
     req = make_req(0, [1, 2, 3])
     server.scheduler.hold(req)
-    before = server.scheduler.num_held, server.scheduler.num_waiting_tokens, server.scheduler.next_step()
+    before = server.scheduler.num_blocked, server.scheduler.num_waiting_tokens, server.scheduler.next_step()
 
     server.scheduler.release(req)
     server.run([])

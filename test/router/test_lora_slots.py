@@ -6,7 +6,7 @@ from lightserve.io_struct import LoraPlace, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits
-from lightserve.router.scheduler.lora_slots import MAX_PASSED_OVER
+from lightserve.router.scheduler.waits import MAX_PASSED_OVER
 from test.router.test_scheduler import make_req
 
 

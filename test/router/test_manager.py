@@ -173,6 +173,11 @@ class Router:
         finished = {out.req_id for out in self.outs if out.finish_reason is not None}
         return finished >= set(req_ids)
 
+    @property
+    def num_open(self) -> int:
+        scheduler = self.scheduler
+        return scheduler.num_running + scheduler.num_waiting + scheduler.num_blocked
+
     def replace_model(self) -> None:
         self.model = FakeModel()
         self.manager.use_workers(self.model)
@@ -533,7 +538,7 @@ def test_a_request_that_opts_out_of_the_cache_shares_only_with_its_own_choices(t
             router.model.may_run.clear()
             for req_id in req_ids:
                 router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, scheduling=scheduling))
-            await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == len(req_ids))
+            await until(lambda: router.num_open == len(req_ids))
             router.model.may_run.set()
             await router.until(lambda: router.has_finished(*req_ids))
 
@@ -890,13 +895,13 @@ def test_a_request_runs_once_the_workers_have_compiled_its_grammar(tmp_path: Pat
         router.send(with_grammar(1))
         router.send(request(2))
         await router.until(lambda: router.has_finished(2))
-        held = router.scheduler.num_held, router.scheduler.num_waiting, router.tokens_of(1)
+        held = router.scheduler.num_blocked, router.scheduler.num_waiting, router.tokens_of(1)
 
         router.model.compiled[0].set_result(None)
         await router.until(lambda: router.has_finished(1))
 
         assert held == (1, 0, [])
-        assert router.scheduler.num_held == 0
+        assert router.scheduler.num_blocked == 0
 
     check(scenario, tmp_path)
 
@@ -913,7 +918,7 @@ def test_a_request_that_is_aborted_while_its_grammar_compiles_never_runs(tmp_pat
         await router.until(lambda: router.has_finished(2))
 
         assert router.tokens_of(1) == []
-        assert (router.scheduler.num_held, router.scheduler.num_waiting) == (0, 0)
+        assert (router.scheduler.num_blocked, router.scheduler.num_waiting) == (0, 0)
 
     check(scenario, tmp_path)
 
@@ -925,7 +930,7 @@ def test_requests_whose_grammars_compile_count_as_waiting(tmp_path: Path) -> Non
 
         await router.until(lambda: any(failed.status == 429 for batch in router.batches for failed in batch.failed))
 
-        assert router.scheduler.num_held == 2
+        assert router.scheduler.num_blocked == 2
         assert len(router.model.compiled) == 2
 
     check(scenario, tmp_path, max_queue_size=2)
@@ -937,6 +942,6 @@ def test_a_held_request_expires_like_any_other(tmp_path: Path) -> None:
 
         await router.until(lambda: any(failed.status == 504 for batch in router.batches for failed in batch.failed))
 
-        assert router.scheduler.num_held == 0
+        assert router.scheduler.num_blocked == 0
 
     check(scenario, tmp_path)

@@ -219,6 +219,7 @@ class Server:
     ) -> None:
         self.scheduler = scheduler
         self._forces = forces
+        self.now_s = 0.0
         self.peak_used = 0
         self.order: list[int] = []  # request ids in the order of first admission
         self.steps: list[set[int]] = []  # the requests of each
@@ -261,10 +262,11 @@ class Server:
 
     def _next_step(self) -> Step | None:
         admission = self.scheduler._admission
-        if admission.is_blocked:  # then no request would be admitted
-            admission._blocked = None
-            assert not admission.admit(0.0)
-        return self.scheduler.next_step()
+        admission.wake(self.now_s)
+        if admission.has_no_room:  # then no request would be admitted
+            admission._head = None
+            assert not admission.admit(self.now_s)
+        return self.scheduler.next_step(self.now_s)
 
     @property
     def depth(self) -> int:
@@ -293,7 +295,8 @@ class Server:
 
     def assert_idle(self) -> None:
         scheduler = self.scheduler
-        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.num_running == scheduler.num_waiting == scheduler.num_blocked == 0
+        assert scheduler.next_deadline_s() is None
         assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
         assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
         self._check_windowed()
@@ -706,7 +709,7 @@ def test_a_request_that_does_not_fit_is_looked_at_again_only_after_a_change() ->
     scheduler.next_step()
     looked_at = scheduler.pool._cache._now  # counts what was looked up
 
-    assert scheduler._admission.is_blocked
+    assert scheduler._admission.has_no_room
     for _ in range(5):
         scheduler.next_step()
     assert scheduler.pool._cache._now == looked_at

@@ -12,12 +12,14 @@ from typing import NamedTuple, Protocol
 
 from lightserve.io_struct import KvExpect, KvMissing, KvReceived, KvTicket, KvWanted
 from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
-from lightserve.router.kv_tiers.tiers import ROOM_PER_REQ
-from lightserve.router.radix_cache import common_len
+from lightserve.router.kv_tiers.tiers import LoadContext
+from lightserve.router.radix_cache import Ids, have_common_prefix
 from lightserve.router.req import Req
+from lightserve.router.req_queue import Wait
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_COMING_TOKENS = 32  # another request waits for the same prefix if it has so many more tokens than the cache
+GRACE_S = 10.0  # the workers end a ticket in time; if they do not, a request waits so much longer and then computes
 
 
 class KvInbox(Protocol):
@@ -29,9 +31,13 @@ class KvInbox(Protocol):
         """End a ticket. The workers still report it."""
 
 
+PrefixKey = tuple[str, int, bytes]  # salt, the first token of a block, and the first tokens of the block
+
+
 class OpenTicket(NamedTuple):
-    req_id: int
+    req: Req
     prefix: PrefixLoad
+    wait: Wait  # of its request, and of others with the same prefix
 
 
 class IncomingKv:
@@ -44,9 +50,10 @@ class IncomingKv:
         self._pool = pool
         self._send = send
         self._inbox: KvInbox | None = None  # None: the workers are lost
-        self._offers: dict[int, tuple[Req, KvTicket]] = {}  # by request: no slots are reserved yet
+        self._offers: dict[int, KvTicket] = {}  # by request: no slots are reserved yet
         self._open: dict[int, OpenTicket] = {}  # by ticket
-        self._waiting: dict[int, int] = {}  # by request: its ticket
+        self._coming: dict[PrefixKey, OpenTicket] = {}  # the latest, by the first block that it brings
+        self._ticket_of: dict[int, int] = {}  # by request: its open ticket
         self._received: dict[int, int] = {}  # by request that is not admitted yet: tokens that should be cached
         self._expects: list[KvExpect] = []  # for the next step
         self._cancelled: set[int] = set()  # open tickets that nobody sends KV for
@@ -58,36 +65,22 @@ class IncomingKv:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not admitted before their tickets end."""
-        return len(self._waiting)
+        """Requests that are not admitted before tickets end."""
+        return sum(len(opened.wait.blocked) for opened in self._open.values())
 
     def connect(self, inbox: KvInbox | None) -> None:
         self._inbox = inbox
 
     def offer(self, req: Req, ticket: KvTicket) -> None:
         """A prefill engine would compute the prompt of this request, which is not queued yet."""
-        self._offers[req.req_id] = req, ticket
+        self._offers[req.req_id] = ticket
 
-    def must_wait(self, req: Req, num_running: int) -> bool:
-        """Whether a request may not be admitted yet, because its prompt comes from another engine."""
-        if req.req_id in self._waiting:
-            return True
+    def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
+        """What a request waits for before it is admitted: its prompt comes from another engine."""
         if not self._open and req.req_id not in self._offers:
-            return False  # most requests end here
+            return None  # most requests end here
         cached = self._pool.cached_len(req)
-        if self._is_coming(req, cached):
-            return True
-        if req.req_id not in self._offers or self._inbox is None:
-            return False
-        begin, end = cached // BLOCK_TOKENS, len(cacheable(req)) // BLOCK_TOKENS
-        _, ticket = self._offers[req.req_id]
-        if end * BLOCK_TOKENS - cached < ticket.min_tokens:
-            self._decline(req.req_id)
-            return False
-        if self._pool.available - end * BLOCK_TOKENS < ROOM_PER_REQ * num_running:
-            return False  # it does not fit, most likely: then it waits like others
-        self._start(req, ticket, begin, end)
-        return True
+        return self._wait_for_coming(req, cached, context.now_s) or self._ask_for(req, cached, context)
 
     def take_expects(self) -> list[KvExpect]:
         """What the next step tells the workers."""
@@ -107,7 +100,7 @@ class IncomingKv:
         """The request has ended, or goes on in another engine."""
         self._offers.pop(req_id, None)
         self._received.pop(req_id, None)
-        ticket = self._waiting.pop(req_id, None)
+        ticket = self._ticket_of.pop(req_id, None)
         if ticket is not None:
             self._cancel(ticket)
 
@@ -116,7 +109,7 @@ class IncomingKv:
 
         ``was_started``: one had got it.
         """
-        if self._waiting.get(req_id) == ticket:
+        if self._ticket_of.get(req_id) == ticket:
             if not was_started:
                 self._declined.add(ticket)
             self._cancel(ticket)
@@ -131,6 +124,8 @@ class IncomingKv:
         opened = self._open.pop(received.ticket, None)
         if opened is None:  # all KV was lost meanwhile
             return
+        if self._coming.get(_key_of(opened.prefix)) is opened:
+            del self._coming[_key_of(opened.prefix)]
         prefix = self._pool.shorten_load(opened.prefix, received.num_blocks * BLOCK_TOKENS)
         self._pool.finish_load(prefix, is_valid=True)
         self.num_received += len(prefix.slots)
@@ -138,32 +133,49 @@ class IncomingKv:
         if received.ticket not in self._declined:
             self.num_given_up += missing
         if missing and received.ticket not in self._cancelled:
-            self._send(KvMissing(opened.req_id, received.ticket))
+            self._send(KvMissing(opened.req.req_id, received.ticket))
         self._cancelled.discard(received.ticket)
         self._declined.discard(received.ticket)
-        if self._waiting.get(opened.req_id) != received.ticket:
+        opened.wait.end()
+        if self._ticket_of.get(opened.req.req_id) != received.ticket:
             return  # it has ended meanwhile, and may have come back with another ticket
-        del self._waiting[opened.req_id]
-        self._received[opened.req_id] = len(prefix.ids)
-        req, _ = self._offers.pop(opened.req_id)
-        if req.timeline is not None:
-            req.timeline.kv("kv_received", len(prefix.slots))
+        del self._ticket_of[opened.req.req_id]
+        self._received[opened.req.req_id] = len(prefix.ids)
+        if opened.req.timeline is not None:
+            opened.req.timeline.kv("kv_received", len(prefix.slots))
 
     def clear(self) -> None:
         """All KV is lost. Requests that wait compute their prompts."""
         self._inbox = None
         expected = (opened for ticket, opened in self._open.items() if ticket not in self._declined)
         self.num_given_up += sum(len(opened.prefix.slots) for opened in expected)
-        parts = (self._offers, self._open, self._waiting, self._received, self._expects)
+        parts = (self._offers, self._open, self._coming, self._ticket_of, self._received, self._expects)
         for part in (*parts, self._cancelled, self._declined):
             part.clear()
 
-    def _start(self, req: Req, ticket: KvTicket, begin: int, end: int) -> None:
+    def _ask_for(self, req: Req, cached: int, context: LoadContext) -> Wait | None:
+        """Have a prefill engine compute the prompt, if one was offered and it is worth it."""
+        if req.req_id not in self._offers or self._inbox is None:
+            return None
+        begin, end = cached // BLOCK_TOKENS, len(cacheable(req)) // BLOCK_TOKENS
+        ticket = self._offers[req.req_id]
+        if end * BLOCK_TOKENS - cached < ticket.min_tokens:
+            self._decline(req.req_id)
+            return None
+        if not context.has_room(end * BLOCK_TOKENS):
+            return None  # it does not fit either, most likely, and is asked again
+        wait = Wait(context.now_s + ticket.timeout_s + GRACE_S, self._on_late)
+        self._start(req, ticket, (begin, end), wait)
+        return wait
+
+    def _start(self, req: Req, ticket: KvTicket, blocks: tuple[int, int], wait: Wait) -> None:
+        begin, end = blocks
         if self._pool.stored is not None:
             self._pool.stored.keys_of(req, end * BLOCK_TOKENS)
         prefix = self._pool.start_load(req, begin * BLOCK_TOKENS, end * BLOCK_TOKENS)
-        self._open[ticket.id] = OpenTicket(req.req_id, prefix)
-        self._waiting[req.req_id] = ticket.id
+        del self._offers[req.req_id]
+        self._open[ticket.id] = self._coming[_key_of(prefix)] = OpenTicket(req, prefix, wait)
+        self._ticket_of[req.req_id] = ticket.id
         self._expects.append(KvExpect(ticket.id, prefix.slots, ticket.timeout_s))
         self.num_wanted += len(prefix.slots)
         addresses = [] if self._inbox is None else self._inbox.addresses
@@ -171,15 +183,32 @@ class IncomingKv:
             req.timeline.kv("kv_wanted", len(prefix.slots))
         self._send(KvWanted(req.req_id, ticket.id, begin, end - begin, addresses))
 
-    def _decline(self, req_id: int) -> None:
-        found = self._offers.pop(req_id, None)
-        if found is not None:
-            self._send(KvWanted(req_id, found[1].id))
+    def _on_late(self, req: Req) -> None:
+        """The workers have not ended the ticket. Its slots stay reserved, and the request computes its prompt."""
+        ticket = self._ticket_of.pop(req.req_id, None)
+        if ticket is not None:  # if not, it waited for that of another request
+            self._send(KvMissing(req.req_id, ticket))
+            self._cancel(ticket)
 
-    def _is_coming(self, req: Req, cached: int) -> bool:
-        """Whether a prefix of this request comes for another one."""
+    def _decline(self, req_id: int) -> None:
+        ticket = self._offers.pop(req_id, None)
+        if ticket is not None:
+            self._send(KvWanted(req_id, ticket.id))
+
+    def _wait_for_coming(self, req: Req, cached: int, now_s: float) -> Wait | None:
+        """For the ticket that brings a prefix of this request, which may be another's."""
         if req.needs_prompt_computed:
-            return False
-        enough = cached + MIN_COMING_TOKENS
-        others = (opened.prefix for opened in self._open.values() if opened.prefix.salt == req.salt)
-        return any(common_len(cacheable(req), prefix.ids) >= enough for prefix in others)
+            return None
+        ids = cacheable(req)
+        opened = self._coming.get(_prefix_key(ids, req.salt, cached // BLOCK_TOKENS * BLOCK_TOKENS))
+        if opened is None or now_s >= opened.wait.deadline_s:
+            return None
+        return opened.wait if have_common_prefix(ids, opened.prefix.ids, cached + MIN_COMING_TOKENS) else None
+
+
+def _key_of(prefix: PrefixLoad) -> PrefixKey:
+    return _prefix_key(prefix.ids, prefix.salt, len(prefix.cached))
+
+
+def _prefix_key(ids: Ids, salt: str, begin: int) -> PrefixKey:
+    return salt, begin, ids[begin : begin + MIN_COMING_TOKENS].tobytes()

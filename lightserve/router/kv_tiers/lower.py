@@ -17,6 +17,7 @@ from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLooku
 from lightserve.router.kv_tiers.gate import LoadGate, Rate
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.req import Req
+from lightserve.router.req_queue import Wait
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MAX_FLUSH = 16  # blocks of one command
@@ -44,15 +45,6 @@ class LowerTierClient(Protocol):
     def fetch(self, command: KvFetch) -> Reply[KvFetched | None]: ...
 
     def flush(self, command: KvFlush) -> Reply[KvFlushed | None]: ...
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """Of one request, or of several for the same fetch."""
-
-    deadline_s: float
-    is_pending: bool = True
-    is_over: bool = False  # nothing more is to be found
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +84,6 @@ class LowerTiers:
     clock: Callable[[], float] = time.monotonic
     tiers: list[Tier] = field(init=False)
     last_store: int = 0  # that is known to be made by a rank
-    _waits: dict[int, Wait] = field(default_factory=dict)  # by request
     _fetching: dict[bytes, Wait] = field(default_factory=dict)  # by key
     _unsaved: dict[bytes, bool] = field(default_factory=dict)  # keys to write, in order; whether the pool has them too
     _saved: set[bytes] = field(default_factory=set)
@@ -112,7 +103,6 @@ class LowerTiers:
         self.client = None
         self.last_store = 0
         self._is_flushing = False
-        self._waits.clear()
         self._fetching.clear()
         self._unsaved.clear()
         self._discarded.clear()
@@ -125,32 +115,16 @@ class LowerTiers:
         self.client, self.wake = client, wake
         self._flush_next()
 
-    def must_wait(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> bool:
-        """Whether a request waits for a lookup or a fetch of its ``missing`` blocks, which may begin now."""
-        wait = self._waits.get(req.req_id)
-        if wait is not None and wait.is_pending and now_s < wait.deadline_s:
-            return True
-        if wait is not None and wait.is_pending:
-            self.tiers[0].num_late += 1
-        if wait is None or not (wait.is_pending or wait.is_over):
-            wait = self._begin(missing(), now_s)
-            if wait is not None:
-                self._waits[req.req_id] = wait
-                return True
-        self._waits.pop(req.req_id, None)
-        return False
-
-    def next_deadline_s(self) -> float | None:
-        return min((wait.deadline_s for wait in self._waits.values() if wait.is_pending), default=None)
-
-    def _begin(self, keys: list[bytes], now_s: float) -> Wait | None:
-        """The wait for these keys; None: there is nothing to wait for."""
+    def wait_of(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> Wait | None:
+        """What a request waits for: a lookup or a fetch of its ``missing`` blocks, which may begin now."""
+        keys = missing() if req.lookups_checked < req.num_admissions else []
         if not keys or self.client is None:
             return None
-        if keys[0] in self._fetching:
-            return self._fetching[keys[0]]
-        wait = Wait(now_s + LOOKUP_S)
-        reply = self.client.lookup(KvLookup(keys))
+        return self._fetching.get(keys[0]) or self._look_up(self.client, keys, now_s)
+
+    def _look_up(self, client: LowerTierClient, keys: list[bytes], now_s: float) -> Wait:
+        wait = Wait(now_s + LOOKUP_S, self._on_late)
+        reply = client.lookup(KvLookup(keys))
         reply.add_done_callback(partial(self._on_lookup, self._epoch, wait, keys))
         return wait
 
@@ -161,10 +135,18 @@ class LowerTiers:
         found = found[: sum(1 for _ in itertools.takewhile(self._is_trusted, keys))]
         wanted = list(itertools.takewhile(self._is_missing, keys[: len(found)]))
         count = next((i for i, store in enumerate(found) if store != found[0]), len(found))
-        is_fetched = bool(wanted) and wait.is_pending and self._start_fetch(wait, found[0], wanted[:count])
-        if not is_fetched:
-            wait.is_pending, wait.is_over = False, not found or bool(wanted)  # if not, another request fetches them
-            self.wake()
+        fetch = self._start_fetch(found[0], wanted[:count]) if wanted and wait.blocked else None
+        if fetch is not None:
+            wait.continue_with(fetch)
+            return
+        if wanted or not found:  # if not, another request fetches them
+            _stop_looking(wait)
+        wait.end()
+        self.wake()
+
+    def _on_late(self, req: Req) -> None:
+        req.lookups_checked = req.num_admissions
+        self.tiers[0].num_late += 1
 
     def _is_trusted(self, key: bytes) -> bool:
         """If not, what is there may be wrong."""
@@ -173,23 +155,23 @@ class LowerTiers:
     def _is_missing(self, key: bytes) -> bool:
         return key not in self.host and key not in self._fetching
 
-    def _start_fetch(self, wait: Wait, store: int, keys: list[bytes]) -> bool:
+    def _start_fetch(self, store: int, keys: list[bytes]) -> Wait | None:
         tier, now_s = self.tiers[store], self.clock()
         tokens = len(keys) * BLOCK_TOKENS
         if not tier.gate.allows(tokens, tier.queued, now_s):
             tier.num_gated += tokens
-            return False
+            return None
         blocks = self.host.reserve(len(keys))
         keys = keys[: len(blocks)]
         if not keys or self.client is None:
-            return False
-        wait.deadline_s = tier.gate.deadline_s(tokens, now_s)
+            return None
+        wait = Wait(tier.gate.deadline_s(tokens, now_s), self._on_late)
         self._fetching |= dict.fromkeys(keys, wait)
         tier.queued += len(keys) * BLOCK_TOKENS
         command = KvFetch(self.last_store, store, keys, blocks)
         reply = self.client.fetch(command)
         reply.add_done_callback(partial(self._on_fetched, self._epoch, wait, command))
-        return True
+        return wait
 
     def _on_fetched(self, epoch: int, wait: Wait, command: KvFetch, reply: Reply[KvFetched | None]) -> None:
         fetched = reply.result()
@@ -208,7 +190,9 @@ class LowerTiers:
             self.host.fill(block, key if is_wanted else None)
             if is_wanted:
                 self._remember(key)
-        wait.is_pending, wait.is_over = False, not all(are_valid)
+        if not all(are_valid):
+            _stop_looking(wait)
+        wait.end()
         self.wake()
 
     @property
@@ -280,3 +264,9 @@ class LowerTiers:
         if len(self._saved) >= MAX_SAVED:
             self._saved.clear()
         self._saved.add(key)
+
+
+def _stop_looking(wait: Wait) -> None:
+    """Nothing more is to be found for the requests that wait for this."""
+    for entry in wait.blocked:
+        entry.req.lookups_checked = entry.req.num_admissions

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +17,18 @@ from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.kv_tiers.lower import LowerTierClient, LowerTiers
 from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
 from lightserve.router.req import Req
+from lightserve.router.req_queue import Wait
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_TOKENS = 32  # of a load: fewer are computed beside other tokens in no time
 AHEAD_BYTES = 2**26  # of blocks that a step stores before they are evicted: they cross the bus while it computes
-ROOM_PER_REQ = 64  # slots that a load leaves to each running request
+
+
+class LoadContext(NamedTuple):
+    """When a request asks for its load."""
+
+    now_s: float
+    has_room: Callable[[int], bool]  # whether so many slots can be held beside what running requests will need
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +37,11 @@ class Load:
     keys: list[bytes]  # of the blocks that it loads
     blocks: list[int]  # of host memory
     tokens: int  # that a request need not compute
-    deadline_s: float
+    wait: Wait  # of requests for its end
 
 
 class KvTiers:
-    """A request that waits for admission also waits for its load, up to the time that computing would take.
+    """A request waits for its load before it is admitted, up to the time that computing would take.
 
     The slots of a load belong to no request. When it ends, they enter the prefix cache, where requests find them.
     """
@@ -54,7 +62,7 @@ class KvTiers:
         self._block_bytes = size.block_bytes
         self._ids = itertools.count()
         self._loads: dict[int, Load] = {}
-        self._waiting: dict[int, Load] = {}  # by request
+        self._load_of: dict[bytes, Load] = {}  # by the key of a block
         self._started: list[KvLoad] = []  # that the next step begins
         self._num_clears = 0
         self._clock: Callable[[], float] = time.monotonic
@@ -86,31 +94,12 @@ class KvTiers:
         started, self._started = self._started, []
         return self.stored.take_stores(), started
 
-    def must_wait(self, req: Req, num_running: int, now_s: float) -> bool:
-        """Whether a request may not be admitted yet, because a load of its prefix runs or has been started now."""
+    def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
+        """What a request waits for before it is admitted: a load of its prefix, which may begin now."""
         self._notice_clear()
-        load = self._waiting.get(req.req_id)
-        if load is None:
-            if req.loads_checked == req.num_admissions or not req.uses_tiers:
-                return False
-            if self._waits_for_lower(req, now_s):
-                return True
-            load = self._find_load(req, num_running, now_s)
-            if load is None:
-                return False
-            self._waiting[req.req_id] = load
-        if now_s < load.deadline_s:
-            return True
-        del self._waiting[req.req_id]
-        req.loads_checked = req.num_admissions
-        self.num_late += 1
-        return False
-
-    def next_deadline_s(self) -> float | None:
-        """When to look at the waiting requests again, though no load has ended."""
-        deadlines = [load.deadline_s for load in self._waiting.values()]
-        lower = None if self.lower is None else self.lower.next_deadline_s()
-        return min(deadlines if lower is None else [*deadlines, lower], default=None)
+        if req.loads_checked == req.num_admissions or not req.uses_tiers:
+            return None
+        return self._wait_for_lower(req, context.now_s) or self._wait_for_load(req, context)
 
     def finish(self, load_id: int, reply: KvLoaded | None) -> None:
         """A load has ended; None: the workers are lost."""
@@ -120,13 +109,14 @@ class KvTiers:
         load = self._loads.pop(load_id)
         if reply.is_valid:
             self.gate.observe_load(len(load.prefix.slots), reply.seconds, self._clock())
-        self._waiting = {req_id: other for req_id, other in self._waiting.items() if other is not load}
+        self._load_of = {key: other for key, other in self._load_of.items() if other is not load}
         host = self.stored.host
         is_kept = [host.get(key) for key in load.keys] == load.blocks  # if not, it was discarded meanwhile
         is_valid = reply.is_valid and is_kept
         host.unpin(load.blocks)
         self._pool.finish_load(load.prefix, is_valid)
         self.num_loaded += load.tokens if is_valid else 0
+        load.wait.end()
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """By tier."""
@@ -140,37 +130,39 @@ class KvTiers:
         }
         return {"ram": ram} | {tier.name: tier.metrics() for tier in (self.lower.tiers if self.lower else ())}
 
-    def _find_load(self, req: Req, num_running: int, now_s: float) -> Load | None:
-        """The load that brings the next tokens of a request, which may be another's; None: it is to compute them."""
+    def _wait_for_load(self, req: Req, context: LoadContext) -> Wait | None:
+        """For the load that brings the next tokens of a request, which may be another's; None: it computes them."""
         cached = self._pool.cached_len(req)
         keys = self._keys_after(req, cached)
-        for load in self._loads.values():
-            if keys and keys[0] in load.keys:
-                return load
-        req.loads_checked = req.num_admissions
+        if keys and keys[0] in self._load_of:
+            return self._load_of[keys[0]].wait
         found = list(itertools.takewhile(self.stored.host.__contains__, keys))
         begin = cached // BLOCK_TOKENS * BLOCK_TOKENS
         end = begin + len(found) * BLOCK_TOKENS
-        if end - cached < MIN_TOKENS or self._pool.available - end < ROOM_PER_REQ * num_running:
+        if end - cached >= MIN_TOKENS and not context.has_room(end):
+            return None  # it does not fit either, most likely, and is asked again
+        req.loads_checked = req.num_admissions
+        if end - cached < MIN_TOKENS:
             return None
-        if not self.gate.allows(end - cached, self._queued_tokens, now_s):
+        if not self.gate.allows(end - cached, self._queued_tokens, context.now_s):
             self.num_gated += end - cached
             return None
-        return self._start(req, found, begin, cached, now_s)
+        return self._start(req, found, begin, cached, context.now_s).wait
 
     def _keys_after(self, req: Req, cached: int) -> list[bytes]:
         """Of the blocks of a request that are not in the pool, if so many tokens are."""
         return self.stored.keys_of(req, len(cacheable(req)))[cached // BLOCK_TOKENS :]
 
-    def _waits_for_lower(self, req: Req, now_s: float) -> bool:
+    def _wait_for_lower(self, req: Req, now_s: float) -> Wait | None:
         if self.lower is None or req.lora_id is not None:
-            return False
+            return None
 
         def missing() -> list[bytes]:
+            host = self.stored.host
             keys = self._keys_after(req, self._pool.cached_len(req))
-            return list(itertools.dropwhile(self.stored.host.__contains__, keys))
+            return list(itertools.dropwhile(host.__contains__, keys))
 
-        return self.lower.must_wait(req, missing, now_s)
+        return self.lower.wait_of(req, missing, now_s)
 
     @property
     def _queued_tokens(self) -> int:
@@ -180,16 +172,22 @@ class KvTiers:
         end = begin + len(found) * BLOCK_TOKENS
         blocks = self.stored.host.pin(found)  # first: the slots may come from an eviction, which needs host memory
         prefix = self._pool.start_load(req, begin, end)
-        load = Load(prefix, found, blocks, end - cached, self.gate.deadline_s(end - cached, now_s))
+        wait = Wait(self.gate.deadline_s(end - cached, now_s), self._on_late)
+        load = Load(prefix, found, blocks, end - cached, wait)
         load_id = next(self._ids)
         self._loads[load_id] = load
+        self._load_of |= dict.fromkeys(found, load)
         self._started.append(KvLoad(load_id, np.array(blocks, dtype=np.int32), prefix.slots))
         return load
+
+    def _on_late(self, req: Req) -> None:
+        req.loads_checked = req.num_admissions
+        self.num_late += 1
 
     def _notice_clear(self) -> None:
         """After all KV was lost, no load is left."""
         if self._num_clears != self.stored.num_clears:
             self._num_clears = self.stored.num_clears
             self._loads.clear()
-            self._waiting.clear()
+            self._load_of.clear()
             self._started.clear()

@@ -1,6 +1,7 @@
 """Plans steps: which requests run next, how many tokens of each, and in which KV slots. No torch, no processes.
 
     admission.py      which waiting requests start: seats, prompt tokens of the step, KV memory
+    waits.py          which ones wait for an event first: a slot for an adapter, a prefix
     chunk_sizing.py   how many prompt tokens a step computes beside decodes
     chunking.py       how those tokens are divided among the prompts
     preemption.py     which requests make room when KV memory runs out

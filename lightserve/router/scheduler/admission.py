@@ -7,19 +7,19 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.kv_tiers.incoming import IncomingKv
-from lightserve.router.kv_tiers.tiers import KvTiers
-from lightserve.router.radix_cache import common_len
+from lightserve.router.kv_tiers.tiers import KvTiers, LoadContext
 from lightserve.router.req import Req
-from lightserve.router.req_queue import ReqQueue
+from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
-MIN_PENDING_PREFIX_TOKENS = 32  # a request waits for a prefix of so many tokens that another one computes now
+ROOM_PER_REQ = 64  # slots that a load leaves to each running request
 
 
-class BlockedReq(NamedTuple):
+class HeadOfLine(NamedTuple):
     """The first request of the queue, which did not fit. To find its cached prefix again would find the same."""
 
     req: Req
@@ -43,13 +43,22 @@ class AdmissionControl:
         self._chunking = chunking
         self._limits = limits
         self._estimate = estimate
-        self._blocked: BlockedReq | None = None
+        self._adapters = AdapterWaits(batch.loras, queue)
+        self.prefixes = PrefixWaits(batch)
+        self._head: HeadOfLine | None = None
         self.tiers: KvTiers | None = None  # set if evicted KV is stored
         self.incoming: IncomingKv | None = None  # set if prefill engines send KV
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
-        if not len(self._queue) or self._is_full or self._batch.isolation.isolated or self.is_blocked:
+        self.wake(now_s)
+        admitted = self._admit(now_s)
+        while self._adapters.wake():  # those that came back first wait for something else, and leave their slots
+            admitted += self._admit(now_s)
+        return admitted
+
+    def _admit(self, now_s: float) -> list[Req]:
+        if not len(self._queue) or self._is_full or self._batch.isolation.isolated or self.has_no_room:
             return []  # most steps end here, without ordering the queue
         unplanned = self._batch.unplanned()
         prefilling = self._batch.at(self._batch.rows[unplanned > 1])
@@ -60,13 +69,19 @@ class AdmissionControl:
             return []
         return self._admit_candidates(prefilling, budget, reserved, now_s)
 
+    def wake(self, now_s: float) -> None:
+        """Let blocked requests come back to the queue that have nothing to wait for any more."""
+        self._queue.end_late_waits(now_s)
+        self.prefixes.wake()
+        self._adapters.wake()
+
     @property
-    def is_blocked(self) -> bool:
+    def has_no_room(self) -> bool:
         """Whether the first request of the queue did not fit, and does not now. No prefix is looked up."""
-        blocked = self._blocked
-        if blocked is None or blocked.num_changes != self._num_changes:
+        head = self._head
+        if head is None or head.num_changes != self._num_changes:
             return False
-        return not self._fits_at_peak(blocked.req, blocked.shared_len, self._pool.used, blocked.locked)
+        return not self._fits_at_peak(head.req, head.shared_len, self._pool.used, head.locked)
 
     @property
     def _num_changes(self) -> tuple[int, int, int]:
@@ -79,25 +94,26 @@ class AdmissionControl:
 
     def _admit_candidates(self, prefilling: list[Req], budget: int, reserved: int, now_s: float) -> list[Req]:
         """In the order of the queue, until a request does not fit: if smaller ones passed it, it would starve."""
-        isolation, loras = self._batch.isolation, self._batch.loras
+        isolation = self._batch.isolation
+        context = LoadContext(now_s, self._has_room)
         admitted: list[Req] = []
         is_first = True  # no request was passed over that may be admitted at any time
-        is_starving = False  # a request waits for a slot for its adapter, and has been passed over too often
         for req in self._queue.candidates(self._pool.cached_len):
             if self._is_full or budget <= 0 or isolation.isolated:
                 break
-            if req.in_flight or (is_starving and req.lora_id is not None) or self._is_coming(req, prefilling, now_s):
+            if req.in_flight:
                 is_first = False
                 continue
-            if not loras.has_room(req):
-                is_starving, is_first = loras.is_starving(req), False
+            wait = self._wait_of(req, prefilling, context)
+            if wait is not None:
+                self._queue.block(req, wait)
                 continue
             runs_alone = isolation.needs_isolation(req)
             if runs_alone and admitted:
                 break
             if not self._fits(req):
                 if not is_first:
-                    self._blocked = None
+                    self._head = None
                 break
             self._start(req, now_s)
             admitted.append(req)
@@ -108,21 +124,18 @@ class AdmissionControl:
                 isolation.isolated = req
         return admitted
 
-    def _is_coming(self, req: Req, prefilling: list[Req], now_s: float) -> bool:
-        """Whether a part of this prompt will be in the cache soon."""
-        if self._is_being_computed(req, prefilling):
-            return True
-        if self.incoming is not None and self.incoming.must_wait(req, len(self._batch)):
-            return True
-        return self.tiers is not None and self.tiers.must_wait(req, len(self._batch), now_s)
+    def _wait_of(self, req: Req, prefilling: list[Req], context: LoadContext) -> Wait | None:
+        """What a request must wait for before it can run; None: nothing but room."""
+        wait = self._adapters.wait_of(req) or self.prefixes.wait_of(req, prefilling)
+        if wait is None and self.incoming is not None:
+            wait = self.incoming.wait_of(req, context)
+        if wait is None and self.tiers is not None:
+            wait = self.tiers.wait_of(req, context)
+        return wait
 
-    def _is_being_computed(self, req: Req, prefilling: list[Req]) -> bool:
-        """Whether another request computes a long part of this prompt now, which will be in the cache soon."""
-        others = [other for other in prefilling if other.salt == req.salt]
-        if not others or req.needs_prompt_computed:
-            return False
-        enough = self._pool.cached_len(req) + MIN_PENDING_PREFIX_TOKENS
-        return any(common_len(req.prompt_ids, other.prompt_ids) >= enough for other in others)
+    def _has_room(self, tokens: int) -> bool:
+        """Whether a load can hold so many slots."""
+        return self._pool.available - tokens >= ROOM_PER_REQ * len(self._batch)
 
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
@@ -137,7 +150,7 @@ class AdmissionControl:
         if fits_all and self._fits_windowed(req):
             return True
         locked = pool.shared_tokens - shared_tokens
-        self._blocked = None if fits_all else BlockedReq(req, req.shared_len, locked, self._num_changes)
+        self._head = None if fits_all else HeadOfLine(req, req.shared_len, locked, self._num_changes)
         pool.release(req)
         return False
 
@@ -175,7 +188,7 @@ class AdmissionControl:
         return held + min(self._limits.batch_max_tokens, windowed.size // 2) <= windowed.size
 
     def _start(self, req: Req, now_s: float) -> None:
-        self._queue.remove(req)
+        self._queue.admit(req)
         req.begin()
         if not req.output_len:
             req.admitted_s = now_s

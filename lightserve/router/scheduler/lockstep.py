@@ -85,12 +85,16 @@ class LockstepScheduler:
         return sum(group.num_waiting for group in self.groups)
 
     @property
-    def num_held(self) -> int:
-        return sum(group.num_held for group in self.groups)
+    def num_blocked(self) -> int:
+        return sum(group.num_blocked for group in self.groups)
 
     @property
     def num_waiting_tokens(self) -> int:
         return sum(group.num_waiting_tokens for group in self.groups)
+
+    def next_deadline_s(self) -> float | None:
+        deadlines = [group.next_deadline_s() for group in self.groups]
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
     @property
     def num_running(self) -> int:
@@ -204,7 +208,7 @@ class LockstepScheduler:
 
 
 def _load_of(group: Scheduler, req: Req) -> GroupLoad:
-    open_requests = group.num_running + group.num_waiting + group.num_held
+    open_requests = group.num_running + group.num_waiting + group.num_blocked
     cached = group.pool.cached_len(req) if req.shares_prefix else 0
     kv_tokens = group.pool.used + group.num_waiting_tokens
     return GroupLoad(open_requests, kv_tokens, cached, group.pool.cached_tokens)

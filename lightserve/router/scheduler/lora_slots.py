@@ -12,8 +12,6 @@ from collections.abc import Callable
 from lightserve.io_struct import LoraPlace
 from lightserve.router.req import Req
 
-MAX_PASSED_OVER = 64  # later requests that are admitted before one that waits for a slot
-
 
 class LoraSlots:
     def __init__(self, count: int = 0) -> None:
@@ -24,16 +22,21 @@ class LoraSlots:
         self._slot_of: dict[int, int] = {}  # by adapter, the least recently used first
         self._running: Counter[int] = Counter()  # requests by adapter
         self._copies: list[LoraPlace] = []  # for the next step
+        self.num_changes = 0  # how often an adapter has got a slot, or has lost its last running request
 
-    def has_room(self, req: Req) -> bool:
-        """Whether the request can run now: its adapter is on the device, or can be copied there."""
-        if req.lora_id is None or req.lora_id in self._slot_of:
+    def has_slot(self, lora_id: int) -> bool:
+        return lora_id in self._slot_of
+
+    def has_room(self, lora_id: int) -> bool:
+        """Whether requests with this adapter can run now: it is on the device, or can be copied there."""
+        if lora_id in self._slot_of:
             return True
-        return req.lora_id in self.loaded and (bool(self._free) or self._unused() is not None)
+        return lora_id in self.loaded and (bool(self._free) or self._unused() is not None)
 
-    def is_starving(self, req: Req) -> bool:
-        """Whether other requests must not take slots before this one, which has none."""
-        return req.num_admissions > 0 or req.num_passed_over >= MAX_PASSED_OVER
+    @property
+    def num_available(self) -> int:
+        """Slots that other adapters can have."""
+        return self.count - len(self._running)
 
     def acquire(self, req: Req) -> None:
         """Give a request that starts to run the slot of its adapter. ``has_room`` was true."""
@@ -43,6 +46,7 @@ class LoraSlots:
         slot = self._slot_of.pop(lora_id, None)
         if slot is None:
             slot = self._free_slot()
+            self.num_changes += 1
             self._copies.append(LoraPlace(slot, lora_id))
         self._slot_of[lora_id] = slot  # at the end: used last
         self._running[lora_id] += 1
@@ -56,6 +60,7 @@ class LoraSlots:
         self._running[req.lora_id] -= 1
         if not self._running[req.lora_id]:
             del self._running[req.lora_id]
+            self.num_changes += 1
 
     def take_copies(self) -> list[LoraPlace]:
         """What the next step copies to the device."""
@@ -68,6 +73,7 @@ class LoraSlots:
 
     def clear(self) -> None:
         """The device holds no adapters, and no request runs."""
+        self.num_changes += 1
         self._free = list(range(self.count))[::-1]
         self._slot_of.clear()
         self._running.clear()

@@ -136,18 +136,22 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for room."""
+        """Requests that wait for room only."""
         return len(self._queue)
 
     @property
-    def num_held(self) -> int:
-        """Requests that may not be admitted before ``release``."""
-        return self._queue.num_held
+    def num_blocked(self) -> int:
+        """Requests that wait for an event: for KV, an adapter, a prefix, or to be released."""
+        return self._queue.num_blocked
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for room or are held."""
+        """Prompt tokens of all waiting requests."""
         return self._queue.num_tokens
+
+    def next_deadline_s(self) -> float | None:
+        """When to plan again though nothing has happened: a request stops waiting for an event. None: none will."""
+        return self._queue.next_deadline_s()
 
     @property
     def num_running(self) -> int:
@@ -210,10 +214,11 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.stored.begin_step()
         planned = self._plan_rows()
+        self._admission.prefixes.wake()  # what is planned now can be used by the next step
         is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
         if self.tiers is not None and not is_empty:
             self.tiers.stored.store_ahead()
-        elif self.tiers is not None and not len(self._batch) and not len(self._queue):
+        elif self.tiers is not None and not (len(self._batch) or len(self._queue) or self.num_blocked):
             self.tiers.stored.store_idle()
         has_copies = self._has_copies
         if is_empty and not has_copies and (len(self._batch) or not self._has_to_free):
@@ -265,8 +270,7 @@ class Scheduler:
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
         is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
         is_full = len(self._batch) >= self.limits.max_running
-        may_start = len(self._queue) - (0 if self.incoming is None else self.incoming.num_waiting)
-        if not is_simple or self._isolation.is_active or (may_start and not is_full):
+        if not is_simple or self._isolation.is_active or (len(self._queue) and not is_full):
             return None
         return find_decode_run(self._batch, self._num_planned)
 
@@ -440,6 +444,7 @@ class Scheduler:
         self.parents.lose_workers()
         if self.incoming is not None:
             self.incoming.clear()
+        self._queue.end_waits()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
             if req.timeline is not None:

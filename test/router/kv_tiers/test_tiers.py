@@ -24,7 +24,7 @@ from lightserve.io_struct import (
     TokenOut,
 )
 from lightserve.router.kv_tiers.lower import LOOKUP_S
-from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.kv_tiers.tiers import KvTiers, LoadContext
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 from test.router.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
@@ -164,6 +164,11 @@ class TierServer(Server):
     def finish_load(self) -> None:
         self.tiers.finish(self.worker.load(), LOAD)
 
+    @property
+    def is_busy(self) -> bool:
+        scheduler = self.scheduler
+        return bool(scheduler.num_waiting or scheduler.num_blocked or scheduler.num_running or self.worker.loads)
+
     def run_all(self) -> None:
         while self.step() or self.worker.loads or self.has_replies:
             if self.worker.loads:
@@ -289,7 +294,7 @@ def test_a_request_whose_load_is_late_computes() -> None:
     late = one(3, prompt(1000))
     server.scheduler.add(late)
     server.scheduler.next_step(now_s=0.0)
-    deadline_s = server.tiers.next_deadline_s()
+    deadline_s = server.scheduler.next_deadline_s()
 
     step = server.scheduler.next_step(now_s=(deadline_s or 0.0) + 1)
 
@@ -321,7 +326,7 @@ def test_kv_that_may_not_be_finite_is_not_loaded() -> None:
 
     again = one(4, prompt(1000))
     server.scheduler.add(again)
-    assert not server.tiers.must_wait(again, 0, 0.0)
+    assert server.tiers.wait_of(again, LoadContext(0.0, lambda tokens: True)) is None
 
 
 def test_a_load_that_failed_in_the_workers_is_computed() -> None:
@@ -445,7 +450,7 @@ def test_every_request_gets_its_text_and_all_memory_is_freed_whatever_happens(se
     ]
     reqs, aborted = list(to_come), set[int]()
     late = 0.0
-    while to_come or server.scheduler.num_waiting or server.scheduler.num_running or server.worker.loads:
+    while to_come or server.is_busy:
         event = rng.random()
         if to_come and event < 0.3:
             server.scheduler.add(to_come.pop())
@@ -474,9 +479,7 @@ def disturb(server: TierServer, rng: random.Random, now_s: float) -> set[int]:
     if kind == 0:
         server.crash()
     elif kind < 5:
-        tiers = server.tiers
-        must_wait = lambda req, num_running, _: KvTiers.must_wait(tiers, req, num_running, now_s)  # noqa: E731
-        tiers.must_wait = must_wait  # type: ignore[method-assign]
+        server.now_s = now_s
     else:
         victim = rng.randrange(50)
         return {victim} if server.scheduler.abort(victim) is not None else set()
