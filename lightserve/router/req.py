@@ -15,6 +15,8 @@ from lightserve.router.timeline import Timeline
 from lightserve.utils.block_hash import BLOCK_TOKENS, NO_HASHES, Hashes
 from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
 
+MANY = 2**62
+
 
 def _column(name: str) -> Any:
     """A property that is kept in a column of ReqColumns, which documents it."""
@@ -86,7 +88,7 @@ class Req(ReqProgress):
     target: KvTarget | None = None  # another engine wants the KV of its prompt
     num_pushed: int = 0  # blocks of its prompt that were sent there, or are not needed
     loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
-    lookups_checked: int = -1  # the same of lower tiers: they have nothing more, or are too slow
+    max_missing: int = MANY  # lower tiers are asked if fewer blocks are missing, so they are asked for less each time
 
     def __post_init__(self) -> None:
         self.prompt_ids = int32s(self.prompt_ids)
@@ -200,6 +202,7 @@ class Req(ReqProgress):
         self.certain_len = 0  # a step in flight may compute the cached tokens
         self.planned_outputs = self.output_len
         self.num_admissions += 1
+        self.max_missing = MANY
 
     def roll_back(self) -> None:
         """Steps in flight failed: plan again from the tokens whose KV is certain."""

@@ -117,10 +117,15 @@ class LowerTiers:
 
     def wait_of(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> Wait | None:
         """What a request waits for: a lookup or a fetch of its ``missing`` blocks, which may begin now."""
-        keys = missing() if req.lookups_checked < req.num_admissions else []
+        keys = missing() if req.max_missing else []
         if not keys or self.client is None:
             return None
-        return self._fetching.get(keys[0]) or self._look_up(self.client, keys, now_s)
+        if keys[0] in self._fetching:
+            return self._fetching[keys[0]]
+        if len(keys) >= req.max_missing:  # what was fetched has made room for others already
+            return None
+        req.max_missing = len(keys)
+        return self._look_up(self.client, keys, now_s)
 
     def _look_up(self, client: LowerTierClient, keys: list[bytes], now_s: float) -> Wait:
         wait = Wait(now_s + LOOKUP_S, self._on_late)
@@ -145,7 +150,7 @@ class LowerTiers:
         self.wake()
 
     def _on_late(self, req: Req) -> None:
-        req.lookups_checked = req.num_admissions
+        req.max_missing = 0
         self.tiers[0].num_late += 1
 
     def _is_trusted(self, key: bytes) -> bool:
@@ -269,4 +274,4 @@ class LowerTiers:
 def _stop_looking(wait: Wait) -> None:
     """Nothing more is to be found for the requests that wait for this."""
     for entry in wait.blocked:
-        entry.req.lookups_checked = entry.req.num_admissions
+        entry.req.max_missing = 0

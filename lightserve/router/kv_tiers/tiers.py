@@ -159,7 +159,7 @@ class KvTiers:
 
         def missing() -> list[bytes]:
             host = self.stored.host
-            keys = self._keys_after(req, self._pool.cached_len(req))
+            keys = self._keys_after(req, self._pool.cached_len(req))[: host.size]  # the first ones must not make room
             return list(itertools.dropwhile(host.__contains__, keys))
 
         return self.lower.wait_of(req, missing, now_s)

@@ -388,6 +388,26 @@ def test_a_block_that_is_to_be_removed_is_not_read_before() -> None:
     removal.resolve()
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_prefix_that_host_memory_cannot_hold_is_fetched_once(num_blocks: int) -> None:
+    disk = Disk(random.Random(0), damaged=0.0)
+    TierServer(disk=disk).serve([one(0, prompt(1000))])
+    server = TierServer(num_blocks=num_blocks, disk=disk)
+    again = one(0, prompt(1000))
+    server.scheduler.add(again)
+
+    for _ in range(20):  # steps and replies
+        server.step()
+        if server.worker.loads:
+            server.finish_load()
+        elif server.has_replies:
+            server.resolve()
+
+    assert again.output_ids == truth(prompt(1000), 0, 4)
+    assert again.cached_len == num_blocks * BLOCK_TOKENS
+    assert server.tiers.metrics()["disk"]["hits_total"] == num_blocks * BLOCK_TOKENS
+
+
 def test_damaged_blocks_are_computed() -> None:
     disk = Disk(random.Random(0), damaged=0.0)
     TierServer(disk=disk).serve([one(0, prompt(1000))])
