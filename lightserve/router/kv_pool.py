@@ -54,6 +54,7 @@ class KvPool:
         self.windowed = None if windowed is None else WindowedPool(windowed, size)
         self._cache = RadixCache()
         self.pinned_tokens = 0
+        self.loading_tokens = 0  # whose slots loads hold, and no request
         if self.blocks is not None:
             self.blocks.clear()
         if self.stored is not None:
@@ -142,6 +143,7 @@ class KvPool:
         ids = cacheable(req)[:end].copy()
         node, cached = self._cache.match(ids[:begin], req.salt)
         self._cache.lock(node)
+        self.loading_tokens += end - begin
         return PrefixLoad(
             ids,
             req.salt,
@@ -157,12 +159,14 @@ class KvPool:
         if count == len(load.slots):
             return load
         self._free(load.slots[count:])
+        self.loading_tokens -= len(load.slots) - count
         ids = load.ids[: len(load.cached) + count]
         return load._replace(ids=ids, slots=load.slots[:count], keys=load.keys[: len(ids) // BLOCK_TOKENS])
 
     def finish_load(self, load: PrefixLoad, is_valid: bool) -> None:
         """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it."""
         self._cache.unlock(load.node)
+        self.loading_tokens -= len(load.slots)
         if not is_valid:
             self._free(load.slots)
             return

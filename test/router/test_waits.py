@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import HostKvSize, KvMissing, KvTicket, KvWanted, Step, Token, TokenOut
+from lightserve.io_struct import HostKvSize, KvMissing, KvReceived, KvTicket, KvWanted, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.lower import LOOKUP_S
@@ -241,3 +241,57 @@ def test_the_cost_of_a_step_does_not_grow_with_the_number_of_blocked_requests() 
             finish(schedulers[count], schedulers[count].next_step())
 
     assert growth(plan, 4_000) < 2
+
+
+# memory
+
+
+def test_streams_are_not_preempted_for_the_slots_of_tickets() -> None:
+    decode = Decode(16_384, SchedulerLimits(max_running=64, batch_max_tokens=8192, chunk_size=2048))
+    streams = [decode.add(make_req(req_id, prompt(req_id, 512), 1024), has_ticket=False) for req_id in range(8)]
+    for _ in range(20):
+        decode.step()
+    for req_id in range(100, 104):
+        decode.add(make_req(req_id, prompt(req_id, 4097), 1024))
+
+    while decode.scheduler.num_running:
+        decode.step()
+
+    assert decode.scheduler.num_preemptions == 0
+    assert {stream.output_len for stream in streams} == {1024}
+    assert decode.wanted  # there was room for one of them
+
+
+def test_a_request_waits_for_the_slots_that_tickets_hold() -> None:
+    """It would be preempted soon, or the streams would."""
+    decode = Decode(1_000)
+    decode.add(make_req(0, prompt(0, 600), 4))
+    decode.step()
+    other = decode.add(make_req(1, prompt(1, 300), 300), has_ticket=False)
+    decode.step()
+    assert decode.scheduler.pool.loading_tokens == 576
+    assert other.num_admissions == 0
+
+    decode.incoming.finish(KvReceived(0, 9))
+    decode.scheduler.abort(0)
+    decode.step()
+
+    assert decode.scheduler.pool.loading_tokens == 0
+    assert other.num_admissions == 1
+
+
+def test_requests_are_admitted_beside_pinned_prompts_only_if_all_fit() -> None:
+    scheduler = Scheduler(KvPool(1_000), SchedulerLimits(max_running=8, batch_max_tokens=512, chunk_size=512))
+    pinned = make_req(-1, prompt(-1, 400), 1)
+    scheduler.add(pinned)
+    finish(scheduler, scheduler.next_step())
+    assert scheduler.pool.pin(pinned.prompt_ids, pinned.salt) == 400
+    reqs = [make_req(req_id, prompt(req_id, 100), 150) for req_id in range(4)]
+    for req in reqs:
+        scheduler.add(req)
+
+    while scheduler.num_running or scheduler.num_waiting:
+        finish(scheduler, scheduler.next_step())
+
+    assert scheduler.num_preemptions == 0
+    assert {req.output_len for req in reqs} == {150}

@@ -15,8 +15,7 @@ from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
-
-ROOM_PER_REQ = 64  # slots that a load leaves to each running request
+from lightserve.utils.int_arrays import Int64Array
 
 
 class HeadOfLine(NamedTuple):
@@ -134,8 +133,15 @@ class AdmissionControl:
         return wait
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether a load can hold so many slots."""
-        return self._pool.available - tokens >= ROOM_PER_REQ * len(self._batch)
+        """Whether a load can hold so many slots beside what running requests will need."""
+        return tokens <= self._pool.available and (self._fits_at_longest(tokens) or tokens <= self._room)
+
+    @property
+    def _room(self) -> int:
+        """Slots that neither loads hold nor running requests need at their peak."""
+        running = self._batch.columns.values[:, self._batch.rows]
+        peak = self._peak_tokens(running, self._pool.used)
+        return min(self._pool.size - peak, self._pool.available)
 
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
@@ -144,9 +150,10 @@ class AdmissionControl:
         pool = self._pool
         used, shared_tokens = pool.used, pool.shared_tokens
         pool.attach_prefix(req)
-        if not len(self._batch):
+        if not len(self._batch) and not pool.loading_tokens:
             return True
-        fits_all = self._fits_at_longest(req) or self._fits_at_peak(req, req.shared_len, used)
+        longest = len(req.prompt_ids) + req.max_new_tokens
+        fits_all = self._fits_at_longest(longest) or self._fits_at_peak(req, req.shared_len, used)
         if fits_all and self._fits_windowed(req):
             return True
         locked = pool.shared_tokens - shared_tokens
@@ -159,21 +166,30 @@ class AdmissionControl:
         prompt_len = self._batch.columns.prompt_len[self._batch.rows]
         return int(prompt_len.sum()) + len(req.prompt_ids) <= self._pool.size
 
-    def _fits_at_longest(self, req: Req) -> bool:
-        """Whether all outputs could have their longest lengths at once. No request is looked at: the sum is kept."""
-        return self._batch.max_tokens + len(req.prompt_ids) + req.max_new_tokens <= self._pool.size
+    def _fits_at_longest(self, tokens: int) -> bool:
+        """Whether so many tokens fit beside running requests whose outputs have their longest lengths, all at once.
+
+        No request is looked at: the sum is kept. It has only what running requests and pinned prompts hold.
+        """
+        if self._pool.loading_tokens:
+            return False
+        return self._batch.max_tokens + self._pool.pinned_tokens + tokens <= self._pool.size
 
     def _fits_at_peak(self, req: Req, shared_len: int, used: int, to_lock: int = 0) -> bool:
-        """``used``: tokens that running requests hold. ``to_lock``: tokens of its prefix that it does not hold yet."""
-        pool = self._pool
+        """``used``: tokens that requests and loads hold. ``to_lock``: tokens of its prefix that it does not hold."""
         own = req.columns.values[:, [req.row]]
         numbers = np.concatenate((self._batch.columns.values[:, self._batch.rows], own), axis=1)
-        prompt_len, max_new_tokens, shared, _, _, generated, *_ = numbers
+        _, _, shared, *_ = numbers
         shared[-1] = shared_len
-        is_tight = used >= self._limits.token_ratio * pool.size
+        return self._peak_tokens(numbers, used) + to_lock <= self._pool.size
+
+    def _peak_tokens(self, numbers: Int64Array, used: int) -> int:
+        """The most tokens that requests and loads hold at once. ``numbers``: the columns of these requests."""
+        prompt_len, max_new_tokens, shared, _, _, generated, *_ = numbers
+        is_tight = used >= self._limits.token_ratio * self._pool.size
         remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
         held = generated + prompt_len - shared  # once prompts are computed
-        return pool.shared_tokens + to_lock + peak_tokens(held, remaining) <= pool.size
+        return self._pool.shared_tokens + self._pool.loading_tokens + peak_tokens(held, remaining)
 
     def _fits_windowed(self, req: Req) -> bool:
         """Whether the windowed pool has the slots that all requests may hold, and those of a step's new tokens."""
