@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import HostKvSize, KvMissing, KvReceived, KvTicket, KvWanted, Step, Token, TokenOut
+from lightserve.io_struct import HostKvSize, KvLoaded, KvMissing, KvReceived, KvTicket, KvWanted, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.lower import LOOKUP_S
@@ -295,3 +295,90 @@ def test_requests_are_admitted_beside_pinned_prompts_only_if_all_fit() -> None:
 
     assert scheduler.num_preemptions == 0
     assert {req.output_len for req in reqs} == {150}
+
+
+# requests that wait for room
+
+
+def full_engine(num_slots: int, max_running: int = 2) -> Decode:
+    """All seats are taken."""
+    decode = Decode(num_slots, SchedulerLimits(max_running=max_running, batch_max_tokens=512, chunk_size=512))
+    for req_id in range(max_running):
+        decode.add(make_req(req_id, prompt(req_id, 20), 60), has_ticket=False)
+    decode.step()
+    assert decode.scheduler.num_running == max_running
+    return decode
+
+
+def test_a_full_engine_asks_for_the_prompts_of_requests_that_wait_for_a_seat() -> None:
+    decode = full_engine(10_000)
+    waiting = decode.add(make_req(10, prompt(10, 640), 50))
+
+    decode.step()
+
+    assert decode.wanted == [10]
+    decode.incoming.finish(KvReceived(10, 9))
+    assert decode.scheduler.num_waiting == 1
+    decode.scheduler.abort(0)
+    decode.step()
+    assert waiting.cached_len == 9 * BLOCK_TOKENS
+
+
+def test_prompts_are_asked_for_in_order_and_leave_room_for_those_before_them() -> None:
+    """Half of 4,000 slots less 160 of the streams. The first request needs 100 + 1,000, so the third has no room."""
+    decode = full_engine(4_000)
+    decode.add(make_req(10, prompt(10, 100), 1000), has_ticket=False)
+    decode.add(make_req(11, prompt(11, 400), 100))
+    decode.add(make_req(12, prompt(12, 400), 100))
+    decode.add(make_req(13, prompt(13, 100), 10))
+
+    decode.step()
+
+    assert decode.wanted == [11]
+    decode.scheduler.abort(10)
+    decode.step()
+    assert decode.wanted == [11, 12, 13]
+
+
+def test_a_full_engine_loads_the_prefixes_of_waiting_requests_one_after_the_other() -> None:
+    scheduler = Scheduler(KvPool(4_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
+    tiers = scheduler.use_tiers(HostKvSize(100, BLOCK_TOKENS * 100))
+    scheduler.add(make_req(0, prompt(0, 20), 200))
+    finish(scheduler, scheduler.next_step())
+    waiting = [make_req(req_id, prompt(req_id, 300), 4) for req_id in (1, 2)]
+    for req in waiting:
+        for key in tiers.stored.keys_of(req, 256):
+            tiers.stored.host.put(key)
+        scheduler.add(req)
+
+    loads = [scheduler.next_step().loads for _ in range(2)]  # type: ignore[union-attr]
+
+    assert [len(load) for load in loads] == [1, 0]
+    tiers.finish(loads[0][0].load_id, KvLoaded(0.01))
+    assert scheduler.pool.cached_len(waiting[0]) == 256
+    (second,) = scheduler.next_step().loads  # type: ignore[union-attr]
+    tiers.finish(second.load_id, KvLoaded(0.01))
+    assert scheduler.pool.cached_len(waiting[1]) == 256
+
+
+def test_a_step_hashes_one_waiting_prompt_to_find_that_nothing_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(KvPool(40_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
+    tiers = scheduler.use_tiers(HostKvSize(100, BLOCK_TOKENS * 100))
+    for req_id in range(11):
+        scheduler.add(make_req(req_id, prompt(req_id, 300), 200))
+    finish(scheduler, scheduler.next_step())
+    hashed: list[int] = []
+    keys_of = tiers.stored.keys_of
+
+    def counted(req: Req, end: int) -> list[bytes]:
+        hashed.append(req.req_id)
+        return keys_of(req, end)
+
+    monkeypatch.setattr(tiers.stored, "keys_of", counted)
+
+    counts = []
+    for _ in range(12):
+        finish(scheduler, scheduler.next_step())
+        counts.append(len(hashed))
+
+    assert counts == [*range(1, 10), 9, 9, 9]  # one was in the step before

@@ -47,6 +47,21 @@ def test_decode_servers_compute_only_the_ends_of_prompts() -> None:
     assert sum(one.num_recomputed + one.num_given_up for one in incoming if one is not None) == 0
 
 
+def test_kv_that_waits_for_a_seat_is_not_computed_again() -> None:
+    """More requests come than the decode server has seats for, and it asks for their prompts meanwhile."""
+    load = Load(fixed(2000), fixed(300), count=120, rate=10.0, max_new_tokens=300)
+    setup = Setup("fifo", SchedulerLimits(8, 8192, 256), pool_size=120_000)
+    simulation = Simulation(setup, load, 3, "prefix", split=Split(("prefill", "prefill", "decode")))
+
+    result = simulation.run()
+
+    incoming = simulation.replicas[2].scheduler.incoming
+    assert incoming is not None
+    assert result.requests == load.count
+    assert incoming.num_recomputed == 0
+    assert incoming.num_received == 2000 // BLOCK_TOKENS * BLOCK_TOKENS * load.count
+
+
 def test_short_prompts_make_no_trip() -> None:
     result = simulate(SMALL, LOAD, 3, "prefix", split=replace(FAST, min_tokens=2000))
 

@@ -68,6 +68,11 @@ class IncomingKv:
         """Requests that are not admitted before tickets end."""
         return sum(len(opened.wait.blocked) for opened in self._open.values())
 
+    @property
+    def waiting_reqs(self) -> list[Req]:
+        """The requests that wait for tickets of their own."""
+        return [opened.req for ticket, opened in self._open.items() if self._ticket_of.get(opened.req.req_id) == ticket]
+
     def connect(self, inbox: KvInbox | None) -> None:
         self._inbox = inbox
 
@@ -77,7 +82,7 @@ class IncomingKv:
 
     def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
         """What a request waits for before it is admitted: its prompt comes from another engine."""
-        if not self._open and req.req_id not in self._offers:
+        if req.req_id not in self._offers and (context.is_prefetch or not self._open):
             return None  # most requests end here
         cached = self._pool.cached_len(req)
         return self._wait_for_coming(req, cached, context.now_s) or self._ask_for(req, cached, context)

@@ -85,6 +85,7 @@ class LowerTiers:
     tiers: list[Tier] = field(init=False)
     last_store: int = 0  # that is known to be made by a rank
     _fetching: dict[bytes, Wait] = field(default_factory=dict)  # by key
+    _num_lookups: int = 0  # whose replies are not back
     _unsaved: dict[bytes, bool] = field(default_factory=dict)  # keys to write, in order; whether the pool has them too
     _saved: set[bytes] = field(default_factory=set)
     _removed: set[bytes] = field(default_factory=set)  # keys to remove
@@ -103,6 +104,7 @@ class LowerTiers:
         self.client = None
         self.last_store = 0
         self._is_flushing = False
+        self._num_lookups = 0
         self._fetching.clear()
         self._unsaved.clear()
         self._discarded.clear()
@@ -114,6 +116,10 @@ class LowerTiers:
     def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
         self.client, self.wake = client, wake
         self._flush_next()
+
+    @property
+    def is_reading(self) -> bool:
+        return bool(self._fetching or self._num_lookups)
 
     def wait_of(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> Wait | None:
         """What a request waits for: a lookup or a fetch of its ``missing`` blocks, which may begin now."""
@@ -129,6 +135,7 @@ class LowerTiers:
 
     def _look_up(self, client: LowerTierClient, keys: list[bytes], now_s: float) -> Wait:
         wait = Wait(now_s + LOOKUP_S, self._on_late)
+        self._num_lookups += 1
         reply = client.lookup(KvLookup(keys))
         reply.add_done_callback(partial(self._on_lookup, self._epoch, wait, keys))
         return wait
@@ -137,6 +144,7 @@ class LowerTiers:
         found = reply.result()
         if epoch != self._epoch or found is None or self.client is None:
             return
+        self._num_lookups -= 1
         found = found[: sum(1 for _ in itertools.takewhile(self._is_trusted, keys))]
         wanted = list(itertools.takewhile(self._is_missing, keys[: len(found)]))
         count = next((i for i, store in enumerate(found) if store != found[0]), len(found))

@@ -29,6 +29,7 @@ class LoadContext(NamedTuple):
 
     now_s: float
     has_room: Callable[[int], bool]  # whether so many slots can be held beside what running requests will need
+    is_prefetch: bool = False  # the request could not run yet
 
 
 @dataclass(slots=True, eq=False)
@@ -95,9 +96,14 @@ class KvTiers:
         return self.stored.take_stores(), started
 
     def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
-        """What a request waits for before it is admitted: a load of its prefix, which may begin now."""
+        """What a request waits for before it is admitted: a load of its prefix, which may begin now.
+
+        Loads for requests that could not run yet begin one after the other: they must not delay those of others.
+        """
         self._notice_clear()
         if req.loads_checked == req.num_admissions or not req.uses_tiers:
+            return None
+        if context.is_prefetch and (self._loads or (self.lower is not None and self.lower.is_reading)):
             return None
         return self._wait_for_lower(req, context.now_s) or self._wait_for_load(req, context)
 

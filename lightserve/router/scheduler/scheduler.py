@@ -270,7 +270,8 @@ class Scheduler:
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
         is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
         is_full = len(self._batch) >= self.limits.max_running
-        if not is_simple or self._isolation.is_active or (len(self._queue) and not is_full):
+        may_start = (len(self._queue) and not is_full) or self._admission.may_prefetch
+        if not is_simple or self._isolation.is_active or may_start:
             return None
         return find_decode_run(self._batch, self._num_planned)
 
