@@ -201,7 +201,7 @@ class IncomingKv:
             self._send(KvWanted(req_id, ticket.id))
 
     def _wait_for_coming(self, req: Req, cached: int, now_s: float) -> Wait | None:
-        """For the ticket that brings a prefix of this request, which may be another's."""
+        """For the ticket that brings the next blocks of this request, which may be another's."""
         if req.needs_prompt_computed:
             return None
         ids = cacheable(req)
