@@ -172,6 +172,54 @@ def test_a_suspect_runs_alone_in_all_groups() -> None:
     assert server.scheduler.is_isolating_crash is False
 
 
+def begin_and_crash(num_reqs: int) -> Server:
+    """All requests may have crashed the workers: one in each group, or several."""
+    server = Server(num_slots=4000)
+    for i in range(num_reqs):
+        server.scheduler.add(endless(i))
+    server.step()
+    server.scheduler.next_step()  # so that all are in flight
+    server.crash()
+    server.rounds.clear()
+    return server
+
+
+def test_other_groups_go_on_while_a_suspect_is_held() -> None:
+    server = begin_and_crash(1)
+    held = server.scheduler.hold_again(lambda req: True)
+    others = [make_req(10 + i, [30 + i, 2]) for i in range(NUM_GROUPS)]
+
+    server.run(others)
+
+    assert all(req.finish_reason is not None for req in others)
+    server.scheduler.release(held[0])
+    server.rounds.clear()
+    server.step()
+    assert [step.num_rows for step in server.rounds] == [1]
+
+
+def test_a_suspect_runs_alone_while_that_of_another_group_is_held() -> None:
+    """Both groups have other requests, which are not computed beside a suspect."""
+    server = begin_and_crash(NUM_GROUPS)
+    held = server.scheduler.hold_again(lambda req: req.req_id == 0)
+    for i in range(NUM_GROUPS):
+        server.scheduler.add(endless(10 + i))
+
+    for _ in range(20):
+        server.step()
+
+    suspects = set(range(NUM_GROUPS))
+    rounds = [[row.req_id for step in one.groups for row in step.rows] for one in server.rounds]
+    alone = [ids for ids in rounds if not suspects.isdisjoint(ids)][: NUM_GROUPS - 1]
+    assert sorted(alone) == [[1], [2]]
+    assert any(10 in ids for ids in rounds), "the group of the held one goes on"
+    server.scheduler.release(held[0])
+    server.rounds.clear()
+    while server.scheduler.is_isolating_crash:
+        server.step()
+    assert [[row.req_id for step in one.groups for row in step.rows] for one in server.rounds].count([0]) == 1
+
+
 def test_the_duration_of_a_step_counts_for_the_group_with_the_most_tokens() -> None:
     scheduler = LockstepScheduler([make(batch_max_tokens=512, chunk_size=512) for _ in range(NUM_GROUPS)])
     for i, length in enumerate((40, 300, 50)):

@@ -74,6 +74,7 @@ class LockstepScheduler:
     def __init__(self, groups: Sequence[Scheduler]) -> None:
         self.groups = groups
         self._in_flight: deque[list[PlannedPart]] = deque()  # oldest first
+        self._num_turns = 0  # of groups with requests that may crash the workers
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -133,21 +134,30 @@ class LockstepScheduler:
         return [req for group in self.groups for req in group.hold_again(is_meant)]
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
-        """A step for every group; None if no group has anything to compute beyond the steps in flight.
-
-        A request that may crash the workers runs alone in all groups.
-        """
-        isolating = next((group for group in self.groups if group.is_isolating_crash), None)
-        steps = [group.next_step(now_s) if isolating in (None, group) else None for group in self.groups]
-        parts = [
-            PlannedPart(group, step.num_tokens)
-            for group, step in zip(self.groups, steps, strict=True)
-            if step is not None
-        ]
+        """A step for every group; None if no group has anything to compute beyond the steps in flight."""
+        steps = self._plan_groups(now_s)
+        parts = [PlannedPart(group, step.num_tokens) for group, step in steps.items() if step is not None]
         if not parts:
             return None
         self._in_flight.append(parts)
-        return Step([], groups=[Step([]) if step is None else step for step in steps])
+        return Step([], groups=[steps.get(group) or Step([]) for group in self.groups])
+
+    def _plan_groups(self, now_s: float) -> dict[Scheduler, Step | None]:
+        """A request that may crash the workers runs alone in all groups. While it cannot run, other groups go on.
+
+        Of the groups that have such requests, one has rows in a step. They take turns.
+        """
+        isolating = deque(group for group in self.groups if group.is_isolating_crash)
+        self._num_turns += 1
+        isolating.rotate(self._num_turns)
+        steps: dict[Scheduler, Step | None] = {}
+        for group in sorted(isolating, key=lambda group: not group.runs_alone):
+            steps[group] = group.next_step(now_s)
+            if group.runs_alone:
+                return steps
+            if steps[group] is not None:
+                break
+        return steps | {group: group.next_step(now_s) for group in self.groups if group not in isolating}
 
     def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
         """``seconds`` are those of the group with the most tokens; the others waited for it."""

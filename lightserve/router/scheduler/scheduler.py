@@ -167,6 +167,11 @@ class Scheduler:
         return self._isolation.is_active
 
     @property
+    def runs_alone(self) -> bool:
+        """Whether the next steps compute a request that may crash the workers, and no other."""
+        return self._isolation.isolated is not None
+
+    @property
     def crash_suspects(self) -> list[int]:
         """Ids of requests that have to run alone until their next token."""
         return self._isolation.pending_ids
