@@ -9,7 +9,6 @@ A model with sliding windows may have a second pool: see windowed_pool.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +19,8 @@ from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
 from lightserve.router.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.req import Req
-from lightserve.router.windowed_pool import NONE, WindowedPool
+from lightserve.router.windowed_pool import WindowedPool
 from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import NO_INT32, GrowingArray
 
 
 class PrefixLoad(NamedTuple):
@@ -108,30 +106,6 @@ class KvPool:
             self._free(evicted)
         return self.slots.alloc(count)
 
-    def alloc_windowed(self, chunks: Sequence[tuple[Req, int]]) -> Slots:
-        """Give requests slots of the windowed pool for so many more tokens. Returns all; empty without such a pool."""
-        if self.windowed is None:
-            return NO_INT32
-        slots = self.windowed.alloc(sum(count for _, count in chunks))
-        begin = 0
-        for req, count in chunks:
-            req.windowed.extend(slots[begin : begin + count])
-            begin += count
-        return slots
-
-    def let_go_behind_windows(self, reqs: Iterable[Req]) -> None:
-        """Let go the windowed slots that no token after the planned ones reaches."""
-        if self.windowed is None:
-            return
-        released: list[Slots] = []
-        for req in reqs:
-            begin, end = req.windowed_begin, req.planned_len - self.windowed.kept
-            if end > begin:
-                released.append(req.windowed_slots[begin:end])
-                req.windowed_begin = end
-        if released:
-            self.windowed.let_go(np.concatenate(released))
-
     def cached_len(self, req: Req) -> int:
         return self._usable_len(cacheable(req), req.salt)
 
@@ -194,10 +168,8 @@ class KvPool:
         self._cache.lock(node)
         req.attach(node, slots)
         if self.windowed is not None:
-            req.windowed_begin = max(len(slots) - self.windowed.needed, 0)
-            held = self.windowed.hold(slots[req.windowed_begin :])
-            none = np.full(req.windowed_begin, NONE, dtype=np.int32)
-            req.windowed = GrowingArray(np.concatenate((none, held)))
+            begin = max(len(slots) - self.windowed.needed, 0)
+            req.attach_windowed(begin, self.windowed.hold(slots[begin:]))
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""

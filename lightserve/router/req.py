@@ -12,8 +12,9 @@ from lightserve.io_struct import FinishReason, GenerationParams, KvPush, KvTarge
 from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.timeline import Timeline
+from lightserve.router.windowed_pool import NONE
 from lightserve.utils.block_hash import BLOCK_TOKENS, NO_HASHES, Hashes
-from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
+from lightserve.utils.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
 
 MANY = 2**62
 
@@ -42,6 +43,7 @@ class ReqProgress:
     certain_len: int = _column("certain_len")
     planned_outputs: int = _column("planned_outputs")
     output_len: int = _column("output_len")
+    windowed_begin: int = _column("windowed_begin")
 
 
 @dataclass(eq=False)
@@ -71,11 +73,10 @@ class Req(ReqProgress):
     seed: int = field(init=False)
 
     node: RadixNode | None = None  # node of the prefix cache that it has locked
-    windowed: GrowingArray = field(default_factory=GrowingArray)  # slots in the windowed pool, if there is one
-    windowed_begin: int = 0  # it holds the slots in ``windowed`` from here on
     lora_slot: int = -1  # of its adapter on the device, while it runs
     _slots: GrowingArray = field(default_factory=GrowingArray)  # without those in the tail of its row
     _outputs: GrowingArray = field(default_factory=GrowingArray)  # the same
+    _windowed: GrowingArray = field(default_factory=GrowingArray)  # of slots in the windowed pool, the same
 
     num_admissions: int = 0
     cached_len: int = 0  # prompt tokens that were cached on first admission
@@ -108,7 +109,8 @@ class Req(ReqProgress):
     @property
     def windowed_slots(self) -> Int32Array:
         """The same in the windowed pool, if there is one. It holds those from ``windowed_begin`` on."""
-        return self.windowed.view
+        self.flush()
+        return self._windowed.view
 
     @property
     def outputs(self) -> Int32Array:
@@ -125,6 +127,10 @@ class Req(ReqProgress):
     @property
     def token_ids(self) -> Int32Array:
         return np.concatenate((self.prompt_ids, self.outputs)) if self.output_len else self.prompt_ids
+
+    @property
+    def last_token_id(self) -> int:
+        return self.outputs.item(-1) if self.output_len else self.prompt_ids.item(-1)
 
     def tokens_between(self, begin: int, end: int) -> Int32Array:
         """Of prompt and output. All of them are known."""
@@ -183,10 +189,24 @@ class Req(ReqProgress):
 
     def flush(self) -> None:
         """Append the values in the tails of its row to its own arrays."""
-        for array, tails in ((self._slots, self.columns.slots), (self._outputs, self.columns.outputs)):
-            values = tails.take(self.row)
+        columns = self.columns
+        pairs = (self._slots, columns.slots), (self._outputs, columns.outputs), (self._windowed, columns.windowed)
+        for array, tails in pairs:
+            values = NO_INT32 if tails is None else tails.take(self.row)
             if len(values):
                 array.extend(values)
+
+    def plan_windowed(self, slots: Int32Array) -> None:
+        """The next tokens have these slots of the windowed pool."""
+        self.flush()
+        self._windowed.extend(slots)
+
+    def let_go_windowed(self, end: int) -> Int32Array:
+        """Its windowed slots before ``end``, which it does not hold from now on."""
+        begin, self.windowed_begin = self.windowed_begin, max(end, self.windowed_begin)
+        if self.columns.leaving is not None:
+            self.columns.leaving.clear(self.row)
+        return self.windowed_slots[begin : self.windowed_begin]
 
     def plan(self, slots: Int32Array) -> None:
         """The next step computes KV of len(slots) more tokens."""
@@ -219,11 +239,16 @@ class Req(ReqProgress):
         self.node, self._slots = node, GrowingArray(slots)
         self.shared_len = len(slots)
 
+    def attach_windowed(self, begin: int, slots: Int32Array) -> None:
+        """It has these windowed slots of the last cached tokens, which begin at ``begin``."""
+        none = np.full(begin, NONE, dtype=np.int32)
+        self._windowed, self.windowed_begin = GrowingArray(np.concatenate((none, slots))), begin
+
     def clear_slots(self) -> None:
         """It holds no KV."""
         self.flush()
-        self._slots, self.windowed, self.windowed_begin, self.node = GrowingArray(), GrowingArray(), 0, None
-        self.shared_len = self.planned_len = self.certain_len = 0
+        self._slots, self._windowed, self.node = GrowingArray(), GrowingArray(), None
+        self.shared_len = self.planned_len = self.certain_len = self.windowed_begin = 0
 
     def continue_from(self, output_ids: list[int], now_s: float) -> None:
         """It has these output tokens from another engine. Latencies count from now on.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.utils.int_arrays import Int64Array, Tails
+from lightserve.utils.int_arrays import Heads, Int64Array, Tails
 
 FIELDS = (
     "prompt_len",
@@ -26,7 +26,8 @@ FIELDS = (
 
 
 class ReqColumns:
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, has_windows: bool = False) -> None:
+        """``has_windows``: requests get slots of a windowed pool too."""
         self.values = np.zeros((len(FIELDS), rows), dtype=np.int64)
         (
             self.prompt_len,
@@ -43,6 +44,9 @@ class ReqColumns:
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
+        self.windowed_begin = np.zeros(rows, dtype=np.int64)  # it holds its windowed slots from here on
+        self.windowed = Tails(rows) if has_windows else None  # slots
+        self.leaving = Heads(rows) if has_windows else None  # windowed slots from ``windowed_begin`` on
 
     def unplanned(self, rows: Int64Array) -> Int64Array:
         """Tokens without planned KV, among those that are known after the steps planned so far.
@@ -61,3 +65,6 @@ class ReqColumns:
         """The tails of both rows are empty."""
         self.values[:, row] = source.values[:, source_row]
         self.last_token_s[row] = source.last_token_s[source_row]
+        self.windowed_begin[row] = source.windowed_begin[source_row]
+        if self.leaving is not None:
+            self.leaving.clear(row)

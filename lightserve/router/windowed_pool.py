@@ -69,8 +69,11 @@ class WindowedPool:
         """A request does not hold these slots any more. A slot that several requests let go is given as often."""
         if not len(released):
             return
-        np.subtract.at(self._holders, released, 1)
-        unheld = np.unique(released[self._holders[released] == 0])
+        if (self._holders[released] == 1).all():  # as usual: then no slot is given twice
+            self._holders[released], unheld = 0, released
+        else:
+            np.subtract.at(self._holders, released, 1)
+            unheld = np.unique(released[self._holders[released] == 0])
         is_cached = self._token[unheld] != NONE
         self._unheld.push(unheld[is_cached])
         self.slots.free(unheld[~is_cached])

@@ -103,3 +103,39 @@ class Tails:
         count, self._lens[row] = int(self._lens[row]), 0
         values: Int32Array = self._values[row, :count]
         return values
+
+    def last(self, rows: Int64Array) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+        """The last value of each row, and which of the rows have one."""
+        at = self._lens[rows] - 1
+        values: Int32Array = self._values[rows, at]
+        return values, at >= 0
+
+
+class Heads:
+    """The next values of one array per row, so that many arrays lose their first value in one call."""
+
+    def __init__(self, rows: int) -> None:
+        self._values: Int32Array = np.empty((rows, BLOCK), dtype=np.int32)
+        self._at = np.zeros(rows, dtype=np.int64)  # the next value of each row
+        self._ends = np.zeros(rows, dtype=np.int64)
+
+    def empty(self, rows: Int64Array) -> Int64Array:
+        """Those of ``rows`` that have no values left: call ``fill``."""
+        empty: Int64Array = rows[self._at[rows] == self._ends[rows]]
+        return empty
+
+    def fill(self, row: int, values: Int32Array) -> None:
+        """The first of ``values`` are the next ones of the row, which has none."""
+        count = min(len(values), BLOCK - row % (BLOCK // 2))  # so that not all rows are empty at once
+        self._values[row, :count] = values[:count]
+        self._at[row], self._ends[row] = 0, count
+
+    def take(self, rows: Int64Array) -> Int32Array:
+        """The next value of each of ``rows``, which differ."""
+        at = self._at[rows]
+        self._at[rows] = at + 1
+        values: Int32Array = self._values[rows, at]
+        return values
+
+    def clear(self, row: int) -> None:
+        self._at[row] = self._ends[row] = 0

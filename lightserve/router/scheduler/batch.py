@@ -26,7 +26,7 @@ class RunningBatch:
         self.pool = pool
         self.loras = loras
         self.isolation = isolation
-        self.columns = ReqColumns(max_running)
+        self.columns = ReqColumns(max_running, has_windows=pool.windowed is not None)
         self.rows: Int64Array = NO_INT64
         self.max_tokens = 0  # prompts and longest outputs of all requests
         self.num_changes = 0  # how often a request has entered or left
@@ -110,6 +110,24 @@ class RunningBatch:
         self.columns.slots.append(rows, slots)
         self.columns.planned_len[rows] += 1
         self.columns.planned_outputs[rows] += 1
+
+    def plan_windowed(self, rows: Int64Array, slots: Int32Array) -> None:
+        """The next token of each of these requests has this slot of the windowed pool."""
+        windowed = self.columns.windowed
+        assert windowed is not None
+        for req in self.at(np.array(windowed.full(rows), dtype=np.int64)):
+            req.flush()
+        windowed.append(rows, slots)
+
+    def let_go_behind_windows(self, rows: Int64Array, kept: int) -> Int32Array:
+        """The windowed slots that the tokens after the planned ones do not reach, one of a request at most."""
+        columns, leaving = self.columns, self.columns.leaving
+        assert leaving is not None
+        rows = rows[columns.planned_len[rows] - kept > columns.windowed_begin[rows]]
+        for req in self.at(leaving.empty(rows)):
+            leaving.fill(req.row, req.windowed_slots[req.windowed_begin :])
+        columns.windowed_begin[rows] += 1
+        return leaving.take(rows)
 
     def add_outputs(self, rows: Int64Array, token_ids: Int32Array) -> None:
         """Each of these requests has got one more token, which does not end it."""

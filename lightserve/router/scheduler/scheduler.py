@@ -501,8 +501,7 @@ class Scheduler:
             if is_prompt:
                 prefills += self._cache_prompt(req, count)
         rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
-        if self.pool.windowed is not None:
-            self.pool.let_go_behind_windows(batch.at(rows))
+        self._let_go_behind_windows(decodes, chunks)
         self._num_planned += 1
         columns.planned_step[rows] = self._num_planned
         return PlannedStep(
@@ -517,20 +516,20 @@ class Scheduler:
             prefills + _recomputed_outputs(chunks),
             [],
             [],
-            self._token_ids(rows, counts),
+            self._token_ids(decodes, chunks),
         )
 
-    def _token_ids(self, rows: Int64Array, counts: Int64Array) -> Int32Array:
+    def _token_ids(self, decodes: Int64Array, chunks: list[Chunk]) -> Int32Array:
         """Of the tokens that a step computes. Only the last stage of a pipeline samples tokens, so the first gets them.
 
-        The tokens are known: see ``_without_in_flight``.
+        The tokens are known: see ``_without_in_flight``. That of a decode is the last one of its request.
         """
         if self.limits.num_stages == 1:
             return NO_INT32
-        planned = zip(self._batch.at(rows), counts.tolist(), strict=True)
-        return np.concatenate(
-            [NO_INT32, *(req.tokens_between(req.planned_len - count, req.planned_len) for req, count in planned)]
-        )
+        last, is_known = self._batch.columns.outputs.last(decodes)
+        last[~is_known] = [req.last_token_id for req in self._batch.at(decodes[~is_known])]
+        parts = [req.tokens_between(req.planned_len - count, req.planned_len) for req, count in chunks]
+        return np.concatenate((last, *parts))
 
     def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:
         """``count`` more tokens of its prompt are planned."""
@@ -538,9 +537,23 @@ class Scheduler:
         return [] if req.timeline is None else [(req.timeline, count)]
 
     def _alloc_windowed(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
+        """Slots of the windowed pool for all tokens of the step; empty without such a pool."""
         if self.pool.windowed is None:
             return NO_INT32
-        return self.pool.alloc_windowed([*((req, 1) for req in self._batch.at(decodes)), *chunks])
+        begin = len(decodes)
+        slots = self.pool.windowed.alloc(begin + sum(count for _, count in chunks))
+        self._batch.plan_windowed(decodes, slots[:begin])
+        for req, count in chunks:
+            req.plan_windowed(slots[begin : begin + count])
+            begin += count
+        return slots
+
+    def _let_go_behind_windows(self, decodes: Int64Array, chunks: list[Chunk]) -> None:
+        windowed = self.pool.windowed
+        if windowed is None:
+            return
+        released = [req.let_go_windowed(req.planned_len - windowed.kept) for req, _ in chunks]
+        windowed.let_go(np.concatenate((self._batch.let_go_behind_windows(decodes, windowed.kept), *released)))
 
     def _chunks(self) -> tuple[Int64Array, list[Chunk]]:
         """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
