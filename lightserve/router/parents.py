@@ -17,12 +17,15 @@ import msgspec
 from lightserve.io_struct import NewReq, ParentPart
 from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
+from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import Int32Array
 
 
 class Parent(NamedTuple):
     token_ids: Int32Array  # of its prompt
     slots: Int32Array  # of these tokens
+    salt: str
+    kv_keys: list[bytes]  # of its first blocks, if evicted KV is stored
 
 
 class Parents:
@@ -46,7 +49,8 @@ class Parents:
     def add(self, req: Req, is_in_workers: bool) -> None:
         """The request ends now. It still has its slots if it ``is_in_workers``."""
         prompt_len = len(req.prompt_ids)
-        self._parents[req.req_id] = Parent(req.prompt_ids, req.slots[:prompt_len].copy())
+        keys = req.kv_keys[: prompt_len // BLOCK_TOKENS]
+        self._parents[req.req_id] = Parent(req.prompt_ids, req.slots[:prompt_len].copy(), req.salt, keys)
         if is_in_workers:
             self._ended.add(req.req_id)
 
@@ -55,13 +59,19 @@ class Parents:
         parent = self._parents.get(req_id)
         return None if parent is None else parent.token_ids
 
+    def give_keys(self, req: Req) -> None:
+        """A request has the keys of the blocks with which its parent began: to hash 100,000 tokens takes 2 ms."""
+        parent = None if req.parent is None else self._parents.get(req.parent)
+        if parent is not None and parent.kv_keys and parent.salt == req.salt:
+            req.kv_keys = parent.kv_keys[: common_len(parent.token_ids, req.prompt_ids) // BLOCK_TOKENS]
+
     def as_new(self, req: Req) -> NewReq:
         """The message by which a request enters the workers, without what they keep of its parent."""
         new = req.as_new()
         if req.parent not in self._ended and req.parent not in self._kept:
             return new
         assert req.parent is not None
-        token_ids, slots = self._parents[req.parent]
+        token_ids, slots, *_ = self._parents[req.parent]
         # workers that keep no tokens read the last one, so it is always sent
         num_tokens = min(common_len(token_ids, new.token_ids), len(new.token_ids) - 1)
         num_slots = common_len(slots, new.cached_slots)

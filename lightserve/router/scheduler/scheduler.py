@@ -181,6 +181,7 @@ class Scheduler:
         self._isolation.require(req)
 
     def add(self, req: Req) -> None:
+        self.parents.give_keys(req)
         self._queue.add(req)
 
     def push_to(self, req: Req, target: KvTarget) -> None:
@@ -198,6 +199,7 @@ class Scheduler:
 
     def hold(self, req: Req) -> None:
         """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
+        self.parents.give_keys(req)
         self._queue.hold(req)
 
     def release(self, req: Req) -> None:

@@ -345,6 +345,28 @@ def test_a_load_that_failed_in_the_workers_is_computed() -> None:
     server.assert_idle()
 
 
+def test_the_steps_of_a_beam_search_hash_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(ids: Any, salt: str, known: list[bytes]) -> list[bytes]:
+        keys = block_keys(ids, salt, known)
+        hashed.append(len(keys) - len(known))
+        return keys
+
+    monkeypatch.setattr("lightserve.router.kv_tiers.stored_blocks.block_keys", counted)
+    server = TierServer(4000)
+    ids = prompt(1000, 1000)
+    server.serve([make_req(0, ids, 1, seed=0, may_be_parent=True)])
+
+    for step in range(1, 4):
+        ids = [*ids, *prompt(5000 + 100 * step, 30)]
+        beam = make_req(step, ids, 1, seed=0, parent=step - 1, may_be_parent=True)
+        server.serve([beam])
+        assert beam.kv_keys == block_keys(beam.prompt_ids, f" {beam.salt}", [])[: len(beam.kv_keys)]
+
+    assert sum(hashed) == len(ids) // BLOCK_TOKENS
+
+
 def test_a_new_server_finds_what_another_one_wrote_when_it_was_idle() -> None:
     disk = Disk(random.Random(0), damaged=0.0)
     TierServer(disk=disk).serve([one(0, prompt(1000))])
