@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import msgspec
 
 from lightserve.io_struct import GrammarSpec
+from lightserve.router.connection import RankConnection
 from lightserve.router.rank_calls import RankCalls
 
 _encode_grammar = msgspec.msgpack.Encoder().encode
 
 
 class GrammarClient:
-    def __init__(self, socket_paths: Sequence[str]) -> None:
-        self._calls: RankCalls[None] = RankCalls(socket_paths, "compile_grammar", lambda _: None, None)
+    def __init__(self, ranks: Sequence[RankConnection]) -> None:
+        self._calls: RankCalls[None] = RankCalls(ranks, lambda _: None, None)
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Resolves when all ranks have compiled the grammar, found an error in it, or were lost.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from lightserve.io_struct import KV_INBOX_METHODS, KvReceived
+from lightserve.router.connection import RankConnections
 from lightserve.router.rank_calls import RankCalls
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -18,14 +19,12 @@ _decode = msgspec.msgpack.Decoder(list[KvReceived]).decode
 class KvInboxClient:
     """Every rank has a call open, which returns when it has ended a ticket. A ticket ends when all ranks have."""
 
-    def __init__(self, socket_paths: Sequence[str], addresses: list[str]) -> None:
+    def __init__(self, connections: RankConnections, addresses: list[str]) -> None:
         self.addresses = addresses
         self.on_received: Callable[[KvReceived], None] = lambda _: None
-        received, cancel = KV_INBOX_METHODS
-        self._ranks: list[RankCalls[list[KvReceived] | None]] = [
-            RankCalls([path], received, _first, None) for path in socket_paths
-        ]
-        self._cancels: RankCalls[None] = RankCalls(socket_paths, cancel, lambda _: None, None)
+        received, cancels = (connections[method] for method in KV_INBOX_METHODS)
+        self._ranks: list[RankCalls[list[KvReceived] | None]] = [RankCalls([rank], _first, None) for rank in received]
+        self._cancels: RankCalls[None] = RankCalls(cancels, lambda _: None, None)
         self._ended: dict[int, list[int]] = {}  # by ticket: blocks that have come, of each rank that has ended it
 
     def start(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from lightserve.io_struct import KvLoaded
+from lightserve.router.connection import RankConnection
 from lightserve.router.rank_calls import RankCalls
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -15,8 +16,8 @@ _decode = msgspec.msgpack.Decoder(KvLoaded).decode
 
 
 class KvLoadClient:
-    def __init__(self, socket_paths: Sequence[str]) -> None:
-        self._calls: RankCalls[KvLoaded | None] = RankCalls(socket_paths, "wait_for_load", _slowest, None)
+    def __init__(self, ranks: Sequence[RankConnection]) -> None:
+        self._calls: RankCalls[KvLoaded | None] = RankCalls(ranks, _slowest, None)
 
     def wait(self, load_id: int) -> asyncio.Future[KvLoaded | None]:
         """Resolves when all ranks have ended the load; None: the workers are lost."""

@@ -15,10 +15,10 @@ class LoopStream(SocketStream):  # type: ignore[misc]  # rpyc is untyped
     rpyc would block the router until then, and would count the worker as lost after the timeout for connecting.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         sock.settimeout(None)  # rpyc's timeout is for connecting; sends do not block, reads happen when data is there
         super().__init__(sock)
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._unsent = b""
 
     def write(self, data: bytes) -> None:

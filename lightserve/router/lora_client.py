@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from lightserve.io_struct import LoraLoad, LoraLoaded
+from lightserve.router.connection import RankConnection
 from lightserve.router.rank_calls import RankCalls
 
 FAILED = "a model worker failed while it loaded the adapter"
@@ -17,8 +18,8 @@ _decode = msgspec.msgpack.Decoder(LoraLoaded).decode
 
 
 class LoraClient:
-    def __init__(self, socket_paths: Sequence[str]) -> None:
-        self._calls: RankCalls[LoraLoaded | None] = RankCalls(socket_paths, "load_lora", _first_error, None)
+    def __init__(self, ranks: Sequence[RankConnection]) -> None:
+        self._calls: RankCalls[LoraLoaded | None] = RankCalls(ranks, _first_error, None)
 
     def load(self, command: LoraLoad) -> asyncio.Future[LoraLoaded | None]:
         """Resolves when all ranks have replied, with the first error if there is one; None: the workers are lost."""

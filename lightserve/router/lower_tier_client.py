@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import msgspec
 
 from lightserve.io_struct import LOWER_TIER_METHODS, KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.router.connection import RankConnections
 from lightserve.router.rank_calls import RankCalls
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -17,11 +17,11 @@ _decode_flushed = msgspec.msgpack.Decoder(KvFlushed).decode
 
 
 class RpycLowerTierClient:
-    def __init__(self, socket_paths: Sequence[str]) -> None:
-        lookup, fetch, flush = LOWER_TIER_METHODS
-        self._lookups: RankCalls[list[int] | None] = RankCalls(socket_paths, lookup, _join_found, None)
-        self._fetches: RankCalls[KvFetched | None] = RankCalls(socket_paths, fetch, _join_fetched, None)
-        self._flushes: RankCalls[KvFlushed | None] = RankCalls(socket_paths, flush, _join_flushed, None)
+    def __init__(self, connections: RankConnections) -> None:
+        lookups, fetches, flushes = (connections[method] for method in LOWER_TIER_METHODS)
+        self._lookups: RankCalls[list[int] | None] = RankCalls(lookups, _join_found, None)
+        self._fetches: RankCalls[KvFetched | None] = RankCalls(fetches, _join_fetched, None)
+        self._flushes: RankCalls[KvFlushed | None] = RankCalls(flushes, _join_flushed, None)
 
     def lookup(self, command: KvLookup) -> asyncio.Future[list[int] | None]:
         return self._lookups.call(_encode(command))

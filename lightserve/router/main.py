@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from lightserve.cluster.tcp.endpoint import EngineEndpoint
@@ -56,16 +56,18 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         groups[0].use_incoming(outbox.send)
     scheduler = groups[0] if len(groups) == 1 else LockstepScheduler(groups)
 
-    def connect(generation: int) -> RpycModelClient:
+    async def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
 
         def report_lost(reason: str, caused_by_request: bool) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
         ranks, addresses = config.worker.answering_ranks, _kv_addresses(child_config, generation)
-        return RpycModelClient(paths, report_lost, engine.lora_slots > 0, engine.host_kv, ranks, addresses)
+        return await RpycModelClient.connect(
+            paths, report_lost, engine.lora_slots > 0, engine.host_kv, ranks, addresses
+        )
 
-    workers = connect(child_config.generation)
+    workers = await connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
     if engine.lora_slots:
         manager.adapters.enable(config.worker, workers)
@@ -75,7 +77,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         server.link.on_join = manager.cached_blocks
     _pin_static_prompts(manager, config, engine)
     profiled = _ProfiledWorkers(child_config, manager)
-    profiled.connect(child_config.generation)
+    await profiled.connect(child_config.generation)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
@@ -121,7 +123,7 @@ class _ProfiledWorkers:
         self._manager = manager
         self._client: ProfileClient | None = None
 
-    def connect(self, generation: int) -> None:
+    async def connect(self, generation: int) -> None:
         """After all other connections to these workers."""
         config = self._child_config.config
         folder = config.launch.profile_dir
@@ -132,14 +134,14 @@ class _ProfiledWorkers:
         if self._client is not None:
             self._client.close()
         paths = [self._child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
-        self._client = ProfileClient(paths)
+        self._client = await ProfileClient.connect(paths)
         self._manager.profiles.enable(folder, self._client)
 
 
 async def _handle_launcher(
     launcher: LauncherConnection,
     manager: RouterManager,
-    connect: Callable[[int], RpycModelClient],
+    connect: Callable[[int], Awaitable[RpycModelClient]],
     profiled: _ProfiledWorkers,
     server: EngineEndpoint | None,
 ) -> None:
@@ -153,14 +155,13 @@ async def _handle_launcher(
             manager.abort_http_process(message)
         elif isinstance(message, NewWorkers):
             try:
-                workers = connect(message.generation)
+                workers = await connect(message.generation)
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
-                profiled.connect(message.generation)
-            except (EOFError, OSError) as error:  # the launcher notices this too, and starts others
-                logger.warning(
-                    "the new workers of generation %d died before the router connected: %s", message.generation, error
-                )
+                await profiled.connect(message.generation)
+            except (EOFError, OSError) as error:
+                logger.warning("cannot connect to the new workers of generation %d: %s", message.generation, error)
+                launcher.send(WorkersLost(message.generation, str(error), caused_by_request=False))
 
 
 async def _drain(server: EngineEndpoint, launcher: LauncherConnection) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import rpyc
-
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
+    KV_INBOX_METHODS,
+    LOWER_TIER_METHODS,
     GrammarSpec,
     HostKvSize,
     KvLoaded,
@@ -20,7 +20,7 @@ from lightserve.io_struct import (
     StepResult,
     joined_results,
 )
-from lightserve.router.connection import close_all, connect
+from lightserve.router.connection import RankConnections, close_all, connect_ranks
 from lightserve.router.grammar_client import GrammarClient
 from lightserve.router.kv_inbox_client import KvInboxClient
 from lightserve.router.kv_load_client import KvLoadClient
@@ -28,6 +28,8 @@ from lightserve.router.kv_tiers.lower import LowerTierClient
 from lightserve.router.lora_client import LoraClient
 from lightserve.router.lower_tier_client import RpycLowerTierClient
 from lightserve.utils.codec import encode, make_decode
+
+RUN, COMPILE, LOAD_LORA, WAIT_FOR_LOAD = "run", "compile_grammar", "load_lora", "wait_for_load"  # methods of workers
 
 decode_result = make_decode(StepResult)
 
@@ -74,10 +76,8 @@ class RpycModelClient:
 
     def __init__(
         self,
-        socket_paths: Sequence[str],
+        connections: RankConnections,
         on_restart: Callable[[str, bool], None],
-        has_adapters: bool = False,
-        host_kv: HostKvSize | None = None,
         answering_ranks: Sequence[int] = (0,),
         kv_addresses: Sequence[str] = (),
     ) -> None:
@@ -86,17 +86,32 @@ class RpycModelClient:
         self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
         self._in_flight: dict[asyncio.Future[StepResult], dict[int, StepResult]] = {}  # what is back, by rank
-        self._connections: list[Any] = [connect(path) for path in socket_paths]
-        self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
-        self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
-        for rank, fileno in enumerate(self._filenos):
+        self._ranks = connections[RUN]
+        for rank, (_, fileno, _) in enumerate(self._ranks):
             self._loop.add_reader(fileno, self._read, rank)
-        self._grammars = GrammarClient(socket_paths)
-        self._loras = LoraClient(socket_paths) if has_adapters else None
-        self._kv_loads = None if host_kv is None else KvLoadClient(socket_paths)
-        has_lower = host_kv is not None and bool(host_kv.lower_tiers)
-        self.lower_tiers = RpycLowerTierClient(socket_paths) if has_lower else None
-        self.kv_inbox = KvInboxClient(socket_paths, list(kv_addresses)) if kv_addresses else None
+        self._grammars = GrammarClient(connections[COMPILE])
+        self._loras = LoraClient(connections[LOAD_LORA]) if LOAD_LORA in connections else None
+        self._kv_loads = KvLoadClient(connections[WAIT_FOR_LOAD]) if WAIT_FOR_LOAD in connections else None
+        self.lower_tiers = RpycLowerTierClient(connections) if LOWER_TIER_METHODS[0] in connections else None
+        self.kv_inbox = KvInboxClient(connections, list(kv_addresses)) if kv_addresses else None
+
+    @classmethod
+    async def connect(
+        cls,
+        socket_paths: Sequence[str],
+        on_restart: Callable[[str, bool], None],
+        has_adapters: bool = False,
+        host_kv: HostKvSize | None = None,
+        answering_ranks: Sequence[int] = (0,),
+        kv_addresses: Sequence[str] = (),
+    ) -> RpycModelClient:
+        """Raises OSError or EOFError if a worker is lost, or does not answer in time."""
+        methods = [RUN, COMPILE]
+        methods += [LOAD_LORA] if has_adapters else []
+        methods += [WAIT_FOR_LOAD] if host_kv is not None else []
+        methods += LOWER_TIER_METHODS if host_kv is not None and host_kv.lower_tiers else ()
+        methods += KV_INBOX_METHODS if kv_addresses else ()
+        return cls(await connect_ranks(socket_paths, methods), on_restart, answering_ranks, kv_addresses)
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
@@ -120,11 +135,11 @@ class RpycModelClient:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._in_flight[future] = {}
         command = encode(step)
-        for rank, run in enumerate(self._runs):
+        for rank, (_, fileno, call) in enumerate(self._ranks):
             try:
-                reply = run(command)
+                reply = call(command)
             except EOFError:  # rpyc has closed the socket: another one may get its number soon
-                self._loop.remove_reader(self._filenos[rank])
+                self._loop.remove_reader(fileno)
                 self._mark_lost(f"model worker {rank} closed its connection")
                 break
             if rank in self._answering_ranks:
@@ -137,7 +152,7 @@ class RpycModelClient:
         self._on_restart(reason, caused_by_request)
 
     def close(self) -> None:
-        close_all(self._loop, zip(self._filenos, self._connections, strict=True))
+        close_all(self._loop, self._ranks)
         self._grammars.close()
         if self._loras is not None:
             self._loras.close()
@@ -149,12 +164,12 @@ class RpycModelClient:
             self.kv_inbox.close()
 
     def _read(self, rank: int) -> None:
-        connection = self._connections[rank]
+        connection, fileno, _ = self._ranks[rank]
         try:
             while connection.poll(0):
                 pass
         except EOFError:
-            self._loop.remove_reader(self._filenos[rank])
+            self._loop.remove_reader(fileno)
             self._mark_lost(f"model worker {rank} closed its connection")
 
     def _on_reply(self, future: asyncio.Future[StepResult], rank: int, reply: Any) -> None:

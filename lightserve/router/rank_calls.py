@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import rpyc
-
-from lightserve.router.connection import close_all, connect
+from lightserve.router.connection import RankConnection, close_all
 
 T = TypeVar("T")
 Join = Callable[[list[bytes | None]], T]
@@ -22,22 +20,20 @@ class RankCalls(Generic[T]):
     ``lost`` is the result if a rank is lost.
     """
 
-    def __init__(self, socket_paths: Sequence[str], method: str, join: Join[T], lost: T) -> None:
+    def __init__(self, ranks: Sequence[RankConnection], join: Join[T], lost: T) -> None:
         self._join = join
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[asyncio.Future[T], list[bytes | None]] = {}  # replies that are back
-        self._connections: list[Any] = [connect(path) for path in socket_paths]
-        self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
-        self._calls = [rpyc.async_(getattr(connection.root, method)) for connection in self._connections]
-        for rank, fileno in enumerate(self._filenos):
+        self._ranks = ranks
+        for rank, (_, fileno, _) in enumerate(ranks):
             self._loop.add_reader(fileno, self._read, rank)
 
     def call(self, command: bytes) -> asyncio.Future[T]:
         """Resolves when all ranks have replied, or one is lost."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting[future] = []
-        for rank, call in enumerate(self._calls):
+        for rank, (_, _, call) in enumerate(self._ranks):
             try:
                 call(command).add_callback(partial(self._on_reply, future))
             except EOFError:  # rpyc has closed the socket: another one may get its number soon
@@ -46,12 +42,12 @@ class RankCalls(Generic[T]):
         return future
 
     def close(self) -> None:
-        close_all(self._loop, zip(self._filenos, self._connections, strict=True))
+        close_all(self._loop, self._ranks)
         self._resolve_all()
 
     def _read(self, rank: int) -> None:
         try:
-            while self._connections[rank].poll(0):
+            while self._ranks[rank].connection.poll(0):
                 pass
         except EOFError:
             self._on_lost(rank)
@@ -61,13 +57,13 @@ class RankCalls(Generic[T]):
         if replies is None:
             return
         replies.append(None if reply.error else reply.value)
-        if len(replies) == len(self._calls):
+        if len(replies) == len(self._ranks):
             del self._waiting[future]
             _resolve(future, self._join(replies))
 
     def _on_lost(self, rank: int) -> None:
         """The connection for steps is lost too, and its owner reports that."""
-        self._loop.remove_reader(self._filenos[rank])
+        self._loop.remove_reader(self._ranks[rank].fileno)
         self._resolve_all()
 
     def _resolve_all(self) -> None:

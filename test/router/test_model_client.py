@@ -67,9 +67,9 @@ def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
     return paths
 
 
-def client_of(paths: list[str], restart_requests: list[tuple[str, bool]] | None = None) -> RpycModelClient:
+async def client_of(paths: list[str], restart_requests: list[tuple[str, bool]] | None = None) -> RpycModelClient:
     requests = [] if restart_requests is None else restart_requests
-    return RpycModelClient(paths, lambda reason, caused_by_request: requests.append((reason, caused_by_request)))
+    return await RpycModelClient.connect(paths, lambda reason, caused: requests.append((reason, caused)))
 
 
 def loading(tmp_path: Path, *loads: LoadLora) -> list[str]:
@@ -106,7 +106,7 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
         return echo(step)
 
     async def scenario() -> None:
-        client = client_of(served(tmp_path, run))
+        client = await client_of(served(tmp_path, run))
         step = Step([StepRow(1 << 50, int32s([9, 8]))], [new], [3])
 
         outs = await client.run(step)
@@ -130,7 +130,7 @@ def test_the_tokens_of_all_attention_groups_come_together_in_their_order(tmp_pat
 
     async def scenario() -> None:
         paths = served(tmp_path, partial(run_group, 0), partial(run_group, 0), partial(run_group, 1))
-        client = RpycModelClient(paths, lambda reason, caused: None, answering_ranks=[0, 2])
+        client = await RpycModelClient.connect(paths, lambda reason, caused: None, answering_ranks=[0, 2])
         step = Step([], groups=[Step([StepRow(1, [5])]), Step([StepRow(2, [6])])])
 
         future = client.run(step)
@@ -155,7 +155,7 @@ def test_several_steps_are_in_flight_and_run_in_order(tmp_path: Path) -> None:
         return echo(step)
 
     async def scenario() -> None:
-        client = client_of(served(tmp_path, run))
+        client = await client_of(served(tmp_path, run))
 
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(5)]
         is_pending = [not future.done() for future in futures]
@@ -187,7 +187,7 @@ def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path
         server = StepServer(str(tmp_path / "worker"))
         thread = threading.Thread(target=server.serve, args=(launch, 2), daemon=True)
         thread.start()
-        client = client_of([str(tmp_path / "worker")])
+        client = await client_of([str(tmp_path / "worker")])
 
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(4)]
         await until(lambda: launched == [0, 1])
@@ -225,7 +225,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
     async def scenario() -> None:
         server = StepServer(str(tmp_path / "worker"))
         threading.Thread(target=server.serve, args=(launch, 2), daemon=True).start()
-        client = client_of([str(tmp_path / "worker")])
+        client = await client_of([str(tmp_path / "worker")])
         steps = [Step([StepRow(1, [0])])]
         steps += [large_step(1), large_step(2)]
 
@@ -245,7 +245,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
 def test_a_worker_that_disconnects_in_the_middle_of_a_large_step_is_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
-        client = client_of([worker.path])
+        client = await client_of([worker.path])
         worker.may_launch.clear()
         futures = [client.run(large_step(0))]
         futures.append(client.run(Step([StepRow(1, [1])])))
@@ -264,7 +264,7 @@ def test_a_worker_that_disconnects_in_the_middle_of_a_large_step_is_lost(tmp_pat
 def test_a_worker_can_be_replaced_in_the_middle_of_a_large_step(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
-        client = client_of([worker.path])
+        client = await client_of([worker.path])
         worker.may_launch.clear()
         futures = [client.run(Step([StepRow(1, [0])]))]
         futures.append(client.run(large_step(1)))
@@ -290,7 +290,7 @@ def test_every_rank_runs_every_step_and_rank_0_returns_the_tokens(tmp_path: Path
         return run
 
     async def scenario() -> None:
-        client = client_of(served(tmp_path, rank(0), rank(1)))
+        client = await client_of(served(tmp_path, rank(0), rank(1)))
 
         outs = [await client.run(Step([StepRow(1, [i])])) for i in range(2)]
 
@@ -328,7 +328,7 @@ def test_a_failing_worker_reports_to_its_own_process_and_fails_the_steps_in_flig
         thread = threading.Thread(target=serve_bad, args=(servers[bad_rank],))
         thread.start()
         threading.Thread(target=servers[1 - bad_rank].serve, args=(in_order(good),), daemon=True).start()
-        client = client_of(paths)
+        client = await client_of(paths)
 
         with pytest.raises(WorkerDiedError, match=f"model worker {bad_rank} closed its connection"):
             await client.run(Step([StepRow(1, [0])]))
@@ -377,7 +377,7 @@ class HangsUp:
 def test_a_worker_that_disconnects_while_idle_is_noticed(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
-        client = client_of([worker.path])
+        client = await client_of([worker.path])
         await client.run(Step([StepRow(1, [0])]))
         assert not client.is_lost
 
@@ -397,7 +397,7 @@ def test_a_worker_that_disconnected_before_a_step_is_sent_is_lost(tmp_path: Path
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
         restart_requests: list[tuple[str, bool]] = []
-        client = client_of([worker.path], restart_requests)
+        client = await client_of([worker.path], restart_requests)
         await client.run(Step([StepRow(1, [0])]))
 
         worker.hang_up()
@@ -437,7 +437,7 @@ def test_a_restart_request_fails_the_steps_in_flight_and_does_not_wait(tmp_path:
 
     async def scenario() -> None:
         restart_requests: list[tuple[str, bool]] = []
-        client = client_of(served(tmp_path, hang), restart_requests)
+        client = await client_of(served(tmp_path, hang), restart_requests)
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(2)]
 
         client.request_restart("a step has been running for 61 s", caused_by_request=True)
@@ -461,10 +461,58 @@ def test_a_late_connection_to_dead_workers_does_not_reach_their_successors(tmp_p
         loading = StepServer(child_config.worker_path(0, 2))
 
         with pytest.raises(FileNotFoundError):
-            client_of([child_config.worker_path(0, 1)])
+            await client_of([child_config.worker_path(0, 1)])
 
         del loading  # it listened until here
 
+    within_deadline(scenario())
+
+
+@pytest.mark.parametrize("begins_to_answer", [False, True])
+def test_a_worker_that_accepts_and_does_not_answer_is_given_up_and_blocks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins_to_answer: bool
+) -> None:
+    monkeypatch.setattr("lightserve.router.connection.CONNECT_S", 0.3)
+    (serving,) = served(tmp_path, echo)
+    with socket.socket(socket.AF_UNIX) as hanging:
+        hanging.bind(str(tmp_path / "hanging"))
+        hanging.listen()
+
+        async def scenario() -> None:
+            connecting = asyncio.create_task(client_of([serving, str(tmp_path / "hanging")]))
+            if begins_to_answer:
+                accepted.append((await asyncio.to_thread(hanging.accept))[0])
+                accepted[0].sendall(b"\0")  # of a header
+            turns = 0
+            while not connecting.done():
+                await asyncio.sleep(0.001)
+                turns += 1
+
+            with pytest.raises(TimeoutError, match="model worker 1 did not answer within"):
+                await connecting
+            assert turns > 3, "the event loop ran meanwhile"
+            await until(lambda: not any(thread.name.startswith("connect") for thread in threading.enumerate()))
+
+        accepted: list[socket.socket] = []
+        within_deadline(scenario())
+        for sock in accepted:
+            sock.close()
+
+
+def test_no_connection_is_left_if_one_of_the_workers_cannot_be_reached(tmp_path: Path) -> None:
+    closed = threading.Event()
+    server = StepServer(str(tmp_path / "worker-0"))
+
+    def serve() -> None:
+        server.serve(in_order(echo))
+        closed.set()
+
+    async def scenario() -> None:
+        with pytest.raises(FileNotFoundError):
+            await client_of([str(tmp_path / "worker-0"), str(tmp_path / "nobody")])
+        await until(closed.is_set)
+
+    threading.Thread(target=serve, daemon=True).start()
     within_deadline(scenario())
 
 
@@ -494,7 +542,7 @@ def test_a_grammar_is_compiled_when_every_rank_has_compiled_it_and_steps_run_mea
         return compile_grammar
 
     async def scenario() -> None:
-        client = client_of(compiling(tmp_path, rank(0), rank(1)))
+        client = await client_of(compiling(tmp_path, rank(0), rank(1)))
         future = client.compile_grammar(DIGITS, (3, 4))
 
         for i in range(3):  # no step waits for the compilation
@@ -518,7 +566,7 @@ def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled
             raise ValueError("an error of the compiler")
 
     async def scenario() -> None:
-        client = client_of(compiling(tmp_path, compile_grammar))
+        client = await client_of(compiling(tmp_path, compile_grammar))
 
         await client.compile_grammar(GrammarSpec("regex", "("), ())
         await client.compile_grammar(DIGITS, ())
@@ -531,7 +579,7 @@ def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled
 
 def test_a_worker_without_grammars_prepares_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
-        client = client_of(compiling(tmp_path, ignore_grammar))
+        client = await client_of(compiling(tmp_path, ignore_grammar))
 
         await client.compile_grammar(DIGITS, ())
 
@@ -548,13 +596,13 @@ def test_a_grammar_in_preparation_resolves_when_the_workers_are_given_up(tmp_pat
         may_end.wait(DEADLINE_S)
 
     async def scenario() -> None:
-        client = client_of(compiling(tmp_path, compile_grammar))
+        client = await client_of(compiling(tmp_path, compile_grammar))
         compiled = client.compile_grammar(DIGITS, ())
         if how == "closed":
             client.close()
         else:
-            for connection in client._grammars._calls._connections:
-                connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
+            for rank in client._grammars._calls._ranks:
+                rank.connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
 
         await compiled
         if how != "closed":
@@ -575,7 +623,9 @@ def test_an_adapter_is_loaded_when_every_rank_has_it_and_the_first_error_counts(
         return LoraLoaded()
 
     async def scenario() -> None:
-        client = RpycModelClient(loading(tmp_path, rank_0, rank_1), lambda reason, caused_by_request: None, True)
+        client = await RpycModelClient.connect(
+            loading(tmp_path, rank_0, rank_1), lambda reason, caused_by_request: None, True
+        )
 
         assert await client.load_lora(LoraLoad(1, "/good")) == LoraLoaded()
         assert await client.load_lora(LoraLoad(2, "/misshapen")) == LoraLoaded("wrong shape")

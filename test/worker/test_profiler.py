@@ -55,8 +55,8 @@ def serve(run_dir: Path, device_trace: DeviceTrace | None, scenario: Scenario) -
     thread.start()
 
     async def run() -> None:
-        model = RpycModelClient([path], lambda reason, caused_by_request: None)
-        profiles = ProfileClient([path])
+        model = await RpycModelClient.connect([path], lambda reason, caused_by_request: None)
+        profiles = await ProfileClient.connect([path])
         try:
             await scenario(model, profiles)
         finally:

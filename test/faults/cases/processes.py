@@ -26,6 +26,7 @@ from test.faults.reactions import (
 Fault = Callable[[FaultContext], None]
 
 FAILING_SERVER = "test.faults.failing_server"
+HANGING_SERVER = "test.faults.hanging_server"
 STEP = ("--null_step_ms", "20")  # slow enough for a fault in the middle of a step
 ROLES = {"ls-router": "router", "ls-detokenizer": "detokenizer"}  # the server ends with them
 CHANNELS = {"router": "router", "detokenization": "detokenizer"}
@@ -108,6 +109,11 @@ def _worker_replaced(context: FaultContext) -> None:
     context.wait_until(lambda: context.health() == 503)
     streams_continue(context)
     assert "a new model worker is ready" in context.server.log
+
+
+def _hanging_worker_replaced(context: FaultContext) -> None:
+    _worker_replaced(context)
+    assert "model worker 0 did not answer within" in context.server.log
 
 
 def _served_without_launcher(context: FaultContext) -> None:
@@ -231,6 +237,16 @@ HANGS = [
         (*STEP, "--step_timeout", "4"),
         within_s=20.0,
         restarts=1,
+    ),
+    Case(
+        "a new worker is ready and hangs before it serves, streaming",
+        send_signal("ls-worker", signal.SIGKILL),
+        Reaction("/health 503, a third takes its place; streams go on, same text", _hanging_worker_replaced, same_text),
+        STREAMING,
+        STEP,
+        within_s=60.0,
+        program=HANGING_SERVER,
+        restarts=2,
     ),
     Case(
         "ls-httpserver is stopped, streaming",
