@@ -72,31 +72,18 @@ def test_a_profile_shows_both_stages_at_work_at_once(two_stages: ServerProcess) 
     _, profile = two_stages.post("/stop_profile", {})
     events = json.loads(gzip.decompress(Path(profile["path"]).read_bytes()))["traceEvents"]
 
-    first, last = (busy_intervals(events, f"model worker {rank}") for rank in range(2))
+    first, last = (launches(events, f"model worker {rank}") for rank in range(2))
 
-    together = sum(overlap(one, other) for one in first for other in last)
     assert len(first) == len(last) > 50
-    assert together > 0.1 * sum(end - begin for begin, end in last)
+    ahead = [begin < end for (begin, _), (_, end) in zip(first[1:], last[:-1], strict=True)]
+    assert sum(ahead) > len(ahead) / 4  # none if a step waited for the whole step before it, on however busy a machine
 
 
-def busy_intervals(events: list[dict[str, Any]], process: str) -> list[Interval]:
-    """When a worker computed steps, without waiting for the stage before it."""
+def launches(events: list[dict[str, Any]], process: str) -> list[Interval]:
+    """When a worker computed each step, in their order."""
     (pid,) = {one["pid"] for one in events if one["name"] == "process_name" and one["args"]["name"] == process}
-    waits = {one["ts"]: one["dur"] for one in spans(events, pid, "wait for hidden states")}
-    intervals = []
-    for launch in spans(events, pid, "launch"):
-        begin, end = launch["ts"], launch["ts"] + launch["dur"]
-        begin = max([begin, *(ts + dur for ts, dur in waits.items() if begin <= ts <= end)])
-        intervals.append((begin, end))
-    return intervals
-
-
-def spans(events: list[dict[str, Any]], pid: int, name: str) -> list[dict[str, Any]]:
-    return [one for one in events if one["pid"] == pid and one["name"] == name and one.get("ph") == "X"]
-
-
-def overlap(one: Interval, other: Interval) -> float:
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+    spans = [one for one in events if one["pid"] == pid and one["name"] == "launch" and one.get("ph") == "X"]
+    return sorted((one["ts"], one["ts"] + one["dur"]) for one in spans)
 
 
 @pytest.mark.long
