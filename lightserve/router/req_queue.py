@@ -179,8 +179,9 @@ class ReqQueue:
         return None if entry is None else entry.req
 
     def find_preempted(self, req_id: int) -> Req | None:
-        entry = self._entries.get(req_id)
-        return None if entry is None or entry.place[0] == NEW else entry.req
+        """A request that has run here: its tokens may still be in flight."""
+        req = self.find(req_id)
+        return None if req is None or not req.num_admissions else req
 
     def _new_place(self, req: Req) -> Place:
         if req.output_len:  # it has begun in another engine

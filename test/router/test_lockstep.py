@@ -143,6 +143,23 @@ def test_an_aborted_failed_or_expired_request_leaves_its_own_group_only() -> Non
     assert all(group.pool.used == 0 for group in server.scheduler.groups)
 
 
+def test_a_request_that_comes_back_gets_no_token_of_another_group() -> None:
+    server = Server(depth=3)
+    for req in map(endless, range(NUM_GROUPS)):
+        server.scheduler.add(req)
+    server.step()
+    server.scheduler.abort(0)
+    for req_id in (3, 4):  # so that it would go to another group
+        server.scheduler.add(endless(req_id))
+    back = make_req(0, [4, 5, 6], 20, seed=3)
+
+    server.scheduler.add(back)
+    while back.finish_reason is None:
+        server.step()
+
+    assert back.output_ids == truth([4, 5, 6], 3, 20)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("poison", [{3}, {0, 5}, {7}])
 def test_a_request_that_crashes_workers_is_found_and_those_of_all_groups_get_their_text(

@@ -50,6 +50,7 @@ def test_a_held_request_has_the_place_of_its_arrival() -> None:
 def test_a_preempted_request_comes_back_before_those_that_have_not_begun() -> None:
     queue, _ = queue_of(5, 6)
     preempted = make_req(9, [1])
+    preempted.begin()
     queue.add_preempted(preempted)
     wait = Wait()
     queue.block(preempted, wait)

@@ -1256,3 +1256,43 @@ def test_texts_that_are_pooled_wait_for_room() -> None:
     assert step is not None
     assert [row.req_id for row in step.rows] == [0, 1]
     assert scheduler.num_waiting == 2
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("num_known", [0, 2])
+def test_a_request_that_comes_back_gets_no_token_of_steps_in_flight(num_known: int, is_held: bool) -> None:
+    """It was moved to another engine or was a job for one, and has the same id."""
+    scheduler = make()
+    server = Server(scheduler, depth=3)
+    scheduler.add(endless(1))
+    server.step()
+    assert scheduler.abort(1) is not None
+    text = truth([4, 5, 6], 3, 20)
+    back = make_req(1, [4, 5, 6], 20, seed=3)
+    if num_known:
+        back.continue_from(text[:num_known], 0.0)
+
+    if is_held:
+        scheduler.hold(back)
+        scheduler.release(back)
+    else:
+        scheduler.add(back)
+    while server.step():
+        pass
+
+    assert len(text) > 3
+    assert back.output_ids == text
+
+
+def test_a_forced_token_of_before_is_not_that_of_a_request_that_comes_back() -> None:
+    scheduler = make()
+    scheduler.add(endless(1))
+    scheduler.next_step()
+    scheduler.abort(1)
+    back = make_req(1, [4, 5, 6])
+    back.continue_from([3], 0.0)
+    scheduler.add(back)
+
+    scheduler.process_tokens([TokenOut(1, Token(5)), TokenOut(1, Token(6), is_forced=True)])
+
+    assert back.output_ids == [3]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from lightserve.io_struct import KvExpect, KvPush, KvWanted
 from lightserve.router.scheduler import SchedulerLimits
@@ -181,6 +181,7 @@ def test_nobody_computes_prompts_for_a_decode_server_that_died() -> None:
     bytes_per_s=st.sampled_from([1e6, 1e9, 1e12]),
     num_prefixes=st.sampled_from([0, 4]),
 )
+@example(ROLES, [Failure(0.22, 0, 0.01), Failure(0.33, 2, 1.0), Failure(0.0, 1, 0.5)], 30.0, 6000, 1e9, 0)
 def test_no_failure_loses_a_token_and_skipped_planning_changes_nothing(
     roles: tuple[str, ...],
     failures: list[Failure],

@@ -210,6 +210,9 @@ class LockstepScheduler:
         return next((req for req in crashing if req is not None), None)
 
     def _choose(self, req: Req) -> Scheduler:
+        for group in self.groups:
+            if group.has_in_flight(req.req_id):
+                return group  # it waits for those tokens there: other groups would give them to it
         return self.groups[choose_group([_load_of(group, req) for group in self.groups])]
 
     def _first(self, ask: Callable[[Scheduler], T | None]) -> T | None:

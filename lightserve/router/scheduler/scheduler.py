@@ -35,7 +35,7 @@ from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.parents import Parents
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req
-from lightserve.router.req_queue import ReqQueue
+from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
@@ -64,6 +64,7 @@ class PlannedStep(NamedTuple):
     prefills: list[PrefillChunk]
     loras: list[int]  # adapters that it copies to the device
     stores: list[KvStore]  # that it makes
+    completed: Wait  # of requests with the ids of dropped ones, whose tokens it brings
     token_ids: Int32Array = NO_INT32  # of all tokens, if the model is a pipeline
 
     def work(self) -> tuple[int, float]:
@@ -183,6 +184,17 @@ class Scheduler:
     def add(self, req: Req) -> None:
         self.parents.give_keys(req)
         self._queue.add(req)
+        self._wait_for_tokens(req)
+
+    def has_in_flight(self, req_id: int) -> bool:
+        """Whether a step in flight computes a request with this id, which may have been dropped."""
+        return any(req_id in step.req_ids for step in self._in_flight)
+
+    def _wait_for_tokens(self, req: Req) -> None:
+        """A request that moved away may come back before the tokens of its last steps, and must not get them again."""
+        steps = [step for step in self._in_flight if req.req_id in step.req_ids]
+        if steps:
+            self._queue.block(req, steps[-1].completed)
 
     def push_to(self, req: Req, target: KvTarget) -> None:
         """Another engine wants the KV of this prompt."""
@@ -205,6 +217,8 @@ class Scheduler:
     def release(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
         self._queue.release(req)
+        if self._queue.is_ready(req):
+            self._wait_for_tokens(req)
 
     def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         """Hold waiting requests until they are released again, and return them."""
@@ -276,6 +290,7 @@ class Scheduler:
         """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
         is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
+        is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
         is_full = len(self._batch) >= self.limits.max_running
         may_start = (len(self._queue) and not is_full) or self._admission.may_prefetch
         if not is_simple or self._isolation.is_active or may_start:
@@ -291,7 +306,7 @@ class Scheduler:
         admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
         for slots, planned_len in run.apply(token_ids, last_token_s):
             planned = PlannedStep(
-                len(rows), run.req_ids, rows, admissions, counts, planned_len, slots, NO_INT32, [], [], []
+                len(rows), run.req_ids, rows, admissions, counts, planned_len, slots, NO_INT32, [], [], [], Wait()
             )
             self._in_flight.append(planned)
 
@@ -308,6 +323,7 @@ class Scheduler:
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
         if step.stores and self.tiers is not None:
             self.tiers.stored.finish_stores(step.stores)
+        step.completed.end()
         return step.prefills
 
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
@@ -518,6 +534,7 @@ class Scheduler:
             prefills + _recomputed_outputs(chunks),
             [],
             [],
+            Wait(),
             self._token_ids(decodes, chunks),
         )
 
