@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MAX_DEPTH = 16  # of references and unions: a schema may refer to itself
+MAX_DEPTH = 16  # of references and unions
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 
 Types = frozenset[str]
@@ -15,20 +15,37 @@ ANY: Types = frozenset()  # the schema does not say
 def argument_types(schema: Any, name: str) -> Types:
     """The types that the schema of a tool allows for one argument. The client wrote it: any part may be malformed."""
     properties = _resolved(schema, schema).get("properties")
-    return _types(properties.get(name), schema, MAX_DEPTH) if isinstance(properties, Mapping) else ANY
+    return _TypeSearch(schema).types(properties.get(name), MAX_DEPTH) if isinstance(properties, Mapping) else ANY
 
 
-def _types(node: Any, root: Any, depth: int) -> Types:
-    node = _resolved(node, root)
-    if not depth or not node:
-        return ANY
-    found = _own_types(node)
-    for keyword in ("anyOf", "oneOf"):
-        found = found or _union(_parts(node, keyword, root, depth))
-    for types in _parts(node, "allOf", root, depth):
-        found = (found & types or found) if types else found
-        found = found or types
-    return found | {"null"} if found and node.get("nullable") is True else found
+class _TypeSearch:
+    """It visits a node once, however many references and branches lead to it."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._types: dict[int, Types] = {}  # by the id of a node
+
+    def types(self, node: Any, depth: int) -> Types:
+        node = _resolved(node, self._root)
+        if not depth or not node:
+            return ANY
+        if id(node) not in self._types:
+            self._types[id(node)] = ANY  # for the branches that lead back to it
+            self._types[id(node)] = self._combined(node, depth)
+        return self._types[id(node)]
+
+    def _combined(self, node: Mapping[str, Any], depth: int) -> Types:
+        found = _own_types(node)
+        for keyword in ("anyOf", "oneOf"):
+            found = found or _union(self._branches(node, keyword, depth))
+        for types in self._branches(node, "allOf", depth):
+            found = (found & types or found) if types else found
+            found = found or types
+        return found | {"null"} if found and node.get("nullable") is True else found
+
+    def _branches(self, node: Mapping[str, Any], keyword: str, depth: int) -> list[Types]:
+        branches = node.get(keyword)
+        return [self.types(one, depth - 1) for one in branches] if isinstance(branches, list) else []
 
 
 def _own_types(node: Mapping[str, Any]) -> Types:
@@ -47,13 +64,8 @@ def _types_of_values(values: list[Any]) -> Types:
     return frozenset(_TYPES.get(type(value), "object") for value in values)
 
 
-def _parts(node: Mapping[str, Any], keyword: str, root: Any, depth: int) -> list[Types]:
-    parts = node.get(keyword)
-    return [_types(part, root, depth - 1) for part in parts] if isinstance(parts, list) else []
-
-
-def _union(parts: list[Types]) -> Types:
-    return frozenset().union(*parts) if all(parts) else ANY
+def _union(branches: list[Types]) -> Types:
+    return frozenset().union(*branches) if all(branches) else ANY
 
 
 def _resolved(node: Any, root: Any) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightserve.output_parsing.argument_types import argument_types
+from test.cpu_time import growth
 
 CYCLE: dict[str, Any] = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}}
 
@@ -43,3 +44,31 @@ def test_the_types_of_an_argument(schema: Any, expected: set[str]) -> None:
 @pytest.mark.parametrize("schema", [None, [], {}, {"properties": []}, {"properties": {"b": {}}}, CYCLE])
 def test_a_schema_that_does_not_say_allows_any_type(schema: Any) -> None:
     assert argument_types(schema, "a") == set()
+
+
+class Counted(dict[str, Any]):
+    """A schema that may be looked at a hundred times."""
+
+    looks = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looks += 1
+        assert self.looks < 100, "the same schema was visited again and again"
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_branches_that_lead_to_the_same_schema_do_not_multiply_the_work(count: int) -> None:
+    """Each definition has three branches, which all lead to the next one, and the last to the first."""
+    names = [f"#/$defs/d{(i + 1) % count}" for i in range(count)]
+    definitions = {f"d{i}": Counted(anyOf=[{"$ref": name}] * 3) for i, name in enumerate(names)}
+
+    assert argument_types({"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}, "a") == set()
+
+
+def test_many_branches_take_linear_time() -> None:
+    def work(count: int) -> None:
+        union = {"anyOf": [{"$ref": "#/$defs/b"}] * count}
+        argument_types({"properties": {"a": union}, "$defs": {"b": {"anyOf": [union, union]}}}, "a")
+
+    assert growth(work, 40_000) < 8
