@@ -28,11 +28,11 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import GrammarSpec
+from lightserve.json_schema import JsonSchema
 from lightserve.model_files.tokenizer import Tokenizer
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_CACHED = 256  # compiled grammars
-MAX_NESTING = 64  # levels of JSON in a grammar: llguidance and Python recurse into it
 MAX_MESSAGE_LENGTH = 500  # characters of an error: it quotes the grammar
 # Limits on the cost of a grammar. With llguidance's defaults a mask of (a{1000}){1000} takes 1 s, with these 0.1 s.
 LIMITS = LLParserLimits(
@@ -48,6 +48,7 @@ JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\n\r]{1,16}"}
 
 def schema_grammar(schema: dict[str, Any], is_strict: bool = True) -> GrammarSpec:
     """Any JSON that the schema allows. If not strict, keywords that cannot be enforced are ignored, else rejected."""
+    JsonSchema(schema).check()
     if not is_strict:
         options = schema.get("x-guidance")
         schema = schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
@@ -60,22 +61,15 @@ def choice_grammar(choices: list[str]) -> GrammarSpec:
 
 
 def structural_tag_grammar(tag: dict[str, Any]) -> GrammarSpec:
+    """``tag``: see above. It may be malformed: the compiler says how."""
+    structures = tag.get("structures")
+    for structure in structures if isinstance(structures, list) else ():
+        JsonSchema(structure.get("schema") if isinstance(structure, dict) else structure).check()
     return _spec("structural_tag", tag)
 
 
 def _spec(kind: Any, value: Any) -> GrammarSpec:
-    check_nesting(value)
     return GrammarSpec(kind, json.dumps(value, ensure_ascii=False))
-
-
-def check_nesting(value: Any) -> None:
-    """Raise InvalidRequestError if JSON is nested too deeply for a grammar."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_NESTING):
-        children = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
-        level = [item for item in children if isinstance(item, dict | list)]
-    if level:
-        raise InvalidRequestError(f"the grammar is nested more than {MAX_NESTING} levels deep; simplify the schema")
 
 
 class GrammarCompiler:

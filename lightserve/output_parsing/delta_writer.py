@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
+from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.output_parsing.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
 NewId = Callable[[], str]
-Tools = Mapping[str, Mapping[str, Any]]  # name: JSON schema of the arguments
+Tools = Mapping[str, ToolSchema]  # by name
 
 
 def call_id() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightserve.output_parsing.argument_types import argument_types
+from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.output_parsing.tool_calls.base import CallTags
 
 
@@ -30,13 +30,6 @@ class TextRules(Protocol):
         """Any JSON that the schema allows."""
 
 
-def lists_arguments(schema: Mapping[str, Any]) -> bool:
-    """Whether the schema lists the arguments one by one. An empty schema allows none."""
-    if schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
-        return False
-    return not schema or isinstance(schema.get("properties"), Mapping)
-
-
 @dataclass(frozen=True, slots=True)
 class TaggedCall:
     """One call of a function, from its name on. ``index`` makes the names of its rules unique."""
@@ -44,21 +37,19 @@ class TaggedCall:
     tags: CallTags
     index: int
     name: str
-    schema: Mapping[str, Any] | None  # None: any arguments
+    schema: ToolSchema
 
     def rules(self, write: TextRules) -> list[str]:
         rule, name = f"named_{self.index}", write.text(self.name + self.tags.after_name)
         end = self.tags.after_call or self.tags.end
-        if self.schema is None:
+        if not self.schema.lists_arguments:  # any arguments
             inner = [write.text(tag) for tag in self._argument_tags if write.is_added_token(tag)]
             return [f"{rule}: {name} rest_{self.index}", *write.text_until(f"rest_{self.index}", end, inner)]
-        required = self.schema.get("required")
-        required = required if isinstance(required, list) else []
         arguments, rules = "", []
-        for i, (key, schema) in enumerate(self.schema.get("properties", {}).items()):
+        for i, key in enumerate(self.schema.properties):
             argument = f"argument_{self.index}_{i}"
-            arguments += f"(SPACE? {argument}){'' if key in required else '?'} "
-            rules += self._argument(argument, key, schema, write)
+            arguments += f"(SPACE? {argument}){'' if key in self.schema.required else '?'} "
+            rules += self._argument(argument, key, write)
         return [f"{rule}: {name} {arguments}SPACE? {write.text(end)}", *rules]
 
     @property
@@ -66,25 +57,19 @@ class TaggedCall:
         tags = self.tags
         return tags.before_key, tags.after_key, tags.before_value, tags.after_value
 
-    def _argument(self, rule: str, key: str, schema: Any, write: TextRules) -> list[str]:
+    def _argument(self, rule: str, key: str, write: TextRules) -> list[str]:
         tags = self.tags
         head = write.text(tags.before_key + key + tags.after_key)
         if tags.before_value:
             head += f" SPACE? {write.text(tags.before_value)}"
         value, end = f"{rule}_value", write.text(tags.after_value)
-        listed = _listed_strings(schema)
+        listed = _listed_strings(self.schema.properties[key])
         if listed:
             line = "" if tags.before_value else '"\\n"?'
             return [f"{rule}: {head} {line} ({' | '.join(map(write.text, listed))}) {line} {end}"]
-        if "string" in argument_types(self.schema, key):
+        if "string" in self.schema.types(key):
             return [f"{rule}: {head} {value}", *write.text_until(value, tags.after_value)]
-        return [f"{rule}: {head} SPACE? {value} SPACE? {end}", f"{value}: {write.json(self._with_definitions(schema))}"]
-
-    def _with_definitions(self, schema: Any) -> dict[str, Any]:
-        """References of an argument's schema lead to the root of the function's schema."""
-        root = self.schema or {}
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return {**definitions, **(schema if isinstance(schema, Mapping) else {})}
+        return [f"{rule}: {head} SPACE? {value} SPACE? {end}", f"{value}: {write.json(self.schema.argument(key))}"]
 
 
 def _listed_strings(schema: Any) -> list[str]:

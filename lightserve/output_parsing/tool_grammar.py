@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.output_parsing.delta_writer import Tools
 from lightserve.output_parsing.reasoning import ReasoningFormat
-from lightserve.output_parsing.tag_grammar import TaggedCall, lists_arguments
+from lightserve.output_parsing.tag_grammar import TaggedCall
 from lightserve.output_parsing.tool_calls.base import CallTags, CallTemplate, ToolFormat
 from lightserve.output_parsing.tool_calls.llama3_json import LLAMA3_JSON
 
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT = ToolSchema({"type": "object"})
 # Small models tend to emit endless white space. Schema rules that a grammar cannot enforce are left to the tool.
 OPTIONS: dict[str, Any] = {"x-guidance": {"lenient": True, "whitespace_pattern": r"[ \t\n\r]{1,16}"}}
 _PLACEHOLDERS = re.compile(r"\{(name|arguments|number)\}")
@@ -34,7 +34,7 @@ class Calls:
     """The calls that a grammar allows."""
 
     tool_format: ToolFormat
-    tools: Tools  # a schema that is empty allows no arguments
+    tools: Tools
     max_calls: int | None = None
     is_json: bool = False  # write a call as a JSON schema: the lexer must not see other literals than in a JSON answer
 
@@ -128,12 +128,11 @@ class _GrammarWriter:
         rules = [f"calls: {self.text(begin)} call {repeat} {self.text(template.end)}"]
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
-            schema = schema or NO_ARGUMENTS
             if calls.is_json and one.startswith("{"):
-                rules.append(f"call_{i}: %json {json.dumps({**_call_schema(one, name, schema), **OPTIONS})}")
+                rules.append(f"call_{i}: {self.json(_call_schema(one, name, schema.arguments))}")
             else:
                 rules.append(f"call_{i}: {self._call(one, name, i)}")
-                rules.append(f"arguments_{i}: %json {json.dumps({**schema, **OPTIONS})}")
+                rules.append(f"arguments_{i}: {self.json(schema.arguments)}")
         return rules
 
     def _tagged_calls(self, calls: Calls, tags: CallTags, without: str) -> list[str]:
@@ -148,7 +147,7 @@ class _GrammarWriter:
         rules = [f"calls: {section} {repeat}"]
         rules.append("named: " + " | ".join(f"named_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
-            rules += TaggedCall(tags, i, name, schema if lists_arguments(schema) else None).rules(self)
+            rules += TaggedCall(tags, i, name, schema).rules(self)
         return [*rules, r"SPACE: /[ \t\r\n]{1,16}/"]
 
     def is_added_token(self, text: str) -> bool:
@@ -207,7 +206,8 @@ def _call_schema(call_template: str, name: str, arguments: Mapping[str, Any]) ->
     key = "parameters" if '"parameters"' in call_template else "arguments"
     definitions = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
     members = {"name": {"const": name}, key: dict(arguments)}
-    return {**definitions, **ANY_OBJECT, "properties": members, "required": [*members], "additionalProperties": False}
+    members_only = {"properties": members, "required": [*members], "additionalProperties": False}
+    return {**definitions, "type": "object", **members_only}
 
 
 def _quoted(text: str) -> str:

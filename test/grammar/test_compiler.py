@@ -22,6 +22,7 @@ from lightserve.grammar.compiler import (
     structural_tag_grammar,
 )
 from lightserve.io_struct import GrammarSpec
+from test.json_schema.hostile import chain_of_branches, chain_of_objects, nested
 from test.small_text import EOS, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -159,13 +160,15 @@ def test_keywords_that_cannot_be_enforced_are_ignored_if_the_schema_is_not_stric
     assert matcher.is_accepting()
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused_before_it_is_compiled() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(200):
-        schema = {"items": schema}
+@pytest.mark.parametrize("schema", [nested(200), chain_of_branches(3000), chain_of_objects(1000)], ids=len)
+def test_a_schema_beyond_a_limit_is_refused_before_it_is_compiled(schema: dict[str, Any]) -> None:
+    """llguidance would use up its stack and end the process."""
+    tag = {"structures": [{"begin": "a", "schema": schema, "end": ""}], "triggers": ["a"]}
 
-    with pytest.raises(InvalidRequestError, match="nested more than"):
+    with pytest.raises(InvalidRequestError, match="levels deep"):
         schema_grammar(schema)
+    with pytest.raises(InvalidRequestError, match="levels deep"):
+        structural_tag_grammar(tag)
 
 
 def test_matchers_of_one_grammar_are_independent() -> None:

@@ -6,12 +6,13 @@ import json
 import random
 from typing import Any, NamedTuple
 
+from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.output_parsing import OutputParser, merge_deltas
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 
 CITY: dict[str, Any] = {"$ref": "#/$defs/City"}
-TOOLS: dict[str, dict[str, Any]] = {
+SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "now": {},
     "write": {"properties": {"text": {"type": "string"}}},
@@ -29,6 +30,7 @@ TOOLS: dict[str, dict[str, Any]] = {
         "$defs": {"City": {"anyOf": [{"$ref": "#/$defs/Name"}]}, "Name": {"type": "string"}},
     },
 }
+TOOLS = {name: ToolSchema(schema) for name, schema in SCHEMAS.items()}
 PARIS = '{"city": "Paris", "days": 2}'
 ODD = '{"text": "a \\"b\\" \\\\ </tool_call> {[ 日本 😀\\n"}'
 

@@ -11,12 +11,14 @@ import tokenizers
 from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.httpserver.chat.output import added_marker_ids
 from lightserve.io_struct import GrammarSpec
+from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.output_parsing.reasoning import HARMONY, THINK
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS, TOOL_FORMATS_BY_NAME
 from lightserve.output_parsing.tool_grammar import (
+    ANY_OBJECT,
     Calls,
     Thinking,
     call_or_answer_grammar,
@@ -46,7 +48,7 @@ WEATHER: dict[str, Any] = {
     "additionalProperties": False,
     "minProperties": 1,  # a grammar cannot enforce this
 }
-TOOLS = {"weather": WEATHER, "now": {}}
+TOOLS = {"weather": ToolSchema(WEATHER), "now": ToolSchema({})}
 
 
 def listed(key: str) -> list[str]:
@@ -254,7 +256,7 @@ def test_a_call_without_the_first_tag_follows_the_schema_too(name: str) -> None:
 
 
 def test_a_malformed_list_of_required_arguments_is_ignored() -> None:
-    tools = {"weather": WEATHER | {"required": 1}, "now": {}}
+    tools = {"weather": ToolSchema(WEATHER | {"required": 1})}
 
     assert is_tagged_call_allowed("glm45", "<tool_call>weather\n</tool_call>", tools, with_markers=False)
     assert not is_tagged_call_allowed("glm45", "<tool_call>weather\n</tool_call>", TOOLS, with_markers=False)
@@ -294,8 +296,8 @@ def test_arguments_of_every_kind_follow_their_schema(
     call = f"<function=paint>\n{inner}</function>\n" if name == "qwen3_coder" else f"paint\n{inner}"
     text = f"<tool_call>{call}</tool_call>"
 
-    assert is_tagged_call_allowed(name, text, {"paint": ALL_KINDS}, with_markers) == is_right
-    assert is_tagged_call_allowed(name, text, {"paint": {"type": "object"}}, with_markers)
+    assert is_tagged_call_allowed(name, text, {"paint": ToolSchema(ALL_KINDS)}, with_markers) == is_right
+    assert is_tagged_call_allowed(name, text, {"paint": ANY_OBJECT}, with_markers)
 
 
 @pytest.mark.parametrize("with_markers", [False, True])

@@ -11,7 +11,7 @@ import msgspec
 from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import check_nesting, schema_grammar
+from lightserve.grammar.compiler import schema_grammar
 from lightserve.httpserver.chat.choice_parser import ChoiceParser, CustomToolParser
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.chat.tools import Tool
@@ -19,6 +19,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, ThinkingLimit
+from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.output_parsing import OutputParser
 from lightserve.output_parsing.delta_writer import DeltaWriter, Tools, call_id
@@ -69,6 +70,7 @@ class OutputPlan:
     thinking: Thinking | None  # None: reasoning is part of the content
     marker_ids: dict[str, int]  # marker: id, where a marker of either format is one added token
     special_ids: tuple[int, ...]  # those of them that are special tokens, which the text would lack
+    schemas: Tools  # of the offered tools
     limit: ThinkingLimit | None = None  # of its reasoning tokens
 
     @property
@@ -94,9 +96,8 @@ class OutputPlan:
         elif self.thinking is not None:
             call_begins = () if tools is None else tools.call_begins
             parse = ReasoningParser(self.thinking.reasoning_format, self.thinking.is_begun, parse, call_begins).parse
-        offered = _schemas(self.body.offered_tools)
         separates = self.body.separate_reasoning is not False
-        parser = OutputParser(parse, DeltaWriter(offered, new_id, self.body.max_tool_calls, separates))
+        parser = OutputParser(parse, DeltaWriter(self.schemas, new_id, self.body.max_tool_calls, separates))
         shows_reasoning = self.body.include_reasoning is not False
         custom = frozenset(tool.definition.name for tool in self.body.offered_tools if tool.is_custom)
         return CustomToolParser(parser, shows_reasoning, custom) if custom else ChoiceParser(parser, shows_reasoning)
@@ -134,18 +135,21 @@ class OutputPlan:
 
     def _offered_calls(self, tool_format: ToolFormat) -> Calls:
         """The arguments of tools that are not strict may be any object."""
-        strict = _schemas(tool for tool in self.body.offered_tools if tool.definition.strict)
-        _check_schemas(strict)
-        names = [tool.definition.name for tool in self.body.offered_tools]
-        return Calls(tool_format, {name: strict.get(name, ANY_OBJECT) for name in names}, self.body.max_tool_calls)
+        strict = {tool.definition.name for tool in self.body.offered_tools if tool.definition.strict}
+        tools = {name: schema if name in strict else ANY_OBJECT for name, schema in self.schemas.items()}
+        return self._calls(tool_format, tools)
 
     def _forced(self, tool_format: ToolFormat, own: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
         for _, make in own:
             make()  # raises the error of a malformed field
-        tools = _schemas(self.body.forced_tools)
-        _check_schemas(tools)
-        calls = Calls(tool_format, tools, self.body.max_tool_calls)
+        tools = {tool.definition.name: self.schemas[tool.definition.name] for tool in self.body.forced_tools}
+        calls = self._calls(tool_format, tools)
         return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.marker_ids))
+
+    def _calls(self, tool_format: ToolFormat, tools: Tools) -> Calls:
+        for schema in tools.values():
+            schema.check()
+        return Calls(tool_format, tools, self.body.max_tool_calls)
 
 
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
@@ -160,7 +164,8 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
     markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
     marker_ids = added_marker_ids(context.tokenizer, markers)
     special_ids = tuple(i for i in marker_ids.values() if i in context.tokenizer.special_ids)
-    return OutputPlan(body, tools, thinking, marker_ids, special_ids, limit)
+    schemas = {tool.definition.name: ToolSchema(tool.definition.parameters or {}) for tool in body.offered_tools}
+    return OutputPlan(body, tools, thinking, marker_ids, special_ids, schemas, limit)
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
@@ -200,15 +205,6 @@ def added_marker_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, 
     """The ids of the markers that are one token which the tokenizer never splits."""
     ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.added_tokens}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
-
-
-def _check_schemas(tools: Tools) -> None:
-    for schema in tools.values():
-        check_nesting(schema)
-
-
-def _schemas(tools: Iterable[Tool]) -> Tools:
-    return {tool.definition.name: tool.definition.parameters or {} for tool in tools}
 
 
 def arguments_object(text: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any
 
-from lightserve.output_parsing.argument_types import Types, argument_types
+from lightserve.json_schema.tool_schema import ANY, ToolSchema, Types
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.json_text import parse_json
 from lightserve.output_parsing.text_stream import Incremental, TextStream
@@ -68,7 +68,7 @@ class Tags(CallTags):
             stream.position -= len(end)
         return name.strip() if end else ""
 
-    def _emit_arguments(self, stream: TextStream, writer: DeltaWriter, schema: Any) -> Incremental[None]:
+    def _emit_arguments(self, stream: TextStream, writer: DeltaWriter, schema: ToolSchema | None) -> Incremental[None]:
         opening = "{"
         while True:
             yield from stream.skip_space()
@@ -92,9 +92,10 @@ class Tags(CallTags):
         if not stream.is_at_end:
             writer.end_call()
 
-    def _key_and_types(self, text: str, schema: Any) -> tuple[str, Types]:
+    def _key_and_types(self, text: str, schema: ToolSchema | None) -> tuple[str, Types]:
         key, _, attributes = text.partition('"') if self.after_key.startswith('"') else (text, "", "")
-        types = argument_types(schema, key := key.strip())
+        key = key.strip()
+        types = ANY if schema is None else schema.types(key)
         if attributes.endswith('string="true'):  # DeepSeek V3.2 says what a value is
             return key, frozenset({"string"})
         return key, types - {"string"} if attributes else types
