@@ -28,7 +28,8 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import GrammarSpec
-from lightserve.json_schema import JsonSchema
+from lightserve.json_schema.closing import closed_schema
+from lightserve.json_schema.schema import JsonSchema
 from lightserve.model_files.tokenizer import Tokenizer
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
@@ -47,12 +48,15 @@ JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\n\r]{1,16}"}
 
 
 def schema_grammar(schema: dict[str, Any], is_strict: bool = True) -> GrammarSpec:
-    """Any JSON that the schema allows. If not strict, keywords that cannot be enforced are ignored, else rejected."""
-    JsonSchema(schema).check()
+    """Any JSON that the schema allows, with closed objects.
+
+    If not strict, keywords that cannot be enforced are ignored, else rejected.
+    """
+    closed = closed_schema(JsonSchema(schema))
     if not is_strict:
         options = schema.get("x-guidance")
-        schema = schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
-    return _spec("json_schema", schema)
+        closed["x-guidance"] = (options if isinstance(options, dict) else {}) | {"lenient": True}
+    return _spec("json_schema", closed)
 
 
 def choice_grammar(choices: list[str]) -> GrammarSpec:
@@ -63,9 +67,14 @@ def choice_grammar(choices: list[str]) -> GrammarSpec:
 def structural_tag_grammar(tag: dict[str, Any]) -> GrammarSpec:
     """``tag``: see above. It may be malformed: the compiler says how."""
     structures = tag.get("structures")
-    for structure in structures if isinstance(structures, list) else ():
-        JsonSchema(structure.get("schema") if isinstance(structure, dict) else structure).check()
+    if isinstance(structures, list):
+        tag = tag | {"structures": [_closed_structure(one) for one in structures]}
     return _spec("structural_tag", tag)
+
+
+def _closed_structure(structure: Any) -> Any:
+    schema = structure.get("schema") if isinstance(structure, dict) else None
+    return structure | {"schema": closed_schema(JsonSchema(schema))} if isinstance(schema, dict) else structure
 
 
 def _spec(kind: Any, value: Any) -> GrammarSpec:

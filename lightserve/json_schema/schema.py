@@ -1,4 +1,4 @@
-"""A JSON schema of a client: its limits and its references.
+"""A JSON schema of a client: its limits, its references, and which schemas describe one value.
 
 Grammars, grammars of tool calls and parsers all read schemas here. No function recurses along references: a schema may
 refer to itself, or through a thousand others.
@@ -6,20 +6,21 @@ refer to itself, or through a thousand others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
 from lightserve.errors import InvalidRequestError
-from lightserve.json_schema.keywords import BRANCHES, schemas_in
+from lightserve.json_schema.keywords import ALL_KEYWORDS, BRANCHES, SAME_VALUE, schemas_in
 
 MAX_NESTING = 64  # levels of JSON: encoders and Python recurse into it
 MAX_VALUES = 50_000  # of the JSON
 MAX_BRANCHES = 1024  # of one allOf, anyOf or oneOf
 MAX_LEVELS = 1024  # of schemas, with references followed: llguidance takes 5 kB of stack for each
+MAX_STEPS = 50_000  # from schema to schema: a few definitions can be combined in many ways. Some 5 us each
 
-Node = Mapping[str, Any]
+Node = dict[str, Any]
 
 
 class JsonSchema:
@@ -29,6 +30,7 @@ class JsonSchema:
         self.root = root
         self._targets: dict[str, Any] = {}  # by reference
         self._resolved: dict[int, Node] = {}  # by the id of a node
+        self.steps = 0
 
     def check(self) -> None:
         """Raise InvalidRequestError if the schema is beyond a limit."""
@@ -57,20 +59,40 @@ class JsonSchema:
     def resolve(self, node: Any) -> Node:
         """The schema that a chain of references leads to; empty if there is none."""
         passed: list[int] = []
-        while isinstance(node, Mapping) and "$ref" in node and id(node) not in self._resolved:
+        while isinstance(node, dict) and "$ref" in node and id(node) not in self._resolved:
             self._resolved[id(node)] = {}  # for a chain that leads back to it
             passed.append(id(node))
             node = self.target(node)
-        found: Node = self._resolved.get(id(node), node) if isinstance(node, Mapping) else {}
+        found: Node = self._resolved.get(id(node), node) if isinstance(node, dict) else {}
         self._resolved.update(dict.fromkeys(passed, found))
         return found
 
-    def _schemas(self, node: Node) -> Iterator[Any]:
+    def same_value(self, *nodes: Any) -> list[Node]:
+        """The schemas that describe the same value as these: themselves, what they refer to, and their branches."""
+        found: dict[int, Node] = {}
+        pending = list(reversed(nodes))
+        while pending:
+            node = pending.pop()
+            if isinstance(node, dict) and id(node) not in found:
+                self.count_steps(1)
+                found[id(node)] = node
+                pending.extend(reversed(list(self._schemas(node, SAME_VALUE))))
+        return list(found.values())
+
+    def count_steps(self, steps: int) -> None:
+        """Count the work on the schema, and raise InvalidRequestError when it is too much."""
+        self.steps += steps
+        if self.steps > MAX_STEPS:
+            raise InvalidRequestError(
+                f"the schema has too many schemas for the same values: reading it takes more than {MAX_STEPS} steps"
+            )
+
+    def _schemas(self, node: Node, keywords: frozenset[str] = ALL_KEYWORDS) -> Iterator[Any]:
         """The schemas that a node has or refers to, in the order of the document."""
         for keyword, value in node.items():
             if keyword == "$ref":
                 yield self.target(node)
-            else:
+            elif keyword in keywords:
                 yield from schemas_in(keyword, value)
 
     def _check_values(self) -> None:
@@ -81,7 +103,7 @@ class JsonSchema:
             count += len(values)
             if count > MAX_VALUES:
                 raise InvalidRequestError(f"the schema has more than {MAX_VALUES} values; simplify it")
-            level = [item for item in values if isinstance(item, Mapping | list)]
+            level = [item for item in values if isinstance(item, dict | list)]
             if not level:
                 return
         raise InvalidRequestError(f"the schema is nested more than {MAX_NESTING} levels deep; simplify it")
@@ -94,7 +116,7 @@ class JsonSchema:
             node = next(path[-1], path)
             if node is path:
                 path.pop()
-            elif isinstance(node, Mapping) and id(node) not in seen:
+            elif isinstance(node, dict) and id(node) not in seen:
                 seen.add(id(node))
                 _check_branches(node)
                 path.append(self._schemas(node))
@@ -112,7 +134,7 @@ def _check_branches(node: Node) -> None:
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
 
@@ -129,7 +151,7 @@ def _at_pointer(root: Any, reference: str) -> Any:
 
 
 def _member(value: Any, key: str) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return value.get(key)
     is_index = isinstance(value, list) and key.isdecimal() and len(key) < 10
     return value[int(key)] if is_index and int(key) < len(value) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from lightserve.json_schema.closing import closed_part, closed_schema
 from lightserve.json_schema.keywords import ALTERNATIVES, BRANCHES
 from lightserve.json_schema.schema import JsonSchema, Node
 
@@ -28,15 +28,15 @@ class ToolSchema:
     def lists_arguments(self) -> bool:
         """Whether the schema lists the arguments one by one. An empty schema allows none."""
         root = self._schema.root
-        if not isinstance(root, Mapping) or root.keys() & {"$ref", *BRANCHES}:
+        if not isinstance(root, dict) or root.keys() & {"$ref", *BRANCHES}:
             return False
-        return not root or isinstance(root.get("properties"), Mapping)
+        return not root or isinstance(root.get("properties"), dict)
 
     @cached_property
     def properties(self) -> Node:
         """The schemas of the arguments by name."""
         properties = self._schema.resolve(self._schema.root).get("properties")
-        return properties if isinstance(properties, Mapping) else {}
+        return properties if isinstance(properties, dict) else {}
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -48,16 +48,13 @@ class ToolSchema:
         """Raise InvalidRequestError if the schema is beyond a limit."""
         self._schema.check()
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The schema of all arguments for a grammar. An empty one allows none."""
-        return self._schema.root or NO_ARGUMENTS
+    def closed(self) -> dict[str, Any]:
+        """The schema of all arguments, for a grammar. An empty one allows none."""
+        return closed_schema(self._schema) if self._schema.root else NO_ARGUMENTS
 
-    def argument(self, name: str) -> dict[str, Any]:
-        """The schema of one argument for a grammar, with the definitions that it refers to."""
-        root, schema = self._schema.root, self.properties[name]
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return {**definitions, **(schema if isinstance(schema, Mapping) else {})}
+    def closed_argument(self, name: str) -> dict[str, Any]:
+        """The schema of one argument, for a grammar."""
+        return closed_part(self._schema, self.properties[name])
 
     def types(self, name: str) -> Types:
         """The JSON types that the schema allows for an argument."""

@@ -69,7 +69,10 @@ class TaggedCall:
             return [f"{rule}: {head} {line} ({' | '.join(map(write.text, listed))}) {line} {end}"]
         if "string" in self.schema.types(key):
             return [f"{rule}: {head} {value}", *write.text_until(value, tags.after_value)]
-        return [f"{rule}: {head} SPACE? {value} SPACE? {end}", f"{value}: {write.json(self.schema.argument(key))}"]
+        return [
+            f"{rule}: {head} SPACE? {value} SPACE? {end}",
+            f"{value}: {write.json(self.schema.closed_argument(key))}",
+        ]
 
 
 def _listed_strings(schema: Any) -> list[str]:

@@ -129,10 +129,10 @@ class _GrammarWriter:
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
             if calls.is_json and one.startswith("{"):
-                rules.append(f"call_{i}: {self.json(_call_schema(one, name, schema.arguments))}")
+                rules.append(f"call_{i}: {self.json(_call_schema(one, name, schema.closed()))}")
             else:
                 rules.append(f"call_{i}: {self._call(one, name, i)}")
-                rules.append(f"arguments_{i}: {self.json(schema.arguments)}")
+                rules.append(f"arguments_{i}: {self.json(schema.closed())}")
         return rules
 
     def _tagged_calls(self, calls: Calls, tags: CallTags, without: str) -> list[str]:
@@ -204,7 +204,7 @@ class _GrammarWriter:
 def _call_schema(call_template: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON schema of a whole call. References of the arguments' schema lead to the root of the schema."""
     key = "parameters" if '"parameters"' in call_template else "arguments"
-    definitions = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
+    definitions = {"$defs": arguments["$defs"]} if "$defs" in arguments else {}
     members = {"name": {"const": name}, key: dict(arguments)}
     members_only = {"properties": members, "required": [*members], "additionalProperties": False}
     return {**definitions, "type": "object", **members_only}

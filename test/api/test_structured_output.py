@@ -103,6 +103,27 @@ def test_json_is_valid_for_its_schema(server: ServerProcess, count: int) -> None
         jsonschema_rs.validate(schema, json.loads(text))
 
 
+CITY = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "country": {"type": "string"}},
+    "required": ["name", "country"],
+}
+TOKYO = {"messages": [{"role": "user", "content": "Describe Tokyo"}], "stream": False}
+
+
+def test_an_answer_has_the_properties_of_its_schema_and_ends(server: ServerProcess) -> None:
+    """The schema says nothing of other properties. The model would go on with them until its tokens are used up."""
+    chat = TOKYO | {"response_format": response_format(CITY), "max_tokens": MAX_TOKENS, "temperature": 0}
+    ollama = TOKYO | {"model": MODEL, "format": CITY, "options": {"temperature": 0, "num_predict": MAX_TOKENS}}
+
+    _, answer = server.post("/v1/chat/completions", chat)
+    _, same = server.post("/api/chat", ollama)
+
+    assert answer["choices"][0]["finish_reason"] == same["done_reason"] == "stop"
+    for text in (answer["choices"][0]["message"]["content"], same["message"]["content"]):
+        assert list(json.loads(text)) == ["name", "country"]
+
+
 def test_json_object_gives_a_json_object(server: ServerProcess) -> None:
     requests = [options_of(seed) | {"response_format": {"type": "json_object"}} for seed in range(4)]
 

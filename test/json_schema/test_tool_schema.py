@@ -70,3 +70,7 @@ def test_a_schema_beyond_the_limits_does_not_say_what_an_argument_is() -> None:
     schema = {"properties": {"a": {"type": "string"}, "b": {"enum": list(range(MAX_VALUES))}}}
 
     assert ToolSchema(schema).types("a") == set()
+
+
+def test_an_argument_without_a_schema_may_be_anything() -> None:
+    assert ToolSchema({"properties": {"a": None, "b": {"type": "string"}}}).closed_argument("a") == {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler, schema_grammar
+from lightserve.grammar.compiler import GrammarCompiler, schema_grammar, structural_tag_grammar
 from lightserve.httpserver import grammar_check
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.io_struct import GrammarSpec
@@ -29,7 +29,7 @@ CHOICE = GrammarSpec("choice", '["a", "b"]')
 GBNF = 'root ::= "a"'
 EBNF = GrammarSpec("ebnf", GBNF)
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
-TAG_SPEC = GrammarSpec("structural_tag", json.dumps(TAG))
+TAG_SPEC = structural_tag_grammar(TAG)
 
 
 def named(schema: Any, **fields: Any) -> dict[str, Any]:
