@@ -27,6 +27,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, gramma
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
+from lightserve.grammar.lark_rules import check_rules
 from lightserve.io_struct import GrammarSpec
 from lightserve.json_schema.closing import closed_schema
 from lightserve.json_schema.schema import JsonSchema
@@ -145,6 +146,8 @@ def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...
 def _llguidance(spec: GrammarSpec, added_tokens: frozenset[str]) -> str:
     """The grammar in llguidance's format: Lark or JSON."""
     text = _without_before(spec, added_tokens)
+    if not text.startswith("{"):
+        check_rules(text)
     if not spec.before:
         return text
     answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}

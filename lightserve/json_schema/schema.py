@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from lightserve.errors import InvalidRequestError
 from lightserve.json_schema.keywords import ALL_KEYWORDS, BRANCHES, SAME_VALUE, schemas_in
+from lightserve.utils.depth import is_deeper
 
 MAX_NESTING = 64  # levels of JSON: encoders and Python recurse into it
 MAX_VALUES = 50_000  # of the JSON
@@ -109,21 +110,17 @@ class JsonSchema:
         raise InvalidRequestError(f"the schema is nested more than {MAX_NESTING} levels deep; simplify it")
 
     def _check_levels(self) -> None:
-        """Depth first and each schema once, as llguidance goes."""
-        seen: set[int] = set()
-        path = [iter([self.root])]
-        while path:
-            node = next(path[-1], path)
-            if node is path:
-                path.pop()
-            elif isinstance(node, dict) and id(node) not in seen:
-                seen.add(id(node))
-                _check_branches(node)
-                path.append(self._schemas(node))
-            if len(path) > MAX_LEVELS:
-                raise InvalidRequestError(
-                    f"the schema is more than {MAX_LEVELS} levels deep if its references are followed; simplify it"
-                )
+        """As llguidance goes: depth first, each schema once."""
+        if is_deeper(self.root, MAX_LEVELS, self._checked_schemas, id):
+            raise InvalidRequestError(
+                f"the schema is more than {MAX_LEVELS} levels deep if its references are followed; simplify it"
+            )
+
+    def _checked_schemas(self, node: Any) -> list[Node]:
+        if not isinstance(node, dict):
+            return []
+        _check_branches(node)
+        return [one for one in self._schemas(node) if isinstance(one, dict)]
 
 
 def _check_branches(node: Node) -> None:
