@@ -28,10 +28,10 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.lark_rules import check_rules
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
 from lightserve.json_schema.closing import closed_schema
 from lightserve.json_schema.schema import JsonSchema
-from lightserve.model_files.tokenizer import Tokenizer
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_CACHED = 256  # compiled grammars
@@ -88,10 +88,9 @@ class GrammarCompiler:
     The constructor takes 0.3 s for 50,000 tokens and holds the GIL.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0, eos_ids: tuple[int, ...] = ()) -> None:
-        """``vocab_size`` is the model's. Any of ``eos_ids`` may end a complete output."""
-        self._added_tokens = tokenizer.added_tokens
-        self._tokenizer = _ll_tokenizer(tokenizer, vocab_size, eos_ids)
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._added_tokens = vocabulary.added_tokens
+        self._tokenizer = _ll_tokenizer(vocabulary)
         self._max_cached = MAX_CACHED
         self._cache: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -134,11 +133,10 @@ class GrammarCompiler:
             return matcher.deep_copy()
 
 
-def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLTokenizer:
-    vocab_size = max(vocab_size, tokenizer.vocab_size)
-    default = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+def _ll_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
+    eos_ids = list(vocabulary.eos_ids) or None
     try:
-        return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_ids) or default or None)
+        return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=eos_ids)
     except ValueError as error:
         raise InvalidRequestError(f"structured output is not possible with this model's tokenizer: {error}") from error
 

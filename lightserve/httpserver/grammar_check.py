@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
 
@@ -40,5 +41,5 @@ class GrammarCheck:
 
     def _compiler_for(self, tokenizer: Tokenizer) -> GrammarCompiler:
         if self._compiler is None:
-            self._compiler = GrammarCompiler(tokenizer)
+            self._compiler = GrammarCompiler(GrammarVocabulary.of(tokenizer))
         return self._compiler

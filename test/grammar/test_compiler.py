@@ -21,13 +21,14 @@ from lightserve.grammar.compiler import (
     schema_grammar,
     structural_tag_grammar,
 )
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
 from test.json_schema.hostile import chain_of_branches, chain_of_objects, nested
 from test.small_text import EOS, small_tokenizer
 
 TOKENIZER = small_tokenizer()
 EOS_ID = TOKENIZER.eos_id or 0
-COMPILER = GrammarCompiler(TOKENIZER, 131, (EOS_ID,))
+COMPILER = GrammarCompiler(GrammarVocabulary.of(TOKENIZER, 131, (EOS_ID,)))
 
 
 def allowed(matcher: LLMatcher) -> set[int]:
@@ -183,7 +184,7 @@ def test_matchers_of_one_grammar_are_independent() -> None:
 
 def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 2)
-    compiler = GrammarCompiler(TOKENIZER, 131, (EOS_ID,))
+    compiler = GrammarCompiler(GrammarVocabulary.of(TOKENIZER, 131, (EOS_ID,)))
     first, second, third = (GrammarSpec("regex", text) for text in ("a", "b", "c"))
 
     compiler.compile(first)
@@ -198,7 +199,7 @@ def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatc
 
 def test_lanes_compile_separately_and_share_one_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 4)
-    one, other = GrammarCompiler(TOKENIZER, 131, (EOS_ID,)).lanes(2)
+    one, other = GrammarCompiler(GrammarVocabulary.of(TOKENIZER, 131, (EOS_ID,))).lanes(2)
     specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
 
     for spec in specs:
@@ -210,7 +211,7 @@ def test_lanes_compile_separately_and_share_one_cache_size(monkeypatch: pytest.M
 
 
 def test_the_end_tokens_of_the_server_end_an_output() -> None:
-    compiler = GrammarCompiler(TOKENIZER, 131, (0, 5))
+    compiler = GrammarCompiler(GrammarVocabulary.of(TOKENIZER, 131, (0, 5)))
 
     matcher = compiler.compile(GrammarSpec("regex", "12"))
     matcher.consume_tokens(TOKENIZER.encode("12"))

@@ -7,6 +7,7 @@ import pytest
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.grammar.lark_rules import MAX_RULE_DEPTH, check_rules
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
 from test.cpu_time import growth
 from test.small_text import small_tokenizer
@@ -27,7 +28,7 @@ def gbnf(count: int) -> str:
 def test_rules_that_are_too_deep_are_refused_before_they_are_compiled(spec: GrammarSpec) -> None:
     """llguidance would use up its stack and end the process."""
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_RULE_DEPTH} rules deep"):
-        GrammarCompiler(small_tokenizer()).compile(spec)
+        GrammarCompiler(GrammarVocabulary.of(small_tokenizer())).compile(spec)
 
 
 DEEP = {

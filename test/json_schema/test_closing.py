@@ -11,13 +11,14 @@ import pytest
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler, schema_grammar
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.json_schema.closing import closed_schema
 from lightserve.json_schema.schema import MAX_STEPS, JsonSchema
 from test.json_schema.hostile import chain_of_branches, chain_of_objects, every_object_in_every_other
 from test.small_text import small_tokenizer
 
 TOKENIZER = small_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER)
+COMPILER = GrammarCompiler(GrammarVocabulary.of(TOKENIZER))
 STRING = {"type": "string"}
 NAMES = ("a", "b", "c", "x")
 

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.httpserver.chat.output import added_marker_ids
 from lightserve.io_struct import GrammarSpec
 from lightserve.json_schema.tool_schema import ToolSchema
@@ -103,7 +104,7 @@ def tokenizer(with_markers: bool = False) -> Tokenizer:
 
 @functools.cache
 def compiler(with_markers: bool) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer(with_markers))
+    return GrammarCompiler(GrammarVocabulary.of(tokenizer(with_markers)))
 
 
 def marker_ids(tool_format: ToolFormat, with_markers: bool) -> dict[str, int]:
@@ -153,7 +154,7 @@ def test_a_call_can_be_forced_if_its_markers_are_added_but_not_special_tokens() 
     hermes = TOOL_FORMATS_BY_NAME["hermes"]
 
     grammar = forced_grammar(Calls(hermes, TOOLS), None, added_marker_ids(own, hermes.markers))
-    matcher = GrammarCompiler(own).compile(GrammarSpec("lark", grammar))
+    matcher = GrammarCompiler(GrammarVocabulary.of(own)).compile(GrammarSpec("lark", grammar))
 
     assert all(map(matcher.consume_token, own.encode(TWO_CALLS["hermes"], add_special_tokens=False)))
     assert matcher.is_accepting()

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightserve.common.device import host_memory
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler, mask_of
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -241,7 +242,7 @@ class GrammarManager:
             return self._compilers_of(eos_ids)
 
     def _make_compilers(self, eos_ids: tuple[int, ...]) -> list[GrammarCompiler]:
-        compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_ids)
+        compiler = GrammarCompiler(GrammarVocabulary.of(self._tokenizer, self._vocab_size, eos_ids))
         self._mask_vocab_size = compiler.vocab_size
         return compiler.lanes(self._lanes)
 

@@ -14,6 +14,7 @@ import tokenizers
 
 from lightserve.config import HttpConfig
 from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.httpserver.chat.prompt import for_template
 from lightserve.httpserver.chat.request import Function, Message, ToolCall
 from lightserve.io_struct import FinishReason
@@ -390,7 +391,7 @@ def test_a_call_is_forced_by_a_grammar(server: Server, fields: dict[str, Any], a
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(smol())
+    return GrammarCompiler(GrammarVocabulary.of(smol()))
 
 
 def is_allowed(server: Server, text: str) -> bool:

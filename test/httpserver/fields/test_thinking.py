@@ -10,6 +10,7 @@ import pytest
 
 from lightserve.config import HttpConfig
 from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GenerateReq, GrammarSpec, ThinkingLimit
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
@@ -138,7 +139,7 @@ STRUCTURED: list[tuple[dict[str, Any], str]] = [
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(smol())
+    return GrammarCompiler(GrammarVocabulary.of(smol()))
 
 
 def is_allowed(grammar: GrammarSpec | None, text: str) -> bool:

@@ -1,0 +1,24 @@
+"""What a compiler of grammars knows of a tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:  # a process that only compiles needs no tokenizers
+    from lightserve.model_files.tokenizer import Tokenizer
+
+
+class GrammarVocabulary(msgspec.Struct, frozen=True):
+    tokenizer: str  # as JSON, in Hugging Face's format
+    size: int  # at least the model's
+    eos_ids: tuple[int, ...]  # any of them may end a complete output
+    added_tokens: frozenset[str]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int = 0, eos_ids: tuple[int, ...] = ()) -> GrammarVocabulary:
+        """``vocab_size`` is the model's. Without ``eos_ids`` it is the tokenizer's end token that ends an output."""
+        default = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        size = max(vocab_size, tokenizer.vocab_size)
+        return cls(tokenizer.to_json(), size, eos_ids or default, tokenizer.added_tokens)
