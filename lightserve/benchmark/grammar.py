@@ -27,7 +27,7 @@ import torch
 from lightserve.benchmark.models import LARGE, TINY, save_model
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import ServerError
-from lightserve.grammar.compiler import schema_grammar
+from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.worker.rpc import GetResult

@@ -30,8 +30,6 @@ from lightserve.errors import InvalidRequestError
 from lightserve.grammar.lark_rules import check_rules
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
-from lightserve.json_schema.closing import closed_schema
-from lightserve.json_schema.schema import JsonSchema
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_CACHED = 256  # compiled grammars
@@ -46,40 +44,6 @@ LIMITS = LLParserLimits(
 )
 # Small models emit endless white space when the grammar forbids what they would say.
 JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\n\r]{1,16}"}
-
-
-def schema_grammar(schema: dict[str, Any], is_strict: bool = True) -> GrammarSpec:
-    """Any JSON that the schema allows, with closed objects.
-
-    If not strict, keywords that cannot be enforced are ignored, else rejected.
-    """
-    closed = closed_schema(JsonSchema(schema))
-    if not is_strict:
-        options = schema.get("x-guidance")
-        closed["x-guidance"] = (options if isinstance(options, dict) else {}) | {"lenient": True}
-    return _spec("json_schema", closed)
-
-
-def choice_grammar(choices: list[str]) -> GrammarSpec:
-    """One of these texts."""
-    return _spec("choice", choices)
-
-
-def structural_tag_grammar(tag: dict[str, Any]) -> GrammarSpec:
-    """``tag``: see above. It may be malformed: the compiler says how."""
-    structures = tag.get("structures")
-    if isinstance(structures, list):
-        tag = tag | {"structures": [_closed_structure(one) for one in structures]}
-    return _spec("structural_tag", tag)
-
-
-def _closed_structure(structure: Any) -> Any:
-    schema = structure.get("schema") if isinstance(structure, dict) else None
-    return structure | {"schema": closed_schema(JsonSchema(schema))} if isinstance(schema, dict) else structure
-
-
-def _spec(kind: Any, value: Any) -> GrammarSpec:
-    return GrammarSpec(kind, json.dumps(value, ensure_ascii=False))
 
 
 class GrammarCompiler:

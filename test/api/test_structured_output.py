@@ -12,7 +12,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from lightserve.grammar.compiler import schema_grammar
+from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 from test.api.server import ServerProcess

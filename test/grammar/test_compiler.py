@@ -14,13 +14,8 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar import compiler as grammar_compiler
-from lightserve.grammar.compiler import (
-    GrammarCompiler,
-    choice_grammar,
-    mask_of,
-    schema_grammar,
-    structural_tag_grammar,
-)
+from lightserve.grammar.compiler import GrammarCompiler, mask_of
+from lightserve.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
 from test.json_schema.hostile import chain_of_branches, chain_of_objects, nested

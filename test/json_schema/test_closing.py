@@ -10,7 +10,8 @@ import jsonschema_rs
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler, schema_grammar
+from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.specs import schema_grammar
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.json_schema.closing import closed_schema
 from lightserve.json_schema.schema import MAX_STEPS, JsonSchema

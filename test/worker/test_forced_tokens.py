@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.grammar.compiler import choice_grammar, schema_grammar
+from lightserve.grammar.specs import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, Step
 from lightserve.llm import LLM, Generation
 from lightserve.worker.rpc import GetResult

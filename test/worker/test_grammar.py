@@ -17,7 +17,8 @@ from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar import compiler as compiler_module
-from lightserve.grammar.compiler import GrammarCompiler, choice_grammar, schema_grammar
+from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.specs import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve

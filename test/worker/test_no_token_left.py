@@ -8,7 +8,7 @@ import pytest
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.grammar.compiler import choice_grammar
+from lightserve.grammar.specs import choice_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams, Step, StepRow
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve

@@ -11,7 +11,7 @@ import msgspec
 from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import schema_grammar
+from lightserve.grammar.specs import schema_grammar
 from lightserve.httpserver.chat.choice_parser import ChoiceParser, CustomToolParser
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.chat.tools import Tool

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler, schema_grammar, structural_tag_grammar
+from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.specs import schema_grammar, structural_tag_grammar
 from lightserve.httpserver import grammar_check
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.io_struct import GrammarSpec

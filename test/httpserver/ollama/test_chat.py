@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightserve.grammar.compiler import schema_grammar
+from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import FinishReason, GrammarSpec
 from test.httpserver.chat.tool_chats import ALL, THOUGHT, TWO_CALLS, WEATHER, prompt
 from test.httpserver.fake_engine import LIMITS
