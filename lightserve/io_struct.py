@@ -81,6 +81,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
     before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # Lark rules that refer to it as @answer
+    memory_mib: Annotated[int, Meta(ge=1, le=2**16)] = 1  # that it takes when it is compiled, as measured
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):

@@ -33,6 +33,9 @@ from lightserve.io_struct import GrammarSpec
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_CACHED = 256  # compiled grammars
+# For a thread that compiles: llguidance recurses, and what is too deep for it kills the process. The process that
+# compiles a client's grammar first has a quarter of it.
+STACK_BYTES = 64 * 2**20
 MAX_MESSAGE_LENGTH = 500  # characters of an error: it quotes the grammar
 # Limits on the cost of a grammar. With llguidance's defaults a mask of (a{1000}){1000} takes 1 s, with these 0.1 s.
 LIMITS = LLParserLimits(
@@ -85,16 +88,21 @@ class GrammarCompiler:
         found = self.find(spec)
         if found is not None:
             return found
-        matcher = LLMatcher(self._tokenizer, _llguidance(spec, self._added_tokens), limits=LIMITS, log_level=0)
-        if not matcher.is_error():  # the first mask detects grammars that are too complex, and warms up the lexer
-            fill_next_token_bitmask(matcher, allocate_token_bitmask(1, self.vocab_size))
-        if matcher.is_error():
-            raise _error(matcher.get_error())
+        matcher = self.build(spec)
         with self._lock:
             self._cache[spec] = matcher
             while len(self._cache) > self._max_cached:
                 self._cache.popitem(last=False)
             return matcher.deep_copy()
+
+    def build(self, spec: GrammarSpec) -> LLMatcher:
+        """The same, not cached."""
+        matcher = LLMatcher(self._tokenizer, _llguidance(spec, self._added_tokens), limits=LIMITS, log_level=0)
+        if not matcher.is_error():  # the first mask detects grammars that are too complex, and warms up the lexer
+            fill_next_token_bitmask(matcher, allocate_token_bitmask(1, self.vocab_size))
+        if matcher.is_error():
+            raise _error(matcher.get_error())
+        return matcher
 
 
 def _ll_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:

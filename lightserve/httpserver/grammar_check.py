@@ -1,45 +1,84 @@
-"""Compiles the grammar of a request before it goes to the engine, so that a bad one is a status 400."""
+"""Has the grammar of a request compiled before it goes to the engine, so that a bad one is a status 400."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections import OrderedDict
+from hashlib import blake2b
+from pathlib import Path
 
-from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler
+import msgspec
+
+from lightserve.errors import InvalidRequestError, UnavailableError
+from lightserve.grammar.messages import GrammarReport
 from lightserve.grammar.vocabulary import GrammarVocabulary
+from lightserve.httpserver.grammar_process import GrammarProcess
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.utils.codec import encode
 
-COMPILE_LIMIT_S = 5.0  # most take milliseconds; the limits of grammar/compiler.py end nearly all others within a second
-THREADS = 2
+MAX_COMPILING = 64  # grammars that are being compiled or wait for it
+MAX_REPORTS = 4096  # of the last grammars, a few hundred bytes each
 
 
 class GrammarCheck:
-    """Compiles in its own threads; the compiler caches the last grammars."""
+    """Another process compiles: see grammar/process.py. Its reports are cached."""
 
-    def __init__(self) -> None:
-        self._compiler: GrammarCompiler | None = None
-        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+    def __init__(self, path: str | None = None) -> None:
+        """``path``: where the process listens; None: in a folder of its own."""
+        self._path = path
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: GrammarProcess | None = None
+        self._reports: OrderedDict[bytes, GrammarReport] = OrderedDict()  # by the hash of a grammar
+        self._compiling: dict[bytes, asyncio.Task[GrammarReport]] = {}
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Read the vocabulary before requests come, while no other thread runs."""
-        with contextlib.suppress(InvalidRequestError):  # raised again for every request with a grammar
-            self._compiler_for(tokenizer)
+        """Start the process before requests come. It reads the vocabulary meanwhile."""
+        self._process_for(tokenizer)
 
-    async def check(self, tokenizer: Tokenizer, spec: GrammarSpec) -> None:
-        """Raise InvalidRequestError if the grammar cannot be compiled."""
-        compiler = self._compiler_for(tokenizer)
-        if compiler.find(spec) is not None:
-            return
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, compiler.compile, spec)
+    async def check(self, tokenizer: Tokenizer, spec: GrammarSpec) -> GrammarSpec:
+        """The grammar with the memory that it takes. InvalidRequestError if it cannot be compiled.
+
+        UnavailableError if there are too many others.
+        """
+        report = await self._report(tokenizer, spec)
+        if report.error:
+            raise InvalidRequestError(report.error)
+        return msgspec.structs.replace(spec, memory_mib=report.memory_mib)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    async def _report(self, tokenizer: Tokenizer, spec: GrammarSpec) -> GrammarReport:
+        key = blake2b(encode(spec), digest_size=16).digest()
+        if key in self._reports:
+            self._reports.move_to_end(key)
+            return self._reports[key]
+        if key not in self._compiling:
+            if len(self._compiling) >= MAX_COMPILING:
+                raise UnavailableError(f"{MAX_COMPILING} grammars are being compiled; try again")
+            self._compiling[key] = compiling = asyncio.create_task(self._compile(tokenizer, spec, key))
+            compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have left
+        return await asyncio.shield(self._compiling[key])  # others may wait for it too
+
+    async def _compile(self, tokenizer: Tokenizer, spec: GrammarSpec, key: bytes) -> GrammarReport:
         try:
-            await asyncio.wait_for(compiling, COMPILE_LIMIT_S)
-        except TimeoutError as error:
-            raise InvalidRequestError(f"the grammar takes longer than {COMPILE_LIMIT_S:.0f} s to compile") from error
+            report = await self._process_for(tokenizer).compile(spec)
+        finally:
+            del self._compiling[key]
+        self._reports[key] = report
+        while len(self._reports) > MAX_REPORTS:
+            self._reports.popitem(last=False)
+        return report
 
-    def _compiler_for(self, tokenizer: Tokenizer) -> GrammarCompiler:
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(GrammarVocabulary.of(tokenizer))
-        return self._compiler
+    def _process_for(self, tokenizer: Tokenizer) -> GrammarProcess:
+        if self._process is None:
+            if self._path is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="ls-grammar-")
+                self._path = str(Path(self._folder.name) / "grammar")
+            self._process = GrammarProcess(GrammarVocabulary.of(tokenizer), self._path)
+        return self._process

@@ -16,6 +16,7 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.journal.journal import Journal, report_journal
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.tracing.exporter import SpanExporter
@@ -66,6 +67,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         static_prompts=encode_static_prompts(config.router.static_prompts, tokenizer),
         has_adapters=config.worker.num_loras > 0,
+        grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         journal=None if config.http.journal is None else Journal(config.http.journal, config.http.journal_ttl),
     )
     context.warm_up()

@@ -170,7 +170,7 @@ def run_child(role: str, main: Main) -> NoReturn:
         child_config = msgspec.json.decode(first, type=ChildConfig)
         if role in ENGINE_ROLES and child_config.config.cluster.dp > 1:
             name_engine(child_config.engine)
-        _prepare(role, child_config.engine if role == "router" else child_config.number)
+        prepare_child(role, child_config.engine if role == "router" else child_config.number)
         _run(main, child_config, launcher, lines)
     except BaseException as error:
         _exit(_report(error, launcher))
@@ -194,8 +194,11 @@ def _lines(control: socket.socket) -> Iterator[bytes]:
             yield from whole
 
 
-def _prepare(role: str, index: int) -> None:
-    """Ignore stop signals. The launcher blocked them until now, so that they cannot kill a child that is importing."""
+def prepare_child(role: str, index: int) -> None:
+    """Ignore stop signals, end with the parent, and have a name in ps.
+
+    The launcher blocked the signals until now, so that they cannot kill a child that is importing.
+    """
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

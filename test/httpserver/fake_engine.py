@@ -165,6 +165,7 @@ async def engine(
             config or HttpConfig(), "tiny", manager, tokenizer, created=created, run_dir=str(run_dir)
         )
         yield context, fake
+        context.grammars.close()
     finally:
         for task in tasks:
             task.cancel()

@@ -41,10 +41,9 @@ async def requested_grammar(context: ServerContext, fields: HasGrammars) -> Gram
         length = max(len(spec.text), len(spec.before))
         if length > MAX_GRAMMAR_LENGTH:
             raise InvalidRequestError(f"the grammar has {length} characters; the limit is {MAX_GRAMMAR_LENGTH}")
-        await context.grammars.check(context.tokenizer, spec)
+        return await context.grammars.check(context.tokenizer, spec)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name}: {error}", name) from error
-    return spec
 
 
 class NamedSchema(Body):

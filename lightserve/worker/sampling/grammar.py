@@ -15,13 +15,14 @@ from torch import Tensor
 
 from lightserve.common.device import host_memory
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler, mask_of
+from lightserve.grammar.compiler import STACK_BYTES, GrammarCompiler, mask_of
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.int_arrays import GrowingArray, int32s
+from lightserve.utils.threads import pool_with_stack
 from lightserve.worker.sampling.req_rules import ReqRules
 
 MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
@@ -136,8 +137,6 @@ class GrammarManager:
         self._started = 0
         self._lock = threading.Lock()  # for the compilers and _compiling
         self._compiling: dict[Hashable, list[Future[LLMatcher]]] = {}  # by grammar and end tokens
-        self._compile_threads = ThreadPoolExecutor(self._lanes, "compile-grammar")
-        self._start_thread = ThreadPoolExecutor(1, "start-grammar")  # not behind the compilation of other grammars
 
     def warm_up(self) -> None:
         """Read the vocabulary in a thread, before a request needs it."""
@@ -201,6 +200,15 @@ class GrammarManager:
         lexers = {lexer for lexer, _, _ in jobs}
         executor = self._executor_of(min(len(lexers), available_cores(), MAX_THREADS))
         fill_next_token_bitmask_par(executor, [(matcher, row) for _, row, matcher in sorted(jobs)], bitmask)
+
+    @cached_property
+    def _compile_threads(self) -> ThreadPoolExecutor:
+        return pool_with_stack(self._lanes, "compile-grammar", STACK_BYTES)
+
+    @cached_property
+    def _start_thread(self) -> ThreadPoolExecutor:
+        """Not behind the compilation of other grammars."""
+        return pool_with_stack(1, "start-grammar", STACK_BYTES)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

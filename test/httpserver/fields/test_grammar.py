@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.grammar.specs import schema_grammar, structural_tag_grammar
-from lightserve.httpserver import grammar_check
-from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.io_struct import GrammarSpec
 from test.httpserver.openai_server import Server, rows, running
-from test.small_text import small_tokenizer
-from test.waiting import DEADLINE_S
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -145,30 +137,3 @@ def test_a_bad_grammar_is_refused_before_a_stream_begins(server: Server) -> None
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "response_format"
     assert len(server.engine.received) == received
-
-
-def test_a_grammar_that_takes_too_long_is_refused_and_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_now, may_go_on = GrammarCompiler.compile, threading.Event()
-
-    def compile_slowly(compiler: GrammarCompiler, spec: GrammarSpec) -> Any:
-        if spec.text == "slow":
-            may_go_on.wait(DEADLINE_S)
-        return compile_now(compiler, spec)
-
-    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
-    monkeypatch.setattr(grammar_check, "COMPILE_LIMIT_S", 0.5)
-    check = GrammarCheck()
-    check.prepare(small_tokenizer())
-
-    async def both() -> list[BaseException | None]:
-        checks = (check.check(small_tokenizer(), GrammarSpec("regex", text)) for text in ("slow", "abc"))
-        try:
-            return await asyncio.gather(*checks, return_exceptions=True)
-        finally:
-            may_go_on.set()
-
-    slow, fast = asyncio.run(both())
-
-    assert isinstance(slow, InvalidRequestError)
-    assert "takes longer than" in str(slow)
-    assert fast is None
