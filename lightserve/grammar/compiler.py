@@ -17,8 +17,6 @@ is, for each kind,
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from copy import copy
 from typing import Any
 
@@ -28,11 +26,12 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.lark_rules import check_rules
+from lightserve.grammar.matcher_cache import MatcherCache
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
-MAX_CACHED = 256  # compiled grammars
+MAX_CACHED_MIB = 256  # of compiled grammars. Most take less than 1 MiB, and count as 1
 # For a thread that compiles: llguidance recurses, and what is too deep for it kills the process. The process that
 # compiles a client's grammar first has a quarter of it.
 STACK_BYTES = 64 * 2**20
@@ -58,16 +57,13 @@ class GrammarCompiler:
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._added_tokens = vocabulary.added_tokens
         self._tokenizer = _ll_tokenizer(vocabulary)
-        self._max_cached = MAX_CACHED
-        self._cache: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = MatcherCache(MAX_CACHED_MIB)
 
     def lanes(self, count: int) -> list[GrammarCompiler]:
         """``count`` compilers that share the cache size of this one. Matchers of different lanes share no lexer."""
         lanes = [copy(self) for _ in range(count)]
         for lane in lanes:
-            lane._max_cached = MAX_CACHED // count
-            lane._cache, lane._lock = OrderedDict(), threading.Lock()
+            lane._cache = MatcherCache(MAX_CACHED_MIB // count)
         return lanes
 
     @property
@@ -77,23 +73,19 @@ class GrammarCompiler:
 
     def find(self, spec: GrammarSpec) -> LLMatcher | None:
         """A matcher in its start state if the compiled grammar is cached."""
-        with self._lock:
-            if spec not in self._cache:
-                return None
-            self._cache.move_to_end(spec)
-            return self._cache[spec].deep_copy()
+        return self._cache.find(spec)
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """A matcher in its start state, for one output. InvalidRequestError says what is wrong with the grammar."""
-        found = self.find(spec)
+        found = self._cache.find(spec)
         if found is not None:
             return found
         matcher = self.build(spec)
-        with self._lock:
-            self._cache[spec] = matcher
-            while len(self._cache) > self._max_cached:
-                self._cache.popitem(last=False)
-            return matcher.deep_copy()
+        self._cache.add(spec, matcher)
+        return matcher.deep_copy()
+
+    def clear_cache(self) -> None:
+        self._cache.clear()
 
     def build(self, spec: GrammarSpec) -> LLMatcher:
         """The same, not cached."""

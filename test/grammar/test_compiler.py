@@ -15,6 +15,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar import compiler as grammar_compiler
 from lightserve.grammar.compiler import GrammarCompiler, mask_of
+from lightserve.grammar.matcher_cache import MatcherCache
 from lightserve.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
@@ -178,7 +179,7 @@ def test_matchers_of_one_grammar_are_independent() -> None:
 
 
 def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 2)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_MIB", 2)
     compiler = GrammarCompiler(GrammarVocabulary.of(TOKENIZER, 131, (EOS_ID,)))
     first, second, third = (GrammarSpec("regex", text) for text in ("a", "b", "c"))
 
@@ -192,8 +193,22 @@ def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatc
     assert compiler.find(third) is not None
 
 
+def test_a_large_grammar_takes_the_place_of_several() -> None:
+    cache = MatcherCache(max_mib=8)
+    small = [GrammarSpec("regex", str(i)) for i in range(4)]
+    large = GrammarSpec("regex", "a", memory_mib=6)
+
+    for spec in (*small, large):
+        cache.add(spec, COMPILER.build(spec))
+    assert [spec for spec in (*small, large) if cache.find(spec)] == [*small[2:], large]
+
+    for spec in (*small, *small):
+        cache.add(spec, COMPILER.build(spec))
+    assert [spec for spec in (*small, large) if cache.find(spec)] == small
+
+
 def test_lanes_compile_separately_and_share_one_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 4)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_MIB", 4)
     one, other = GrammarCompiler(GrammarVocabulary.of(TOKENIZER, 131, (EOS_ID,))).lanes(2)
     specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
 

@@ -22,7 +22,8 @@ from lightserve.grammar.specs import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
-from lightserve.worker.sampling.grammar import LANES, GrammarManager, ReqGrammar
+from lightserve.utils.memory import allocated_bytes
+from lightserve.worker.sampling.grammar import LANES, LARGE_MIB, MAX_GROWTH_BYTES, GrammarManager, ReqGrammar
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder
 from lightserve.worker.step_runner import graph_shape_for
 from lightserve.worker.worker import ModelWorker
@@ -312,6 +313,36 @@ def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monk
     assert all(grammar is not None and grammar.matcher is not None for grammar in started)
 
     assert made == [DIGITS] * LANES
+
+
+def test_a_large_grammar_is_compiled_once(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.available_cores", lambda: 16)
+    grammars = GrammarManager(resolve(small_folder), 131)
+    large = GrammarSpec("regex", "[0-9]+", memory_mib=LARGE_MIB + 1)
+
+    grammars.compile_grammar(large, (EOS,))
+    started = [grammars.start(NewReq(i, PROMPT, SamplingParams(grammar=large), 0, (EOS,))) for i in range(40)]
+
+    assert all(grammar is not None and grammar.matcher is not None for grammar in started)
+    assert len({grammar.lexer_id for grammar in started if grammar is not None}) == 1
+    assert [lane.find(large) is not None for lane in grammars._compilers_for((EOS,))] == [True, *[False] * (LANES - 1)]
+
+
+def test_cached_grammars_are_dropped_when_the_heap_has_grown(
+    small_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = GrammarManager(resolve(small_folder), 131)
+    heap = allocated_bytes()
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.allocated_bytes", lambda: heap)
+    first, second, third = (GrammarSpec("regex", text) for text in ("1", "2", "3"))
+    grammars.compile_grammar(first, (EOS,))
+
+    heap += MAX_GROWTH_BYTES + 2**20
+    grammars.compile_grammar(second, (EOS,))
+    grammars.compile_grammar(third, (EOS,))
+
+    lane = grammars._compilers_for((EOS,))[0]
+    assert [lane.find(spec) is not None for spec in (first, second, third)] == [False, True, True]
 
 
 def test_the_first_request_with_a_grammar_has_it_compiled_for_all_lanes(

@@ -22,6 +22,7 @@ from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.int_arrays import GrowingArray, int32s
+from lightserve.utils.memory import allocated_bytes
 from lightserve.utils.threads import pool_with_stack
 from lightserve.worker.sampling.req_rules import ReqRules
 
@@ -31,6 +32,8 @@ MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of
 # 9 ms for 18 kB of schema.
 LANES = 4
 LANE_REQS = 8
+LARGE_MIB = 4  # a larger grammar has one lane
+MAX_GROWTH_BYTES = 2**30  # of the heap, after which all cached grammars are dropped: their lexers grow while in use
 CPU = torch.device("cpu")
 NO_TOKEN_LEFT = (
     "no token is left that the request's rules allow; relax its allowed tokens, bad words, no_repeat_ngram_size, "
@@ -135,6 +138,7 @@ class GrammarManager:
         self._compilers_of = lru_cache(maxsize=2)(self._make_compilers)  # by end tokens; a server uses one set
         self._lanes = min(available_cores(), LANES)
         self._started = 0
+        self._allocated_before = allocated_bytes()  # the first grammars, or the last time that all were dropped
         self._lock = threading.Lock()  # for the compilers and _compiling
         self._compiling: dict[Hashable, list[Future[LLMatcher]]] = {}  # by grammar and end tokens
 
@@ -147,7 +151,8 @@ class GrammarManager:
 
     def compile_grammar(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar for all lanes, and wait for it. InvalidRequestError says what is wrong with it."""
-        if any(compiler.find(spec) is None for compiler in self._compilers_for(eos_ids)):
+        if any(compiler.find(spec) is None for compiler in self._compilers_of_spec(spec, eos_ids)):
+            self._limit_growth(eos_ids)
             for compiled in self._compile(spec, eos_ids):
                 compiled.result()
 
@@ -160,11 +165,12 @@ class GrammarManager:
         sampling = new.sampling
         if sampling.grammar is None:
             return None
+        spec = sampling.grammar
         output_ids: list[int] = int32s(new.token_ids[len(new.token_ids) - new.output_len :]).tolist()
-        lane = self._started // LANE_REQS % self._lanes
+        lane = self._started // LANE_REQS % self._lanes_of(spec)
         self._started += 1
-        compiled = self._start_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, output_ids, lane)
-        return ReqGrammar(compiled, sampling.grammar.kind == "prefix", lexer_id=hash((sampling.grammar, lane)))
+        compiled = self._start_thread.submit(self._matcher_after, spec, new.eos_ids, output_ids, lane)
+        return ReqGrammar(compiled, spec.kind == "prefix", hash((spec, lane)))
 
     def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> Tensor:
         """The tokens that may follow in each of ``grammars`` (None: all): int32 ``[grammars, words]``, a bit per token.
@@ -237,12 +243,26 @@ class GrammarManager:
 
     def _compile(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> list[Future[LLMatcher]]:
         """Compile a grammar for every lane in the background. llguidance releases the GIL meanwhile."""
-        compilers, key = self._compilers_for(eos_ids), (spec, eos_ids)
+        compilers, key = self._compilers_of_spec(spec, eos_ids), (spec, eos_ids)
         with self._lock:
             self._compiling = {key: lanes for key, lanes in self._compiling.items() if not all(map(Future.done, lanes))}
             if key not in self._compiling:
                 self._compiling[key] = [self._compile_threads.submit(lane.compile, spec) for lane in compilers]
             return self._compiling[key]
+
+    def _limit_growth(self, eos_ids: tuple[int, ...]) -> None:
+        """The cache counts the memory of grammars as they were compiled. This is a limit on what they grow to."""
+        allocated = allocated_bytes()
+        if allocated - self._allocated_before > MAX_GROWTH_BYTES:
+            for compiler in self._compilers_for(eos_ids):
+                compiler.clear_cache()
+            self._allocated_before = allocated_bytes()
+
+    def _lanes_of(self, spec: GrammarSpec) -> int:
+        return 1 if spec.memory_mib > LARGE_MIB else self._lanes
+
+    def _compilers_of_spec(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> list[GrammarCompiler]:
+        return self._compilers_for(eos_ids)[: self._lanes_of(spec)]
 
     def _compilers_for(self, eos_ids: tuple[int, ...]) -> list[GrammarCompiler]:
         """One per lane. The first call reads the vocabulary, which takes 0.3 s for 50,000 tokens and holds the GIL."""
