@@ -84,6 +84,10 @@ class GrammarCompiler:
         self._cache.add(spec, matcher)
         return matcher.deep_copy()
 
+    def discard(self, spec: GrammarSpec) -> None:
+        """Compile the grammar anew for the next request: its lexer, which all matchers share, is beyond a limit."""
+        self._cache.discard(spec)
+
     def clear_cache(self) -> None:
         self._cache.clear()
 

@@ -36,6 +36,10 @@ class MatcherCache:
             while self._used_mib > self._max_mib:
                 self._remove(next(iter(self._matchers)))
 
+    def discard(self, spec: GrammarSpec) -> None:
+        with self._lock:
+            self._remove(spec)
+
     def clear(self) -> None:
         with self._lock:
             self._matchers.clear()

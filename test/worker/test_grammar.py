@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
@@ -343,6 +344,27 @@ def test_cached_grammars_are_dropped_when_the_heap_has_grown(
 
     lane = grammars._compilers_for((EOS,))[0]
     assert [lane.find(spec) is not None for spec in (first, second, third)] == [False, True, True]
+
+
+def test_a_lexer_that_reached_its_limit_fails_no_other_request(
+    small_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of one grammar share a lexer, and its errors."""
+    limits = LLParserLimits(max_lexer_states=100, verbose_errors=False)
+    monkeypatch.setattr(compiler_module, "LIMITS", limits)
+    grammars = GrammarManager(resolve(small_folder), 131)
+    spec = GrammarSpec("regex", "(a|b|c|x)*a(a|b|c|x){14}")
+
+    def error_of(text: str) -> str | None:
+        grammar = grammars.start(NewReq(0, PROMPT, SamplingParams(grammar=spec), 0, (EOS,)))
+        assert grammar is not None
+        for token_id in TOKENIZER.encode(text):
+            grammars.masks([grammar], [()])
+            grammar.advance(token_id)
+        return grammar.error
+
+    assert error_of("".join(random.Random(0).choices("abcx", k=300))) is not None
+    assert error_of("".join(random.Random(1).choices("abcx", k=12))) is None
 
 
 def test_the_first_request_with_a_grammar_has_it_compiled_for_all_lanes(

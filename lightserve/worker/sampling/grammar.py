@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
@@ -39,18 +39,26 @@ NO_TOKEN_LEFT = (
     "no token is left that the request's rules allow; relax its allowed tokens, bad words, no_repeat_ngram_size, "
     "min_new_tokens or grammar"
 )
+TOO_COMPLEX = "the grammar is too complex for so long a text; simplify its patterns and lengths"
 
 
 class ReqGrammar:
     """The state of a request in its grammar. One thread uses it at a time: see collector.py."""
 
-    def __init__(self, matcher: Future[LLMatcher], is_prefix: bool = False, lexer_id: int = 0) -> None:
-        """``is_prefix``: any text may follow after a text of the grammar."""
+    def __init__(
+        self,
+        matcher: Future[LLMatcher],
+        is_prefix: bool = False,
+        lexer_id: int = 0,
+        discard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``is_prefix``: any text may follow after a text of the grammar. ``discard`` drops the compiled grammar."""
         self.lexer_id = lexer_id  # matchers with the same one share a lexer
         self.error: str | None = None  # why no token may follow
         self.is_unconstrained = False  # any token may follow
         self._is_prefix = is_prefix
         self._compiled = matcher
+        self._discard = discard
         self._matcher: LLMatcher | None = None
 
     @property
@@ -81,11 +89,18 @@ class ReqGrammar:
     def advance(self, token_id: int) -> None:
         """Append a token of the request. One that the grammar does not allow sets ``error``."""
         matcher = self.matcher
-        if matcher is None or self.error is not None or matcher.is_stopped():
+        if matcher is None or self.error is not None:
             return
-        if not matcher.consume_token(token_id):  # the step samples token 0 if a mask allows no token
-            self.error = NO_TOKEN_LEFT
+        is_ended = matcher.is_stopped() and not matcher.is_error()
+        if not is_ended and not matcher.consume_token(token_id):  # a step samples token 0 if a mask allows no token
+            self._fail(matcher.get_error())
         self._check_end()
+
+    def _fail(self, reason: str) -> None:
+        """All requests with the grammar share the lexer. If it has reached a limit, new ones need another."""
+        is_forbidden = "doesn't satisfy the grammar" in reason
+        self.error = NO_TOKEN_LEFT if is_forbidden else f"{TOO_COMPLEX} ({reason.splitlines()[0]})"
+        self._discard()
 
     def _check_end(self) -> None:
         if self._is_prefix and self._matcher is not None and self._matcher.is_accepting():
@@ -170,7 +185,8 @@ class GrammarManager:
         lane = self._started // LANE_REQS % self._lanes_of(spec)
         self._started += 1
         compiled = self._start_thread.submit(self._matcher_after, spec, new.eos_ids, output_ids, lane)
-        return ReqGrammar(compiled, spec.kind == "prefix", hash((spec, lane)))
+        discard = partial(self._discard, spec, new.eos_ids, lane)
+        return ReqGrammar(compiled, spec.kind == "prefix", hash((spec, lane)), discard)
 
     def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> Tensor:
         """The tokens that may follow in each of ``grammars`` (None: all): int32 ``[grammars, words]``, a bit per token.
@@ -249,6 +265,9 @@ class GrammarManager:
             if key not in self._compiling:
                 self._compiling[key] = [self._compile_threads.submit(lane.compile, spec) for lane in compilers]
             return self._compiling[key]
+
+    def _discard(self, spec: GrammarSpec, eos_ids: tuple[int, ...], lane: int) -> None:
+        self._compilers_for(eos_ids)[lane].discard(spec)
 
     def _limit_growth(self, eos_ids: tuple[int, ...]) -> None:
         """The cache counts the memory of grammars as they were compiled. This is a limit on what they grow to."""
