@@ -70,7 +70,15 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.logprobs": {"io_struct"},
     "httpserver.tracing": {"errors", "httpserver.wire", "io_struct", "utils"},
     "httpserver.router_queries": {"errors", "io_struct", "utils"},
-    "httpserver.manager": {"errors", "io_struct", "utils", "httpserver.router_queries", "httpserver.wire"},
+    "httpserver.grammar_memory": {"errors", "io_struct"},
+    "httpserver.manager": {
+        "errors",
+        "httpserver.grammar_memory",
+        "httpserver.router_queries",
+        "httpserver.wire",
+        "io_struct",
+        "utils",
+    },
     "httpserver.journal": {"errors", "httpserver.wire", "io_struct", "utils"},
     "httpserver.grammar_process": {"errors", "grammar", "io_struct", "utils"},
     "httpserver.grammar_check": {

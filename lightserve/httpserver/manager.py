@@ -21,6 +21,7 @@ from lightserve.errors import (
     UnavailableError,
     error_from_status,
 )
+from lightserve.httpserver.grammar_memory import GrammarMemory
 from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import (
@@ -36,6 +37,7 @@ from lightserve.io_struct import (
     FinishReason,
     GenerateReq,
     GenerationParams,
+    GrammarSpec,
     ListAdapters,
     LoadAdapter,
     ReleaseParents,
@@ -91,6 +93,7 @@ class HttpServerManager:
         self._last_heartbeat_s = 0.0
         self._ids = itertools.count(http_process << REQ_ID_BITS)
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
+        self._grammars = GrammarMemory()
         self._drained = asyncio.Event()
         self.queries = RouterQueries(http_process, to_router)
 
@@ -212,6 +215,7 @@ class HttpServerManager:
 
     def _start(self, generation: Generation) -> None:
         self._check_ready()
+        self._grammars.add(generation.grammars)
         if not generation.has_ended:  # it may be continued after its last token
             self._send(generation)
 
@@ -264,6 +268,9 @@ class HttpServerManager:
         if self.state is not EngineState.READY:
             self._check_drained()
 
+    def _end(self, generation: Generation) -> None:
+        self._grammars.remove(generation.grammars)
+
     def _release_parents(self, req_ids: list[int]) -> None:
         self._to_router.send(ReleaseParents(req_ids))
 
@@ -315,6 +322,7 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
+        self._manager._end(self)
         for index, req_id in enumerate(self.req_ids):
             self._manager._close(req_id, is_finished=index not in self._unfinished)
         if self._is_open:
@@ -348,6 +356,12 @@ class Generation:
                 for index, out in arrived:
                     outs[index].append(out)
         return outs
+
+    @property
+    def grammars(self) -> list[GrammarSpec]:
+        """Of its sequences that have one."""
+        given = (one.params.sampling.grammar for one in self.prompt_requests)
+        return [grammar for grammar in given if grammar is not None]
 
     def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
         """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
