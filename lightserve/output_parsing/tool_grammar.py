@@ -108,7 +108,7 @@ class _GrammarWriter:
         thinking = self._thinking
         before = "" if thinking is None else "thinking" if thinking.is_begun else "thinking?"
         own = [] if thinking is None else self._thinking_rules(thinking)
-        common = ["NUMBER: /[0-9]{1,3}/", "TEXT: /(?s:.*)/", ""]
+        common = ["NUMBER: /[0-9]{1,3}/", "TEXT: /(?s:.*)/", r"SPACE: /[ \t\r\n]{1,16}/", ""]
         return "\n".join([f"start: {before} {start}", *rules, *own, *common])
 
     def calls(self, calls: Calls, without: str = "") -> list[str]:
@@ -125,7 +125,7 @@ class _GrammarWriter:
             one, more = one.removeprefix(without), ""
         is_one = calls.max_calls == 1 or (without and not template.begin)
         repeat = "" if is_one else f"({self.text(more)} call)*"
-        rules = [f"calls: {self.text(begin)} call {repeat} {self.text(template.end)}"]
+        rules = [f"calls: {self.text(begin)} call {repeat} {self.text(template.end)} {_space_after(without)}"]
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
             if calls.is_json and one.startswith("{"):
@@ -144,11 +144,11 @@ class _GrammarWriter:
         else:
             section = f"{begin} SPACE? named"
         repeat = "" if calls.max_calls == 1 or without else f"(SPACE? {section})*"
-        rules = [f"calls: {section} {repeat}"]
+        rules = [f"calls: {section} {repeat} {_space_after(without)}"]
         rules.append("named: " + " | ".join(f"named_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
             rules += TaggedCall(tags, i, name, schema).rules(self)
-        return [*rules, r"SPACE: /[ \t\r\n]{1,16}/"]
+        return rules
 
     def is_added_token(self, text: str) -> bool:
         return text in self._marker_ids
@@ -160,12 +160,11 @@ class _GrammarWriter:
         """Rules for calls in a format whose arguments are not JSON: the markers, and any text between them."""
         begin, end = calls.tool_format.loose_call
         inner = [self.text(marker) for marker in calls.tool_format.markers if marker in self._marker_ids]
-        repeat = "" if calls.max_calls == 1 else "(SPACE call)*"
+        repeat = "" if calls.max_calls == 1 else "(SPACE? call)*"
         return [
-            f"calls: call {repeat} SPACE",
+            f"calls: call {repeat} SPACE?",
             f"call: {self.text(begin)} call_text",
             *self.text_until("call_text", end, [one for one in inner if one not in (self.text(begin), self.text(end))]),
-            r"SPACE: /[ \t\r\n]{0,16}/",
         ]
 
     def text_until(self, rule: str, end: str, inner: Sequence[str] = ()) -> list[str]:
@@ -199,6 +198,11 @@ class _GrammarWriter:
             *self.text_until("thought", tags.end),
             r"AFTER_THOUGHT: /[ \t\r\n]{0,16}/",
         ]
+
+
+def _space_after(without: str) -> str:
+    """What may follow the last call. Models write a line break there, and must be able to end after it."""
+    return "" if without else "SPACE?"  # with a marker that another rule has read, any text may follow
 
 
 def _call_schema(call_template: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[o
 
 def ask(client: openai.OpenAI, *messages: Any, **fields: Any) -> Any:
     create: Any = client.chat.completions.create
-    return create(model="coder", messages=list(messages), tools=[TOOL], temperature=0, max_tokens=128, **fields)
+    defaults = {"tools": [TOOL], "temperature": 0, "max_tokens": 128}
+    return create(model="coder", messages=list(messages), **defaults | fields)
 
 
 @needs_a_tool_model
@@ -115,6 +116,28 @@ def test_a_call_can_be_forced_on_any_model(small: openai.OpenAI, choice: Any, is
         arguments = json.loads(text)
         assert set(arguments) == {"city", "unit"}
         assert arguments["unit"] in ("celsius", "fahrenheit")
+
+
+PLAIN_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def test_a_model_that_must_call_a_tool_may_end_after_the_call(small: openai.OpenAI) -> None:
+    """It writes a line break after the call. The schema of the arguments does not mention others."""
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+
+    response = ask(small, question, tools=[PLAIN_TOOL], tool_choice="required")
+
+    (choice,) = response.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert list(json.loads(call.function.arguments)) == ["city"]
 
 
 SCHEMA = {

@@ -146,6 +146,39 @@ def test_calls_in_the_models_own_format_are_allowed_and_nothing_else(name: str, 
     assert not allows(name, text.replace("2", '"two"'), with_markers)
 
 
+ENDS = ("", "\n", " ", "\n\n", " \n\t")
+
+
+def one_call(name: str) -> str:
+    template = enforceable_format(TOOL_FORMATS_BY_NAME[name]).call_template
+    assert template is not None
+    call = template.call.replace("{name}", "weather").replace("{arguments}", PARIS).replace("{number}", "0")
+    return template.begin + call + template.end
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("max_calls", [None, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_output_may_end_after_a_call_and_white_space(name: str, max_calls: int | None, with_markers: bool) -> None:
+    call = one_call(name)
+
+    assert [end for end in ENDS if not allows(name, call + end, with_markers, max_calls)] == []
+    assert not allows(name, call + "\nSo", with_markers, max_calls)
+    for end in ENDS if max_calls is None else ():
+        assert allows(name, TWO_CALLS[name] + end, with_markers)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_instead_of_an_answer_may_end_after_white_space_too(name: str, with_markers: bool) -> None:
+    tool_format = TOOL_FORMATS_BY_NAME[name]
+    calls = LOOSE.get(name) or TAGGED.get(name) or TWO_CALLS[name]
+    before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))
+    spec = GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before)
+
+    assert [end for end in ENDS if not is_accepted(spec, calls + end, with_markers)] == []
+
+
 def test_a_call_can_be_forced_if_its_markers_are_added_but_not_special_tokens() -> None:
     """As in Qwen's tokenizers. llguidance takes such tokens for no text."""
     backend = tokenizers.Tokenizer.from_str(smol().to_json())
