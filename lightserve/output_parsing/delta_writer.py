@@ -36,9 +36,11 @@ class DeltaWriter:
         new_id: NewId = call_id,
         max_calls: int | None = None,
         separates_reasoning: bool = True,
+        only_calls: bool = False,
     ) -> None:
-        """``separates_reasoning`` false: reasoning is content."""
+        """``separates_reasoning`` false: reasoning is content. ``only_calls``: a grammar forces calls."""
         self.tools = tools
+        self.only_calls = only_calls
         self.has_calls = False
         self.is_reasoning = False  # the text so far ends inside the reasoning
         self.is_undecided = False  # the latest text is reasoning or a call: this depends on the text that follows
@@ -96,6 +98,11 @@ class DeltaWriter:
         if not self._is_dropped:
             self.has_calls = self.is_call_open = True
             self.deltas.append(CallStart(self._n_calls - 1, model_id or self._new_id(), name))
+
+    def drop_call(self) -> None:
+        """A call that has no name yet was cut off. White space before it is dropped as before any call."""
+        self._space.clear()
+        self._is_after_call = True
 
     def add_arguments(self, text: str) -> None:
         if text and not self._is_dropped:

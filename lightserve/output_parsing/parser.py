@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightserve.output_parsing.delta_writer import DeltaWriter, joined
-from lightserve.output_parsing.deltas import Delta
+from lightserve.output_parsing.deltas import Content, Delta
 from lightserve.output_parsing.text_stream import Incremental, TextStream
 from lightserve.output_parsing.tool_calls.base import Parse
 
@@ -29,11 +29,14 @@ class OutputParser:
         next(self._steps, None)
         return joined(deltas)
 
-    def finish(self) -> list[Delta]:
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """``is_cut``: the model did not end the output. A call that has no name yet is dropped then."""
         deltas = self.writer.deltas = []
-        self._stream.close()
+        self._stream.close(is_cut)
         next(self._steps, None)
         self.writer.finish()
+        if is_cut and self.writer.only_calls:
+            deltas = [delta for delta in deltas if not isinstance(delta, Content)]
         return joined(deltas)
 
 

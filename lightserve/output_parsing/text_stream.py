@@ -52,6 +52,7 @@ class TextStream:
         self.text = ""  # the unread text, and before it text that was read lately
         self.position = 0  # the start of the unread text
         self.is_closed = False
+        self.is_cut = False  # it was cut off: it would have gone on
         self._mark: int | None = None
         self._kept: list[str] = []  # what was read since the mark and is no longer in ``text``
         # While the parser only emits text and has read all of it: where a plain piece goes, and whether it is one
@@ -66,14 +67,20 @@ class TextStream:
         self.text = self.text[self.position :] + text
         self.position = 0
 
-    def close(self) -> None:
-        """The text is complete."""
+    def close(self, is_cut: bool = False) -> None:
+        """No text follows: it is complete, or it was cut off."""
         self.is_closed = True
+        self.is_cut = is_cut
 
     @property
     def is_at_end(self) -> bool:
-        """The text is complete, and all of it was read."""
+        """No text follows, and all of it was read."""
         return self.is_closed and self.position == len(self.text)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The text was cut off, and all of it was read."""
+        return self.is_cut and self.is_at_end
 
     def wait_for_more(self) -> Incremental[bool]:
         """Wait for more text; False if none comes. Afterwards only ``position`` is valid, other offsets are not."""
@@ -109,6 +116,12 @@ class TextStream:
             self._kept.clear()
         self.position = self._mark + marked_length
 
+    def unread(self) -> None:
+        """Go back to the mark, and remove it. What the text was cut off in stays read."""
+        if not self.is_cut_off:
+            self.rewind()
+        self.take_marked()
+
     def peek(self) -> Incremental[str]:
         """The next character, or "" at the end."""
         while self.position == len(self.text):
@@ -124,6 +137,8 @@ class TextStream:
         """Read ``literal`` if it comes next. Return whether it did."""
         while len(self.text) - self.position < len(literal) and literal.startswith(self.text[self.position :]):
             if not (yield from self.wait_for_more()):
+                if self.is_cut and self._mark is not None:  # the literal was cut off: nothing else can follow
+                    self.position = len(self.text)
                 return False
         if not self.text.startswith(literal, self.position):
             return False
@@ -134,6 +149,13 @@ class TextStream:
         """The same after white space, which is skipped in any case."""
         yield from self.skip_space()
         return (yield from self.accept(literal))
+
+    def accept_end(self, literal: str) -> Incremental[bool]:
+        """The same for a marker that must follow: the beginning of it, in which the text was cut off, is read too."""
+        is_read = yield from self.accept_after_space(literal)
+        if not is_read and self.is_cut and literal.startswith(self.text[self.position :]):
+            self.position = len(self.text)
+        return is_read
 
     def emit_run(self, plain: PlainText, emit: Emit) -> Incremental[None]:
         """Emit text up to the first character that is not plain, which stays unread."""

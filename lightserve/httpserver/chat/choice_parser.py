@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightserve.httpserver.chat.custom_input import CustomCallDecoder
-from lightserve.io_struct import StrOut
+from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import Delta, OutputParser, Reasoning
 
 
@@ -49,8 +49,9 @@ class ChoiceParser:
             self._undecided_tokens = 0
 
     def _finish(self, out: StrOut) -> list[Delta]:
-        deltas = self._parser.finish()
-        self._is_cut = self._writer.is_call_open and isinstance(out.stop_reason, str)
+        is_stopped = isinstance(out.stop_reason, str)
+        deltas = self._parser.finish(is_cut=is_stopped or out.finish_reason is not FinishReason.STOP)
+        self._is_cut = self._writer.is_call_open and is_stopped
         return deltas
 
 

@@ -96,8 +96,9 @@ class OutputPlan:
         elif self.thinking is not None:
             call_begins = () if tools is None else tools.call_begins
             parse = ReasoningParser(self.thinking.reasoning_format, self.thinking.is_begun, parse, call_begins).parse
-        separates = self.body.separate_reasoning is not False
-        parser = OutputParser(parse, DeltaWriter(self.schemas, new_id, self.body.max_tool_calls, separates))
+        separates, only_calls = self.body.separate_reasoning is not False, bool(self.body.forced_tools)
+        writer = DeltaWriter(self.schemas, new_id, self.body.max_tool_calls, separates, only_calls)
+        parser = OutputParser(parse, writer)
         shows_reasoning = self.body.include_reasoning is not False
         custom = frozenset(tool.definition.name for tool in self.body.offered_tools if tool.is_custom)
         return CustomToolParser(parser, shows_reasoning, custom) if custom else ChoiceParser(parser, shows_reasoning)

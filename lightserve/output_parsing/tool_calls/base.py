@@ -1,7 +1,7 @@
 """The description of a tool-call format, and the parsing functions that several formats share.
 
-A malformed call is content, as long as its name has not been emitted. After that it cannot be withdrawn: the malformed
-arguments are emitted unchanged, up to the end of the call.
+A malformed call is content, as long as its name has not been emitted; it is dropped if the output was cut off there.
+After that it cannot be withdrawn: the malformed arguments are emitted unchanged, up to the end of the call.
 """
 
 from __future__ import annotations
@@ -63,6 +63,18 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def add_no_call(stream: TextStream, writer: DeltaWriter) -> None:
+    """What was read since the mark began as a call and is none: it is content.
+
+    If the output was cut off in it, it is dropped: clients cannot use half of a call that has no name.
+    """
+    text = stream.take_marked()
+    if stream.is_cut_off:
+        writer.drop_call()
+    else:
+        writer.add_content(text)
+
+
 def emit_raw(stream: TextStream, writer: DeltaWriter, ends: Sequence[str]) -> Incremental[None]:
     """Emit malformed arguments unchanged, up to one of ``ends``, which stays unread."""
     end = yield from stream.emit_until(ends, writer.add_arguments)
@@ -106,13 +118,13 @@ def json_calls(
     while True:
         stream.mark()
         if not (yield from _is_another_next(stream)):
-            stream.rewind()
+            stream.unread()
             break
         if not (yield from _json_call(stream, writer, ends, known_tools_only)):
             break
-    writer.add_content(stream.take_marked())
+    add_no_call(stream, writer)
     if is_list:
-        yield from stream.accept_after_space("]")
+        yield from stream.accept_end("]")
     return True
 
 
@@ -122,9 +134,11 @@ def enclosed_calls(
     """Emit ``json_calls`` between ``begin``, which was read last, and ``end``; anything else is content."""
     stream.mark(len(begin))
     if (yield from json_calls(stream, writer, (end or begin,), known_tools_only)):
-        yield from stream.accept_after_space(end)
-    else:
+        yield from stream.accept_end(end)
+    elif known_tools_only:  # other text may begin like this
         writer.add_content(stream.take_marked())
+    else:
+        add_no_call(stream, writer)
 
 
 def _is_another_next(stream: TextStream) -> Incremental[bool]:

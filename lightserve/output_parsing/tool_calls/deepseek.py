@@ -23,8 +23,8 @@ def _read_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
         yield from stream.accept_after_space(f"{FENCE}json")
     if not (yield from named_call(stream, writer, name.strip(), (CALL_END,))):
         return False
-    yield from stream.accept_after_space(FENCE)
-    yield from stream.accept_after_space(CALL_END)
+    yield from stream.accept_end(FENCE)
+    yield from stream.accept_end(CALL_END)
     return True
 
 

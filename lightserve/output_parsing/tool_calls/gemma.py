@@ -10,7 +10,7 @@ from json.encoder import encode_basestring
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.json_text import CLOSERS, parse_json
 from lightserve.output_parsing.text_stream import Incremental, PlainText, TextStream
-from lightserve.output_parsing.tool_calls.base import ToolFormat, emit_raw, is_name
+from lightserve.output_parsing.tool_calls.base import ToolFormat, add_no_call, emit_raw, is_name
 
 _BARE = PlainText(re.compile(r"[^,}\]<]+"), frozenset(",}]<").isdisjoint)
 _KEY = PlainText(re.compile(r"[^:,}\]{\[]+"), frozenset(":,}]{[").isdisjoint)
@@ -28,7 +28,7 @@ class GemmaCalls:
             yield from stream.accept_after_space("call:")
             name, brace = yield from stream.read_until(("{", self.end))
             if brace != "{" or not is_name(name.strip()):
-                writer.add_content(stream.take_marked())
+                add_no_call(stream, writer)
                 continue
             stream.take_marked()
             writer.start_call(name.strip())
@@ -36,7 +36,7 @@ class GemmaCalls:
                 writer.end_call()
             else:
                 yield from emit_raw(stream, writer, (self.end,))
-            yield from stream.accept_after_space(self.end)
+            yield from stream.accept_end(self.end)
 
     def _emit_object(self, stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
         """Emit an object, after its brace, as JSON while it arrives. Return whether it was closed."""

@@ -14,7 +14,7 @@ import re
 
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.text_stream import Incremental, TextStream
-from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, named_call
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, add_no_call, named_call
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -43,7 +43,7 @@ def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
         if marker == MESSAGE:
             yield from _parse_message(stream, writer)
         else:
-            writer.add_content(stream.take_marked())
+            add_no_call(stream, writer)
 
 
 def _parse_message(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
@@ -54,7 +54,7 @@ def _parse_message(stream: TextStream, writer: DeltaWriter) -> Incremental[None]
     if function is not None and writer.tools:
         stream.mark()
         if not (yield from named_call(stream, writer, function[1], ENDS)):
-            writer.add_content(stream.take_marked())
+            add_no_call(stream, writer)
     elif channel is not None and channel[1] == "analysis":
         writer.is_reasoning = True
         yield from _emit_body(stream, writer)

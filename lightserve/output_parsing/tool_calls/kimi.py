@@ -17,7 +17,7 @@ def _read_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
     name = model_id.removeprefix("functions.").rpartition(":")[0] or model_id
     if marker != ARGUMENTS or not (yield from named_call(stream, writer, name, (CALL_END,), model_id)):
         return False
-    yield from stream.accept_after_space(CALL_END)
+    yield from stream.accept_end(CALL_END)
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.output_parsing.delta_writer import DeltaWriter, short_call_id
 from lightserve.output_parsing.text_stream import Incremental, TextStream
-from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, json_calls, named_call
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, add_no_call, json_calls, named_call
 
 TAG, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -15,7 +15,7 @@ def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
         yield from stream.skip_space()
         is_json = (yield from stream.peek()) in ("[", "{")
         if not (yield from json_calls(stream, writer, (TAG,)) if is_json else _newer_call(stream, writer)):
-            writer.add_content(stream.take_marked())
+            add_no_call(stream, writer)
 
 
 def _newer_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:

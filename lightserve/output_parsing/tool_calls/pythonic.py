@@ -14,7 +14,7 @@ from typing import Any
 
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.text_stream import Incremental, PlainText, TextStream
-from lightserve.output_parsing.tool_calls.base import ToolFormat
+from lightserve.output_parsing.tool_calls.base import ToolFormat, add_no_call
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # nested brackets: Python's parser and the code below recurse
@@ -30,7 +30,10 @@ def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
     yield from stream.accept(START)
     if (yield from stream.accept_after_space("[")):
         yield from _parse_calls(stream, writer)
-    writer.add_content(stream.take_marked())
+    if writer.has_calls:
+        add_no_call(stream, writer)
+    else:  # any list may begin like this
+        writer.add_content(stream.take_marked())
     yield from stream.emit_until((), writer.add_content)
 
 
@@ -40,7 +43,7 @@ def _parse_calls(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
         stream.mark()
         if (yield from stream.accept_after_space("]")):
             stream.take_marked()
-            yield from stream.accept_after_space(END)
+            yield from stream.accept_end(END)
             return
         if not (yield from stream.accept(",")):
             return
@@ -58,7 +61,7 @@ class PythonBetween:
             stream.mark(len(self.begin))
             yield from stream.accept_after_space("[")
             yield from self._parse_calls(stream, writer)
-            writer.add_content(stream.take_marked())
+            add_no_call(stream, writer)
 
     def _parse_calls(self, stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
         """Text that is still marked at the end is content."""
@@ -66,7 +69,7 @@ class PythonBetween:
             stream.mark()
             yield from stream.accept_after_space(",")
             yield from stream.accept_after_space("]")
-            if (yield from stream.accept_after_space(self.end)):
+            if (yield from stream.accept_end(self.end)):
                 stream.take_marked()
                 return
 

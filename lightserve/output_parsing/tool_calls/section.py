@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.tool_calls.base import add_no_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,6 @@ class Section:
             stream.mark(len(marker))
             is_call = marker == self.call_begin or (yield from stream.accept_after_space(self.call_begin))
             if is_call and (yield from self.read_call(stream, writer)):
-                yield from stream.accept_after_space(self.end)
+                yield from stream.accept_end(self.end)
             else:
-                writer.add_content(stream.take_marked())
+                add_no_call(stream, writer)

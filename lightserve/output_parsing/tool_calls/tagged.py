@@ -18,7 +18,7 @@ from lightserve.json_schema.tool_schema import ANY, ToolSchema, Types
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.json_text import parse_json
 from lightserve.output_parsing.text_stream import Incremental, TextStream
-from lightserve.output_parsing.tool_calls.base import CallTags, ToolFormat, emit_raw, is_name
+from lightserve.output_parsing.tool_calls.base import CallTags, ToolFormat, add_no_call, emit_raw, is_name
 
 MAX_HEAD = 16  # characters of a value, after which it is no longer null, nor an object after white space
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -33,21 +33,23 @@ class Tags(CallTags):
             is_bare = begin != self.begin  # models omit the begin; but text may mention the tag: only tools count
             is_named = is_bare or (yield from stream.accept_after_space(self.before_name))
             if not is_named or not (yield from self._parse_call(stream, writer, known_tools_only=is_bare)):
-                writer.add_content(stream.take_marked())
+                if is_bare:
+                    writer.add_content(stream.take_marked())
+                else:
+                    add_no_call(stream, writer)
                 continue
             while self.after_call and (yield from self._is_another_next(stream)):
                 if not (yield from self._parse_call(stream, writer)):
-                    writer.add_content(stream.take_marked())
+                    add_no_call(stream, writer)
                     break
-            yield from stream.accept_after_space(self.end)
+            yield from stream.accept_end(self.end)
 
     def _is_another_next(self, stream: TextStream) -> Incremental[bool]:
         yield from stream.skip_space()
         stream.mark()
         if (yield from stream.accept(self.before_name)):
             return True
-        stream.rewind()
-        stream.take_marked()
+        stream.unread()
         return False
 
     def _parse_call(self, stream: TextStream, writer: DeltaWriter, known_tools_only: bool = False) -> Incremental[bool]:
@@ -58,7 +60,7 @@ class Tags(CallTags):
         stream.take_marked()
         writer.start_call(name)
         yield from self._emit_arguments(stream, writer, writer.tools.get(name))
-        yield from stream.accept_after_space(self.after_call)
+        yield from stream.accept_end(self.after_call)
         return True
 
     def _read_name(self, stream: TextStream) -> Incremental[str]:
@@ -86,8 +88,7 @@ class Tags(CallTags):
             if not (yield from self._emit_value(stream, writer, types)):
                 return
             opening = ", "
-        stream.rewind()
-        stream.take_marked()
+        stream.unread()
         writer.add_arguments("{}" if opening == "{" else "}")
         if not stream.is_at_end:
             writer.end_call()

@@ -211,6 +211,19 @@ def test_a_call_that_max_tokens_truncates_has_finish_reason_length(server: Serve
     assert PARIS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+@pytest.mark.parametrize("ends", [{"finish": FinishReason.LENGTH}, {"stop_reason": "gic"}], ids=["length", "stop"])
+def test_a_call_that_is_cut_off_in_its_name_is_shown_nowhere(server: Server, ends: dict[str, Any]) -> None:
+    whole_call = tagged(call("now", "{}"))
+    server.engine.script = rows("Yes.\n", whole_call, '\n<tool_call>\n{"na', 'me": "ma', **ends)
+
+    [choice] = server.chat(tools=TOOLS).json()["choices"]
+    [folded] = fold(events(server.chat(tools=TOOLS, stream=True))).values()
+
+    assert choice["message"]["content"] == folded["content"] == "Yes."
+    assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["now"]
+    assert len(folded["calls"]) == 1
+
+
 def test_a_stop_string_inside_the_arguments_ends_the_call_with_finish_reason_stop(server: Server) -> None:
     text = tagged(call("weather", PARIS))[:-30]
     server.engine.script = rows(text, stop_reason="days")

@@ -140,8 +140,8 @@ def test_broken_arguments_are_an_object_too(server: Server, arguments: str) -> N
 
     message = whole(chat(server, tools=TOOLS, stream=False))["message"]
 
-    calls = message.get("tool_calls", [])  # none: the broken call is content
-    assert calls or message["content"] == text
+    calls = message.get("tool_calls", [])  # none: the output was cut off before an object of arguments
+    assert message["content"] == ""
     assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
 
 
