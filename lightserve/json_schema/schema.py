@@ -82,7 +82,7 @@ class JsonSchema:
 
     def count_steps(self, steps: int) -> None:
         """Count the work on the schema, and raise InvalidRequestError when it is too much."""
-        self.steps += steps
+        self.steps = min(self.steps + steps, MAX_STEPS + 1)
         if self.steps > MAX_STEPS:
             raise InvalidRequestError(
                 f"the schema has too many schemas for the same values: reading it takes more than {MAX_STEPS} steps"
