@@ -29,6 +29,7 @@ from lightserve.grammar.lark_rules import check_rules
 from lightserve.grammar.matcher_cache import MatcherCache
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
+from lightserve.json_schema.schema import JsonSchema
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_CACHED_MIB = 256  # of compiled grammars. Most take less than 1 MiB, and count as 1
@@ -125,6 +126,7 @@ def _without_before(spec: GrammarSpec, added_tokens: frozenset[str]) -> str:
         if spec.kind == "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=JSON_DEFAULTS)
         if spec.kind == "json_schema":
+            JsonSchema(json.loads(spec.text)).check()
             return LLMatcher.grammar_from_json_schema(spec.text, defaults=JSON_DEFAULTS)
         if spec.kind == "structural_tag":
             return _tagged(json.loads(spec.text), added_tokens)

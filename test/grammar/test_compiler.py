@@ -166,6 +166,8 @@ def test_a_schema_beyond_a_limit_is_refused_before_it_is_compiled(schema: dict[s
         schema_grammar(schema)
     with pytest.raises(InvalidRequestError, match="levels deep"):
         structural_tag_grammar(tag)
+    with pytest.raises(InvalidRequestError, match="levels deep"):
+        COMPILER.compile(GrammarSpec("json_schema", json.dumps(schema)))
 
 
 def test_matchers_of_one_grammar_are_independent() -> None:
