@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from lightserve.io_struct import GrammarSpec
+from lightserve.json_schema.budget import StepBudget
 from lightserve.json_schema.closing import closed_schema
 from lightserve.json_schema.schema import JsonSchema
 
@@ -31,13 +32,14 @@ def structural_tag_grammar(tag: dict[str, Any]) -> GrammarSpec:
     """``tag`` may be malformed: the compiler says how."""
     structures = tag.get("structures")
     if isinstance(structures, list):
-        tag = tag | {"structures": [_closed_structure(one) for one in structures]}
+        budget = StepBudget()
+        tag = tag | {"structures": [_closed_structure(structure, budget) for structure in structures]}
     return _spec("structural_tag", tag)
 
 
-def _closed_structure(structure: Any) -> Any:
+def _closed_structure(structure: Any, budget: StepBudget) -> Any:
     schema = structure.get("schema") if isinstance(structure, dict) else None
-    return structure | {"schema": closed_schema(JsonSchema(schema))} if isinstance(schema, dict) else structure
+    return structure | {"schema": closed_schema(JsonSchema(schema, budget))} if isinstance(schema, dict) else structure
 
 
 def _spec(kind: Any, value: Any) -> GrammarSpec:

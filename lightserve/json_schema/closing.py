@@ -11,6 +11,7 @@ names of all of them, closes the object. The result never allows a value that th
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -18,12 +19,13 @@ from itertools import chain, count
 from typing import Any
 
 from lightserve.json_schema.keywords import ALTERNATIVES, NEGATED, SAME_VALUE, map_schemas, schemas_in
-from lightserve.json_schema.schema import JsonSchema, Node
+from lightserve.json_schema.schema import JsonSchema, Node, work_on
 
 _DEFINITIONS = ("$defs", "definitions")
 _OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 _DESCRIBING = frozenset(("properties", "required", "minProperties", "items", "prefixItems", *_OTHER_PROPERTIES))
-_INNER = {"properties", "items", "prefixItems", "additionalProperties"}  # they describe values inside of the value
+# they describe values inside of the value
+_INNER = frozenset(("properties", "items", "prefixItems", "additionalProperties"))
 _COMPOUND = frozenset((*_INNER, *SAME_VALUE, "$ref"))  # a schema with none of these describes no object
 
 
@@ -40,13 +42,16 @@ def closed_schema(schema: JsonSchema) -> dict[str, Any]:
 
     InvalidRequestError says which limit the schema is beyond.
     """
-    return closed_part(schema, schema.root)
+    schema.check()
+    return _Closing(schema).document(schema.root)
 
 
 def closed_part(schema: JsonSchema, node: Any) -> dict[str, Any]:
-    """The same for a node of the schema, as a schema of its own."""
+    """The same for a node of the schema, as a schema of its own, which has the definitions that it refers to."""
     schema.check()
-    return _Closing(schema).document(node)
+    closed = _Closing(schema).document(node)
+    schema.budget.spend(1, len(json.dumps(closed)))  # a large definition may be in each
+    return closed
 
 
 class _Closing:
@@ -54,6 +59,7 @@ class _Closing:
         self._schema = schema
         self._names: dict[tuple[int, _Mode], str] = {}  # of definitions
         self._pending: list[tuple[str, Any, _Mode]] = []  # definitions that are not written yet
+        self._texts: dict[int, str] = {}  # of inner schemas, by the id of a node
 
     def document(self, root: Any) -> dict[str, Any]:
         written = self._write(root, _Mode.CLOSED)
@@ -83,7 +89,7 @@ class _Closing:
         choice = self._choice(node)
         parts = [[node], *(self._schema.same_value(*part) for part in self._parts(node, choice))]
         objects = self._objects(list(chain(*parts)), node[choice] if choice else [{}])
-        if any(map(_has_conflict, objects)):
+        if any(map(self._has_conflict, objects)):
             written = self._copy(node, _Mode.UNCHANGED, _Mode.UNCHANGED)
         elif len([part for part in parts if _property_names(part)]) + (choice is not None) > 1:
             written = self._copy(node, _Mode.OPEN, _Mode.CLOSED)
@@ -114,12 +120,25 @@ class _Closing:
 
     def _objects(self, common: list[Node], branches: list[Any]) -> list[list[Node]]:
         """For each branch, the schemas that describe the object together."""
-        self._schema.count_steps(len(branches) * (len(common) + len(_property_names(common))))
+        self._schema.budget.spend(len(branches) * sum(work_on(node, _INNER | {"required"}) for node in common))
         return [[*common, *self._schema.same_value(branch)] for branch in branches]
+
+    def _has_conflict(self, nodes: list[Node]) -> bool:
+        """Whether two of the schemas describe objects inside of the same inner value. Closing both would leave none."""
+        texts: dict[tuple[str, str | int], str] = {}
+        inner_texts = ((place, self._text(inner)) for node in nodes for place, inner in _inner_values(node))
+        return any(texts.setdefault(place, text) != text for place, text in inner_texts)
+
+    def _text(self, node: Node) -> str:
+        """The same for equal nodes. Comparing the nodes themselves would take longer, each time."""
+        if id(node) not in self._texts:
+            text = self._texts[id(node)] = json.dumps(node, sort_keys=True)
+            self._schema.budget.spend(1, len(text))
+        return self._texts[id(node)]
 
     def _copy(self, node: Node, parts: _Mode, inner: _Mode) -> dict[str, Any]:
         """The node. Schemas of the same value are written as ``parts``, those of values inside of it as ``inner``."""
-        self._schema.count_steps(1)
+        self._schema.budget.spend(1)
         written: dict[str, Any] = {}
         for keyword, value in node.items():
             if keyword == "$ref":
@@ -183,13 +202,6 @@ def _may_close(nodes: Iterable[Node]) -> bool:
 
 def _has_others(node: Node) -> bool:
     return any(node.get(keyword, False) is not False for keyword in _OTHER_PROPERTIES)
-
-
-def _has_conflict(nodes: list[Node]) -> bool:
-    """Whether two of the schemas describe objects inside of the same inner value. Closing both would leave none."""
-    found: dict[tuple[str, str | int], Any] = {}
-    inner_values = (inner for node in nodes for inner in _inner_values(node))
-    return any(found.setdefault(place, inner) != inner for place, inner in inner_values)
 
 
 def _inner_values(node: Node) -> Iterator[tuple[tuple[str, str | int], Node]]:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lightserve.errors import InvalidRequestError
+from lightserve.json_schema.budget import CHARACTERS_PER_STEP, StepBudget
 from lightserve.json_schema.keywords import ALL_KEYWORDS, BRANCHES, SAME_VALUE, schemas_in
 from lightserve.utils.depth import is_deeper
 
@@ -19,7 +20,8 @@ MAX_NESTING = 64  # levels of JSON: encoders and Python recurse into it
 MAX_VALUES = 50_000  # of the JSON
 MAX_BRANCHES = 1024  # of one allOf, anyOf or oneOf
 MAX_LEVELS = 1024  # of schemas, with references followed: llguidance takes 5 kB of stack for each
-MAX_STEPS = 50_000  # from schema to schema: a few definitions can be combined in many ways. Some 5 us each
+
+_LISTED = ALL_KEYWORDS | {"required"}
 
 Node = dict[str, Any]
 
@@ -27,11 +29,12 @@ Node = dict[str, Any]
 class JsonSchema:
     """Any part of it may be malformed: a grammar reports that, and a parser ignores it."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, budget: StepBudget | None = None) -> None:
+        """``budget`` None: its own."""
         self.root = root
+        self.budget = budget or StepBudget()
         self._targets: dict[str, Any] = {}  # by reference
         self._resolved: dict[int, Node] = {}  # by the id of a node
-        self.steps = 0
 
     def check(self) -> None:
         """Raise InvalidRequestError if the schema is beyond a limit."""
@@ -75,18 +78,10 @@ class JsonSchema:
         while pending:
             node = pending.pop()
             if isinstance(node, dict) and id(node) not in found:
-                self.count_steps(1)
+                self.budget.spend(work_on(node))
                 found[id(node)] = node
                 pending.extend(reversed(list(self._schemas(node, SAME_VALUE))))
         return list(found.values())
-
-    def count_steps(self, steps: int) -> None:
-        """Count the work on the schema, and raise InvalidRequestError when it is too much."""
-        self.steps = min(self.steps + steps, MAX_STEPS + 1)
-        if self.steps > MAX_STEPS:
-            raise InvalidRequestError(
-                f"the schema has too many schemas for the same values: reading it takes more than {MAX_STEPS} steps"
-            )
 
     def _schemas(self, node: Node, keywords: frozenset[str] = ALL_KEYWORDS) -> Iterator[Any]:
         """The schemas that a node has or refers to, in the order of the document."""
@@ -121,6 +116,13 @@ class JsonSchema:
             return []
         _check_branches(node)
         return [one for one in self._schemas(node) if isinstance(one, dict)]
+
+
+def work_on(node: Node, keywords: frozenset[str] = _LISTED) -> int:
+    """The steps to read which schemas and names a node lists under these keywords."""
+    listed = [value for keyword, value in node.items() if keyword in keywords and isinstance(value, dict | list)]
+    characters = sum(len(name) for value in listed for name in value if isinstance(name, str))
+    return 1 + sum(map(len, listed)) + characters // CHARACTERS_PER_STEP
 
 
 def _check_branches(node: Node) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from lightserve.json_schema.budget import StepBudget
 from lightserve.json_schema.closing import closed_part, closed_schema
 from lightserve.json_schema.keywords import ALTERNATIVES, BRANCHES
 from lightserve.json_schema.schema import JsonSchema, Node
@@ -20,8 +21,9 @@ ANY: Types = frozenset()  # the schema does not say
 class ToolSchema:
     """It is read when it is first needed: most formats of calls need no types to be parsed."""
 
-    def __init__(self, root: Any) -> None:
-        self._schema = JsonSchema(root)
+    def __init__(self, root: Any, budget: StepBudget | None = None) -> None:
+        """``budget``: that of the request; None: its own."""
+        self._schema = JsonSchema(root, budget)
         self._types: dict[int, Types] = {}  # by the id of a node
 
     @property
@@ -48,6 +50,7 @@ class ToolSchema:
         """Raise InvalidRequestError if the schema is beyond a limit."""
         self._schema.check()
 
+    @cached_property
     def closed(self) -> dict[str, Any]:
         """The schema of all arguments, for a grammar. An empty one allows none."""
         return closed_schema(self._schema) if self._schema.root else NO_ARGUMENTS

@@ -129,10 +129,10 @@ class _GrammarWriter:
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
             if calls.is_json and one.startswith("{"):
-                rules.append(f"call_{i}: {self.json(_call_schema(one, name, schema.closed()))}")
+                rules.append(f"call_{i}: {self.json(_call_schema(one, name, schema.closed))}")
             else:
                 rules.append(f"call_{i}: {self._call(one, name, i)}")
-                rules.append(f"arguments_{i}: {self.json(schema.closed())}")
+                rules.append(f"arguments_{i}: {self.json(schema.closed)}")
         return rules
 
     def _tagged_calls(self, calls: Calls, tags: CallTags, without: str) -> list[str]:

@@ -17,15 +17,24 @@ from hypothesis import given, strategies as st
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.grammar.process import MAX_PEAK_MIB
 from lightserve.grammar.specs import schema_grammar
 from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.io_struct import MAX_GRAMMAR_LENGTH, GrammarSpec
+from lightserve.json_schema.budget import CHARACTERS_PER_STEP, MAX_STEPS
 from lightserve.json_schema.closing import closed_schema
-from lightserve.json_schema.schema import MAX_STEPS, JsonSchema
+from lightserve.json_schema.schema import JsonSchema
 from lightserve.json_schema.tool_schema import ToolSchema
 from test.fuzz.profile import FUZZ
-from test.json_schema.hostile import chain, every_object_in_every_other, nested
+from test.json_schema.hostile import (
+    chain,
+    equal_objects_in_branches,
+    every_object_in_every_other,
+    every_object_of_every_other,
+    names_beside_branches,
+    nested,
+)
 from test.small_text import small_tokenizer
 from test.waiting import has_ended
 
@@ -79,12 +88,17 @@ deep = st.builds(
     st.sampled_from(["allOf", "anyOf", "properties", "prefixItems"]),
 )
 large = st.sampled_from([every_object_in_every_other(30), nested(64), nested(65), {"enum": list(range(60_000))}])
+combined = st.one_of(
+    st.builds(every_object_of_every_other, st.sampled_from([5, 20, 60]), st.sampled_from(["allOf", "anyOf", "oneOf"])),
+    st.builds(names_beside_branches, st.integers(1, 50), st.sampled_from([2, 100, 1024]), st.sampled_from([4, 2000])),
+    st.builds(equal_objects_in_branches, st.sampled_from([1, 500]), st.sampled_from([1, 500])),
+)
 documents = st.builds(
     lambda root, definitions: {**(root if isinstance(root, dict) else {}), "$defs": definitions},
     schemas | wide,
     st.fixed_dictionaries({f"d{i}": schemas | wide for i in range(DEFINITIONS)}),
 )
-hostile = documents | deep | large
+hostile = documents | deep | large | combined
 
 
 @FUZZ
@@ -95,8 +109,8 @@ def test_reading_a_schema_takes_bounded_work_and_raises_nothing_else(schema: dic
     with suppress(InvalidRequestError):
         closed = closed_schema(read)
 
-    assert len(json.dumps(closed)) <= 20 * (len(json.dumps(schema)) + MAX_STEPS)
-    assert read.steps <= MAX_STEPS + 1
+    assert len(json.dumps(closed)) <= 4 * len(json.dumps(schema)) + CHARACTERS_PER_STEP * MAX_STEPS
+    assert read.budget.used <= MAX_STEPS + 1
     tool = ToolSchema(schema)
     assert all(isinstance(tool.types(name), frozenset) for name in [*tool.properties][:50])
 
@@ -107,6 +121,12 @@ def check() -> Iterator[GrammarCheck]:
     check.prepare(TOKENIZER)
     yield check
     check.close()
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    with suppress(psutil.NoSuchProcess):  # it replaces itself after a large grammar
+        return int(process.memory_info().rss)
+    return 0
 
 
 @FUZZ
@@ -121,6 +141,7 @@ def test_no_schema_ends_anything_but_its_own_compilation(check: GrammarCheck, sc
 
     assert not has_ended(parent)
     assert asyncio.run(check.check(TOKENIZER, GrammarSpec("regex", "a+"))).kind == "regex"
+    assert all(one <= resident_bytes(parent) + MAX_PEAK_MIB * 2**20 for one in map(resident_bytes, parent.children()))
 
 
 # Values, and schemas that describe them in a random way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import permutations
 from typing import Any
 
@@ -13,9 +14,18 @@ from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.grammar.specs import schema_grammar
 from lightserve.grammar.vocabulary import GrammarVocabulary
+from lightserve.json_schema.budget import MAX_STEPS
 from lightserve.json_schema.closing import closed_schema
-from lightserve.json_schema.schema import MAX_STEPS, JsonSchema
-from test.json_schema.hostile import chain_of_branches, chain_of_objects, every_object_in_every_other
+from lightserve.json_schema.schema import JsonSchema
+from test.cpu_time import cpu_seconds
+from test.json_schema.hostile import (
+    chain_of_branches,
+    chain_of_objects,
+    equal_objects_in_branches,
+    every_object_in_every_other,
+    every_object_of_every_other,
+    names_beside_branches,
+)
 from test.small_text import small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -190,7 +200,7 @@ def test_many_references_take_steps_in_proportion_to_the_schema(schema: dict[str
 
     closed_schema(read)
 
-    assert read.steps < len(json.dumps(schema)) / 4
+    assert read.budget.used < len(json.dumps(schema)) / 4
 
 
 def test_schemas_that_are_combined_in_too_many_ways_are_refused() -> None:
@@ -199,6 +209,26 @@ def test_schemas_that_are_combined_in_too_many_ways_are_refused() -> None:
 
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_STEPS} steps"):
         closed_schema(JsonSchema({**everywhere, "$defs": {**links, "d400": STRING}}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        every_object_of_every_other(150, "allOf"),
+        every_object_of_every_other(150, "anyOf"),
+        names_beside_branches(40, 1000, length=10_000),
+        equal_objects_in_branches(7000, 1000),
+    ],
+    ids=["allOf", "anyOf", "long names", "equal objects"],
+)
+def test_no_schema_takes_much_longer_to_close_than_a_large_one(schema: dict[str, Any]) -> None:
+    large = every_object_in_every_other(100)
+
+    def close(one: dict[str, Any]) -> None:
+        with suppress(InvalidRequestError):
+            json.dumps(closed_schema(JsonSchema(one)))
+
+    assert cpu_seconds(lambda: close(schema)) < 10 * cpu_seconds(lambda: close(large))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from lightserve.errors import InvalidRequestError
+from lightserve.json_schema.budget import MAX_STEPS, StepBudget
 from lightserve.json_schema.schema import MAX_VALUES
 from lightserve.json_schema.tool_schema import ToolSchema
+from test.json_schema.hostile import list_in_every_argument, names_beside_branches
 
 CYCLE: dict[str, Any] = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}}
 
@@ -74,3 +77,29 @@ def test_a_schema_beyond_the_limits_does_not_say_what_an_argument_is() -> None:
 
 def test_an_argument_without_a_schema_may_be_anything() -> None:
     assert ToolSchema({"properties": {"a": None, "b": {"type": "string"}}}).closed_argument("a") == {}
+
+
+def test_a_schema_is_closed_once() -> None:
+    """Some schemas are used for every request."""
+    budget = StepBudget()
+    schema = ToolSchema({"type": "object"}, budget)
+    first, used = schema.closed, budget.used
+
+    assert schema.closed == first
+    assert budget.used == used
+
+
+def test_the_tools_of_a_request_share_its_steps() -> None:
+    budget = StepBudget()
+    tools = [ToolSchema(names_beside_branches(20, 1000), budget) for _ in range(8)]
+    assert tools[0].closed
+
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_STEPS} steps"):
+        assert all(tool.closed for tool in tools)
+
+
+def test_a_definition_that_all_arguments_have_takes_steps_for_each() -> None:
+    schema = ToolSchema(list_in_every_argument(20_000, 500))
+
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_STEPS} steps"):
+        assert all(schema.closed_argument(name) for name in schema.properties)

@@ -19,6 +19,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, ThinkingLimit
+from lightserve.json_schema.budget import StepBudget
 from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.output_parsing import OutputParser
@@ -165,8 +166,7 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
     markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
     marker_ids = added_marker_ids(context.tokenizer, markers)
     special_ids = tuple(i for i in marker_ids.values() if i in context.tokenizer.special_ids)
-    schemas = {tool.definition.name: ToolSchema(tool.definition.parameters or {}) for tool in body.offered_tools}
-    return OutputPlan(body, tools, thinking, marker_ids, special_ids, schemas, limit)
+    return OutputPlan(body, tools, thinking, marker_ids, special_ids, _schemas(body.offered_tools), limit)
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
@@ -206,6 +206,11 @@ def added_marker_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, 
     """The ids of the markers that are one token which the tokenizer never splits."""
     ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.added_tokens}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
+
+
+def _schemas(tools: Iterable[Tool]) -> Tools:
+    budget = StepBudget()
+    return {tool.definition.name: ToolSchema(tool.definition.parameters or {}, budget) for tool in tools}
 
 
 def arguments_object(text: str) -> Any:
