@@ -18,10 +18,17 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
-from lightserve.json_schema.keywords import ALTERNATIVES, NEGATED, SAME_VALUE, map_schemas, schemas_in
+from lightserve.json_schema.keywords import (
+    ALTERNATIVES,
+    DEFINITIONS,
+    NEGATED,
+    SAME_VALUE,
+    is_leaf,
+    map_schemas,
+    schemas_in,
+)
 from lightserve.json_schema.schema import JsonSchema, Node, work_on
 
-_DEFINITIONS = ("$defs", "definitions")
 _OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 _DESCRIBING = frozenset(("properties", "required", "minProperties", "items", "prefixItems", *_OTHER_PROPERTIES))
 # they describe values inside of the value
@@ -67,11 +74,11 @@ class _Closing:
         while self._pending:
             name, node, mode = self._pending.pop()
             definitions[name] = self._write(node, mode)
-        written = written if isinstance(written, dict) else {}
+        written = {**written} if isinstance(written, dict) else {}
         return {**written, "$defs": definitions} if definitions else written
 
     def _write(self, node: Any, mode: _Mode) -> Any:
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or is_leaf(node):
             return node
         if mode is _Mode.CLOSED:
             return self._write_closed(node)
@@ -143,7 +150,7 @@ class _Closing:
         for keyword, value in node.items():
             if keyword == "$ref":
                 written[keyword] = self._reference(node, parts)
-            elif keyword not in _DEFINITIONS:
+            elif keyword not in DEFINITIONS:
                 mode = _Mode.UNCHANGED if keyword in NEGATED else parts if keyword in SAME_VALUE else inner
                 written[keyword] = map_schemas(keyword, value, partial(self._write, mode=mode))
         return written

@@ -16,6 +16,13 @@ _OF_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "propertyName
 _SINGLE = frozenset(("then", "else", *_OF_ITEMS, *_OF_PROPERTIES)) | NEGATED
 
 ALL_KEYWORDS = _LISTS | _MAPS | _SINGLE
+DEFINITIONS = ("$defs", "definitions")
+_LEADING = ALL_KEYWORDS | {"$ref", *DEFINITIONS}
+
+
+def is_leaf(node: dict[str, Any]) -> bool:
+    """Whether the schema has no schemas in it and refers to none. Most schemas are leaves."""
+    return _LEADING.isdisjoint(node)
 
 
 def schemas_in(keyword: str, value: Any) -> Iterable[Any]:

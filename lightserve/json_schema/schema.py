@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from lightserve.errors import InvalidRequestError
 from lightserve.json_schema.budget import CHARACTERS_PER_STEP, StepBudget
-from lightserve.json_schema.keywords import ALL_KEYWORDS, BRANCHES, SAME_VALUE, schemas_in
+from lightserve.json_schema.keywords import ALL_KEYWORDS, BRANCHES, SAME_VALUE, is_leaf, schemas_in
 from lightserve.utils.depth import is_deeper
 
 MAX_NESTING = 64  # levels of JSON: encoders and Python recurse into it
@@ -112,7 +112,7 @@ class JsonSchema:
             )
 
     def _checked_schemas(self, node: Any) -> list[Node]:
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or is_leaf(node):
             return []
         _check_branches(node)
         return [one for one in self._schemas(node) if isinstance(one, dict)]
