@@ -89,14 +89,14 @@ class ServerContext:
 
     def check_fields(self, request: Request, body: Body) -> None:
         """Report unknown fields that are near a known one; with --strict_fields they are an error."""
-        request.state.warning = self.unknown_fields.check(body, self.config.strict_fields, request.url.path)
+        request.state.warning = self.unknown_fields.check(body, self.config.strict_fields, request.scope["path"])
 
     def log(self, request: Request, request_id: str | None = None) -> AccessLog:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""
         if request_id is not None and "x-request-id" not in request.headers:
             request.state.request_id = request_id
         is_written = not self.config.disable_log_requests
-        log = AccessLog(request.state.request_id, request.url.path, is_written, request.state.record)
+        log = AccessLog(request.state.request_id, request.scope["path"], is_written, request.state.record)
         trace = request.scope["state"].get("trace")
         if trace is not None:
             trace.watch(log)

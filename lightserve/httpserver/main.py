@@ -102,6 +102,7 @@ class _Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,  # nothing asks for the address or the scheme of the client
             timeout_keep_alive=KEEP_ALIVE_S,
             ssl_context_factory=_tls_of(context.config),
         )

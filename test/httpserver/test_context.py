@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver import context as context_module
 from test.httpserver.fake_engine import LIMITS, engine, spell
 from test.small_text import small_tokenizer
+from test.traced_memory import kept_bytes
 
 
 def test_a_text_with_a_token_that_the_embedding_lacks_is_refused(tmp_path: Path) -> None:
@@ -37,6 +39,22 @@ def test_warm_up_prepares_the_first_request(tmp_path: Path, monkeypatch: pytest.
             monkeypatch.setattr(tokenizer, "_backend", backend)
             assert await context.encode("aede")
             assert backend.was_called
+
+    asyncio.run(scenario())
+
+
+def test_no_cache_keeps_the_queries_of_requests(tmp_path: Path) -> None:
+    size = 2**16
+
+    def request(number: int) -> Request:
+        head = {"type": "http", "path": "/v1/completions", "headers": [], "server": ("127.0.0.1", 80)}
+        state = {"request_id": "a", "record": None}
+        return Request(head | {"query_string": b"%05d" % number + b"x" * size, "state": state})
+
+    async def scenario() -> None:
+        async with engine(tmp_path, spell("x"), small_tokenizer()) as (context, _):
+            context.log(request(0))
+            assert kept_bytes(lambda: [context.log(request(i)) for i in range(20)].clear()) < size
 
     asyncio.run(scenario())
 

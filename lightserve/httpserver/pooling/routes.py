@@ -147,7 +147,7 @@ async def _rerank(context: ServerContext, engine: PoolingEngine, request: Reques
     log = context.log(request)
     options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
     scores = await score_pairs(engine, [(body.query, one) for one in body.documents], log, options)
-    is_cohere = request.url.path.endswith(COHERE_PATH)
+    is_cohere = request.scope["path"].endswith(COHERE_PATH)
     shows_documents = not is_cohere if body.return_documents is None else body.return_documents
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = [

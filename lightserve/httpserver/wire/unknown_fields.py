@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.wire.body import Body
-from lightserve.httpserver.wire.similar_names import printable_name, similar_name
+from lightserve.httpserver.wire.similar_names import MAX_LENGTH, printable_name, similar_name
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -69,7 +69,7 @@ class UnknownFields:
 def near_misses(body: Body) -> list[NearMiss]:
     found: list[NearMiss] = []
     for path, model, name in islice(_unknown_names(body), MAX_NAMES):
-        nearest = nearest_field(model, name)
+        nearest = nearest_field(model, name) if len(name) <= MAX_LENGTH else None  # its cache would keep a long name
         if nearest is not None:
             found.append(NearMiss(f"{path}{printable_name(name)}", f"{path}{nearest}"))
     return found[:MAX_REPORTED]

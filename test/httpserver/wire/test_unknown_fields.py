@@ -27,6 +27,7 @@ from lightserve.httpserver.wire.unknown_fields import MAX_ITEMS, MAX_LOGGED, Unk
 from test.httpserver.fake_engine import engine, spell
 from test.httpserver.pooling import test_routes
 from test.real_model import smollm2_tokenizer as smol
+from test.traced_memory import kept_bytes
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 STRICT = HttpConfig(strict_fields=True)
@@ -212,6 +213,16 @@ def test_a_body_cannot_make_the_server_compare_many_names(monkeypatch: pytest.Mo
     near_misses(validate(ChatBody, {"messages": [message] * 100} | {f"y{i}": 1 for i in range(3)}))
 
     assert compared == ["y0", "y1", "y2", *(f"x{i}" for i in range(unknown_fields.MAX_NAMES - 3))]
+
+
+def test_no_cache_keeps_long_names_of_a_client() -> None:
+    size = 2**20
+
+    def send_bodies() -> None:
+        for letter in "abcdefgh":
+            near_misses(validate(ChatBody, {"messages": MESSAGES, letter * size: 1}))
+
+    assert kept_bytes(send_bodies) < size
 
 
 @pytest.mark.parametrize(
