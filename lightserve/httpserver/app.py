@@ -73,8 +73,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         )
     app.add_middleware(
         RequestMiddleware,
-        api_keys=context.config.api_key,
-        admin_keys=context.config.admin_key,
+        keys=context.keys,
         error_formats=ERROR_FORMATS,
         is_public=web_routes.is_public(context.has_chat),
         logs_refusals=not context.config.disable_log_requests,

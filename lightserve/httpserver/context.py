@@ -18,6 +18,7 @@ from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import Body, read_json
+from lightserve.httpserver.wire.middleware import ApiKeys
 from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.details import ModelDetails
 from lightserve.model_files.pooling import PoolingConfig
@@ -51,6 +52,10 @@ class ServerContext:
     static_prompts: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --static_prompts
     journal: Journal | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
+    keys: ApiKeys = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", ApiKeys(self.config.api_key, self.config.admin_key))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -101,6 +106,10 @@ class ServerContext:
         if trace is not None:
             trace.watch(log)
         return log
+
+    def owner(self, request: Request) -> str:
+        """Whose request it is: see ApiKeys."""
+        return self.keys.owner(dict(request.scope["headers"]))
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request's model names, by itself or as ``model:adapter``; "": the base model.

@@ -27,7 +27,7 @@ from lightserve.errors import (
     WorkerDiedError,
 )
 from lightserve.httpserver.wire.errors import error_object
-from lightserve.httpserver.wire.middleware import RequestMiddleware
+from lightserve.httpserver.wire.middleware import ApiKeys, RequestMiddleware
 from test.httpserver.app_client import Served, served
 
 KEYED = HttpConfig(api_key=["sk-right", "schlüssel"])
@@ -95,7 +95,7 @@ def through_middleware(given: list[tuple[bytes, bytes]]) -> tuple[str, list[tupl
         raise AssertionError("nobody reads the body here")
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": given}
-    asyncio.run(RequestMiddleware(app, [])(scope, receive, send))
+    asyncio.run(RequestMiddleware(app, ApiKeys())(scope, receive, send))
     assert sent[1] == {"type": "http.response.body", "body": b"x"}
     return seen[0], sent[0]["headers"]
 

@@ -31,12 +31,43 @@ PER_ITERATION = 2  # some 1 ms of parsing, checking and encoding; 2,500 requests
 _NOT_IN_AN_ID = re.compile(rb"[^\w.:-]+")  # of bytes, so \w is ASCII
 
 
+class ApiKeys:
+    """The keys of clients and of admins."""
+
+    def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+        self.of_clients = KeyDigests(api_keys)
+        self.of_admins = KeyDigests(admin_keys)
+
+    def owner(self, headers: Mapping[bytes, bytes]) -> str:
+        """A digest of the valid key that a request has; "" without one: all such clients are one owner."""
+        given = key_digests(headers)
+        found = self.of_clients.find(given) or self.of_admins.find(given)
+        return "" if found is None else found.hex()
+
+
+class KeyDigests:
+    """Keys that are compared in constant time."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __contains__(self, given: Sequence[bytes]) -> bool:
+        return self.find(given) is not None
+
+    def find(self, given: Sequence[bytes]) -> bytes | None:
+        """The first of the given digests that is one of these; None: there is none."""
+        equal = [one for one in given for known in self._digests if hmac.compare_digest(one, known)]
+        return equal[0] if equal else None
+
+
 class RequestMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        api_keys: Iterable[str],
-        admin_keys: Iterable[str] = (),
+        keys: ApiKeys,
         error_formats: Sequence[ErrorFormat] = (),
         is_public: Callable[[str, str, Mapping[bytes, bytes]], bool] = lambda method, path, headers: False,
         logs_refusals: bool = True,
@@ -44,8 +75,7 @@ class RequestMiddleware:
         """``is_public`` tells whether a method and a path, with these headers, need no key."""
         self._app = app
         self._throttle = RequestThrottle()
-        self._keys = _Keys(api_keys)
-        self._admin_keys = _Keys(admin_keys)
+        self._keys = keys
         self._error_formats = error_formats
         self._is_public = is_public
         self._logs_refusals = logs_refusals
@@ -95,11 +125,12 @@ class RequestMiddleware:
 
     def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""
-        needs_admin = bool(self._admin_keys) and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX))
-        if not self._keys and not needs_admin:
+        keys = self._keys
+        needs_admin = bool(keys.of_admins) and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX))
+        if not keys.of_clients and not needs_admin:
             return
         given = key_digests(headers)
-        is_admin, is_client = given in self._admin_keys, given in self._keys
+        is_admin, is_client = given in keys.of_admins, given in keys.of_clients
         if is_admin or (is_client and not needs_admin):
             return
         if self._is_public(method, path, headers):
@@ -143,20 +174,7 @@ class RequestThrottle:
                 admitted.set_result(None)
 
 
-class _Keys:
-    """API keys, compared in constant time."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def __contains__(self, given: list[bytes]) -> bool:
-        return sum(hmac.compare_digest(one, known) for one in given for known in self._digests) > 0
-
-
-def key_digests(headers: dict[bytes, bytes]) -> list[bytes]:
+def key_digests(headers: Mapping[bytes, bytes]) -> list[bytes]:
     """Of the API keys in the headers of a request."""
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     keys = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]

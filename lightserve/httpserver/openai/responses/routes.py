@@ -24,7 +24,7 @@ from lightserve.httpserver.openai.responses.request import (
 )
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.openai.responses.saving import SavedResponse, saved_events
-from lightserve.httpserver.openai.responses.store import ResponseStore, owner_of
+from lightserve.httpserver.openai.responses.store import ResponseStore
 from lightserve.httpserver.openai.responses.stored_routes import add_stored_routes
 from lightserve.httpserver.wire.body import JsonObject, openapi_body
 from lightserve.httpserver.wire.json_response import json_response
@@ -48,7 +48,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def responses(request: Request) -> Response:
         value = await context.read(request)
         echoed = dict(value)
-        owner = owner_of(request, context)
+        owner = context.owner(request)
         body = validate_responses(value)
         context.check_fields(request, body)
         body = await with_history(store, owner, value, body)

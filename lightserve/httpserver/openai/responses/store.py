@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import hashlib
-import hmac
 import sqlite3
 import threading
 from dataclasses import dataclass
@@ -17,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 
-from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.middleware import key_digests
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -71,7 +66,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Its async methods run SQLite in a thread. ``owner`` is the caller's: see owner_of."""
+    """Its async methods run SQLite in a thread. ``owner`` is the caller's: see ApiKeys."""
 
     def __init__(self, run_dir: str | None, max_count: int, max_bytes: int, http_index: int = 0) -> None:
         self._path = None if run_dir is None else Path(run_dir) / FOLDER / "responses.sqlite"
@@ -177,13 +172,3 @@ class ResponseStore:
 
 def _state(response: JsonObject) -> State:
     return State.GENERATING if response["status"] in RUNNING else State.ENDED
-
-
-def owner_of(request: Request, context: ServerContext) -> str:
-    """A digest of the API key that the request has; without keys all clients are one owner."""
-    given = key_digests(dict(request.scope["headers"]))
-    for known in (*context.config.api_key, *context.config.admin_key):
-        digest = hashlib.sha256(known.encode()).digest()
-        if any(hmac.compare_digest(digest, one) for one in given):
-            return digest.hex()
-    return ""

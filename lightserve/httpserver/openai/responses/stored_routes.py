@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError, UnavailableError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.openai.responses.history import listed_items
-from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse, owner_of
+from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse
 from lightserve.httpserver.wire.json_response import json_response
 
 PATH = "/v1/responses/{response_id}"
@@ -23,7 +23,7 @@ MAX_POLLS = 500  # a cancelled response ends after two messages between processe
 
 def add_stored_routes(router: APIRouter, context: ServerContext, store: ResponseStore) -> None:
     async def stored(request: Request, response_id: str) -> StoredResponse:
-        found = await store.get(owner_of(request, context), response_id)
+        found = await store.get(context.owner(request), response_id)
         if found is None:
             raise ResponseNotFoundError(response_id)
         return found
@@ -41,7 +41,7 @@ def add_stored_routes(router: APIRouter, context: ServerContext, store: Response
         response = (await stored(request, response_id)).response
         if response["background"] and response["status"] in RUNNING:
             context.manager.abort_requests(response_id)
-        if not await store.delete(owner_of(request, context), response_id):
+        if not await store.delete(context.owner(request), response_id):
             raise ResponseNotFoundError(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
