@@ -380,6 +380,11 @@ class HttpConfig:
     root_path: str = option("", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it")
     no_web: bool = option(False, "serve no chat page: GET / is text for browsers too")
     allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
+    allowed_hosts: list[str] = option(
+        [],
+        "names of this server, such as llm.example.com or *.example.com, that a request may have as Host; *: all; "
+        "default: all, but only local names if --host is a loopback address",
+    )
     max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
     max_choices: int = option(128, "maximum choices of one request: prompts times n")
     response_store_size: int = option(

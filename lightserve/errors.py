@@ -8,7 +8,7 @@ LightserveError
 │   ├── PromptTooLongError         400
 │   ├── TextTooLongError           400: a text to embed or to score
 │   ├── UnauthorizedError          401
-│   ├── ForbiddenError             403: the key is valid, but not for this route
+│   ├── ForbiddenError             403: the key is not for this route, or Host is not a name of this server
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404
 │   ├── RequestNotFoundError       404: of /debug/requests

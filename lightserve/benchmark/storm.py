@@ -36,7 +36,7 @@ host, port = sys.argv[1].rsplit(":", 1)
 async def probe():
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET /health HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n")
+    writer.write(b"GET /health HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
     response = await reader.read()
     writer.close()
     print(int(response[9:12] or 0), (time.perf_counter() - begin) * 1e3)

@@ -19,6 +19,7 @@ from lightserve.httpserver.pooling import routes as pooling_routes
 from lightserve.httpserver.pooling.wrong_kind import refusing
 from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
+from lightserve.httpserver.wire.allowed_hosts import allowed_hosts
 from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
 from lightserve.httpserver.wire.route_path import RootPath
@@ -77,6 +78,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         error_formats=ERROR_FORMATS,
         is_public=web_routes.is_public(context.has_chat),
         logs_refusals=not context.config.disable_log_requests,
+        hosts=allowed_hosts(context.config.host, context.config.allowed_hosts),
     )
     if context.export_trace is not None:
         app.add_middleware(TraceMiddleware, model=context.model_name, export=context.export_trace)

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
-from lightserve.config import ROLES, ServerConfig, missing_role
+from lightserve.config import ROLES, HttpConfig, ServerConfig, missing_role
 from lightserve.errors import OptionError
 from lightserve.ray.messages import Deployment, ReplicaGroup
 from lightserve.ray.placement import Node
 from lightserve.server.cluster_checks import GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
 from lightserve.server.flag_groups import ENGINE_HTTP, SET_BY_DEPLOY
 from lightserve.server.keys import with_keys
+from lightserve.utils.net import is_local
 
 MAX_GATEWAYS = 64
 OF_ROLES = ("roles", "role", "kv_listen")  # of SET_BY_DEPLOY; --roles of deploy is another flag than a server's
@@ -79,6 +80,12 @@ def gateway_flags(config: ServerConfig) -> dict[str, Any]:
     }
 
 
+def proxied_hosts(http: HttpConfig) -> dict[str, Any]:
+    """The names in Host that gateways allow behind the proxy: it is reached at --host, they are on other addresses."""
+    by_default = ["localhost"] if is_local(http.host) else ["*"]
+    return {"allowed_hosts": http.allowed_hosts or by_default}
+
+
 def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
     """The options that differ from their defaults, of ``names`` only."""
     found = {}
@@ -131,8 +138,8 @@ def make_deployment(
         raise OptionError(f"name={name!r}: must not be empty and must not have a /")
     same = [ReplicaGroup(*parse_replicas("1" if replicas is None else replicas))]
     groups = same if roles is None else parse_roles(roles)
-    flags = engine_flags(config), gateway_flags(config)
-    return Deployment(name, 1, *flags, {}, {}, groups, num_gateways=gateways)
+    flags = gateway_flags(config) | (proxied_hosts(config.http) if gateways > 1 else {})
+    return Deployment(name, 1, engine_flags(config), flags, {}, {}, groups, num_gateways=gateways)
 
 
 def with_resources(deployment: Deployment, bundle: dict[str, float]) -> Deployment:

@@ -99,6 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "use_tgi_api",
         "strict_fields",
         "allowed_origins",
+        "allowed_hosts",
         "max_body_bytes",
         "max_choices",
         "response_store_size",

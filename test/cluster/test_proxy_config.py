@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.cluster.proxy.fan_out import Answer, merged
+from lightserve.cluster.proxy.fan_out import Answer, FanOut, merged
 from lightserve.cluster.proxy.haproxy import HAProxy, find_haproxy
 from lightserve.cluster.proxy.haproxy_config import ERRORS, ProxySettings, config_text, error_file
 from lightserve.errors import OptionError
@@ -84,7 +85,7 @@ def test_https_of_clients_ends_at_haproxy(haproxy: str, tmp_path: Path) -> None:
         try:
             running.use([url.removeprefix("http://")])
 
-            assert get(f"https://127.0.0.1:{port}/x") == (200, {"path": "/x"})
+            assert get(f"https://127.0.0.1:{port}/x") == (200, {"path": "/x", "host": f"127.0.0.1:{port}"})
             running.use([""])
             assert get(f"https://127.0.0.1:{port}/x")[0] == 503
         finally:
@@ -104,7 +105,7 @@ def serving() -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = json.dumps({"path": self.path}).encode()
+        body = json.dumps({"path": self.path, "host": self.headers["Host"]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -120,6 +121,34 @@ def get(url: str) -> tuple[int, Any]:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+@contextmanager
+def fanning_out(folder: Path, *gateways: str) -> Iterator[Callable[[bytes], bytes]]:
+    """Sends bytes to the socket of the fan-out, and returns all bytes of the response."""
+    path = folder / "fan_out.sock"
+    server = FanOut(path, lambda: gateways)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def send(request: bytes) -> bytes:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            sock.sendall(request)
+            sock.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: sock.recv(65536), b""))
+
+    try:
+        yield send
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_gateways_get_the_host_that_the_client_has_sent(tmp_path: Path) -> None:
+    with serving() as url, fanning_out(tmp_path, url) as send:
+        response = send(b"GET /debug/requests/x HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+
+    assert b'"host": "evil.example"' in response
 
 
 def test_answers_of_gateways_become_one() -> None:

@@ -38,5 +38,5 @@ async def served(
     async with engine(run_dir, script or spell("hi"), None, config) as (context, fake):
         app = build_app(context)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield Served(http, app, context, fake)

@@ -43,6 +43,20 @@ def test_each_flag_goes_where_it_counts(tmp_path: Path, monkeypatch: pytest.Monk
     assert made.groups == [ReplicaGroup(2, 8)]
 
 
+@pytest.mark.parametrize(
+    ("flags", "allowed"),
+    [
+        ([], ["localhost"]),
+        (["--host=0.0.0.0"], ["*"]),
+        (["--host=0.0.0.0", "--allowed_hosts", "a.example"], ["a.example"]),
+    ],
+)
+def test_gateways_behind_a_proxy_allow_the_names_of_the_proxy(flags: list[str], allowed: list[str]) -> None:
+    made = make_deployment(parse_server(["m", *flags]), "d", "1", gateways=2)
+
+    assert made.gateway_flags["allowed_hosts"] == allowed
+
+
 def test_flags_come_back_from_the_file_that_a_process_reads(tmp_path: Path) -> None:
     flags = ["m", "--tp=2", "--eos_id", "3", "4", "--mem_fraction=0.5", "--quantization=int8", "--deterministic"]
     made = make_deployment(parse_server(flags), "d", "1")

@@ -23,7 +23,7 @@ from lightserve.cluster.proxy.haproxy_config import error_file
 ANSWER_S = 30.0  # of a gateway; it asks its engines, and waits for them at most 10 s
 MAX_BODY_BYTES = 1 << 20
 MAX_GATEWAYS = 16  # that are asked at once
-HEADERS = ("authorization", "x-api-key", "content-type", "x-request-id")  # that are sent on
+HEADERS = ("host", "authorization", "x-api-key", "content-type", "x-request-id")  # that are sent on
 NO_GATEWAY = 503
 
 

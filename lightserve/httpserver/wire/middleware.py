@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the API key check, the throttle, and the handler of unexpected exceptions.
+"""What surrounds every request: its id, the checks of host and API key, the throttle, the handler of exceptions.
 
 Pure ASGI in one class: a request costs some 5 us, a chunk of a stream one plain function call of 0.1 us.
 """
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
 from lightserve.httpserver.wire.access_log import ResponseRecord
+from lightserve.httpserver.wire.allowed_hosts import ANY, AllowedHosts
 from lightserve.httpserver.wire.errors import ErrorFormat, error_response, format_of, log_error
 from lightserve.httpserver.wire.route_path import route_path
 
@@ -26,6 +27,7 @@ ADMIN_PATHS = frozenset(
     {"/abort_request", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
 ADMIN_PREFIX = "/debug/"
+ANY_HOST = AllowedHosts([ANY])
 MAX_ID_LENGTH = 128
 PER_ITERATION = 2  # some 1 ms of parsing, checking and encoding; 2,500 requests take no longer than with 8
 _NOT_IN_AN_ID = re.compile(rb"[^\w.:-]+")  # of bytes, so \w is ASCII
@@ -71,9 +73,11 @@ class RequestMiddleware:
         error_formats: Sequence[ErrorFormat] = (),
         is_public: Callable[[str, str, Mapping[bytes, bytes]], bool] = lambda method, path, headers: False,
         logs_refusals: bool = True,
+        hosts: AllowedHosts = ANY_HOST,
     ) -> None:
         """``is_public`` tells whether a method and a path, with these headers, need no key."""
         self._app = app
+        self._hosts = hosts
         self._throttle = RequestThrottle()
         self._keys = keys
         self._error_formats = error_formats
@@ -110,6 +114,7 @@ class RequestMiddleware:
             return send(message)
 
         try:
+            self._hosts.check(headers)
             if path not in OPEN_PATHS:
                 self._check_key(scope["method"], path, headers)
             if scope["method"] == "POST":

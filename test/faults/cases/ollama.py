@@ -14,7 +14,7 @@ from test.faults.cases.processes import STEP, Fault, send_signal
 from test.faults.harness import FaultContext, Stream
 from test.faults.reactions import Reaction, ends, streams_continue
 
-HEAD = b"POST /api/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+HEAD = b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
 STREAMS = 4
 TOKENS = 100
 _LINE = re.compile(rb"^(\{.*\})\r?$", re.MULTILINE)

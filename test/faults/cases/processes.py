@@ -95,7 +95,7 @@ def _only_that_one_fails(context: FaultContext) -> None:
 def _unanswered_then_continue(context: FaultContext) -> None:
     with context.open() as sock:
         sock.settimeout(1.0)
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         try:
             raise AssertionError(f"a stopped process sent {sock.recv(100)!r}")
         except TimeoutError:

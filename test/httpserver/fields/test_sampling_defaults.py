@@ -33,7 +33,7 @@ def sent_params(run_dir: Path, path: str, body: dict[str, Any], config: HttpConf
     async def post() -> GenerationParams:
         async with engine(run_dir, spell("hi"), smol(), config) as (context, fake):
             transport = httpx2.ASGITransport(build_app(replace(context, sampling_defaults=DEFAULTS)))
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 response = await http.post(path, json=body)
                 assert fake.received, response.text
                 return fake.received[0].params

@@ -474,9 +474,8 @@ def test_a_client_that_disconnects_aborts_its_request(tmp_path: Path, path: str,
         served.fake.hold.clear()
         port = int(served.url.rpartition(":")[2])
         body = orjson.dumps({"inputs": "x", "parameters": parameters})
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json")
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(head.encode() + body)
             await until(lambda: len(served.fake.received) == 1)

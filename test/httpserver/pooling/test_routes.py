@@ -54,7 +54,7 @@ async def pooling_server(
     async with engine(tmp_path, result_of(pooling.size if pooling else 1), tokenizer) as (context, fake):
         app = build_app(replace(context, pooling=pooling))
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield http, fake
 
 

@@ -49,7 +49,7 @@ def traced(run_dir: Path, check: Check, script: Script | None = None) -> None:
         async with engine(run_dir, script or spell("hello", FinishReason.LENGTH), None) as (context, _):
             app = build_app(replace(context, export_trace=exporter.put))
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 await check(http, collector)
         exporter.close(30)
 

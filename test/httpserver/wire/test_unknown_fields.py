@@ -73,7 +73,7 @@ def post(
     async def run() -> list[httpx2.Response]:
         async with engine(run_dir, spell("hi"), smol(), config) as (context, _):
             transport = httpx2.ASGITransport(build_app(context))
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return [await http.post(path, json=body) for path, body in requests]
 
     return asyncio.run(run())
