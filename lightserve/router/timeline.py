@@ -25,7 +25,7 @@ from lightserve.io_struct import (
 MAX_EVENTS = 512  # of one request: 131,072 prompt tokens in chunks of 256
 END_KINDS = frozenset({"refused", "moved", "finished", "failed"})
 # of ids that responses have in place of X-Request-Id
-RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 
 
 class Timeline:

@@ -220,7 +220,7 @@ def test_a_prompt_of_very_many_chunks_keeps_its_beginning_and_its_end() -> None:
     assert found.events[-1].kind == "first_token"
 
 
-@pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "msg_", "resp_"])
+@pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "msg_"])
 def test_a_request_is_found_by_the_id_of_its_response(prefix: str) -> None:
     ring = TimelineRing(1)
     ring.start(GenerateReq(1, [1], GenerationParams(), 0.0, request_id="abc"))

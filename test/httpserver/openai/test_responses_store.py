@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,12 @@ import openai
 import pytest
 
 from lightserve.config import HttpConfig
+from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
+from lightserve.httpserver.openai.responses.saving import SavedResponse
 from lightserve.httpserver.openai.responses.store import ResponseStore
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.io_struct import FinishReason, StrOut, Token
+from test.httpserver.chat.test_parts import plain_parser
 from test.httpserver.chat.tool_chats import ALL, prompt
 from test.httpserver.openai.test_responses import SHOW, TOOLS, create, refused, stream
 from test.httpserver.openai_server import Server, fails, rows, running, with_template
@@ -98,15 +104,28 @@ def test_a_response_may_be_sent_without_storing_it(server: Server) -> None:
     assert (status, error["param"], error["code"]) == (400, "previous_response_id", "previous_response_not_found")
 
 
-def test_responses_with_the_same_request_id_are_two(server: Server) -> None:
-    server.engine.script = rows("x")
-    ids = [
-        server.http.post("/v1/responses", json={"input": "Hi"}, headers={"X-Request-Id": "same"}).json()["id"]
-        for _ in range(2)
-    ]
+@pytest.mark.parametrize(
+    ("fields", "headers"),
+    [({"rid": "same"}, {}), ({"request_id": "same"}, {}), ({}, {"X-Request-Id": "same"}), ({}, {})],
+    ids=["rid", "request_id", "header", "none"],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_responses_with_the_same_request_id_are_two(
+    server: Server, fields: dict[str, str], headers: dict[str, str], is_stream: bool
+) -> None:
+    ids = []
+    for question in ("One?", "Two?"):
+        server.engine.script = rows(f"Answer to {question}")
+        body = {"input": question, "stream": is_stream, **fields}
+        made = server.http.post("/v1/responses", json=body, headers=headers)
+        assert made.headers["x-request-id"] not in made.text.partition('"output"')[0]
+        ids.append(re.findall(r"resp_\w+", made.text)[0])
 
     assert ids[0] != ids[1]
-    assert all(get(server, one).status_code == 200 for one in ids)
+    for question, response_id in zip(("One?", "Two?"), ids, strict=True):
+        assert get(server, response_id).json()["output"][0]["content"][0]["text"] == f"Answer to {question}"
+        [item] = get(server, response_id, "/input_items").json()["data"]
+        assert item["content"][0]["text"] == question
 
 
 def test_input_items_are_listed(server: Server) -> None:
@@ -236,6 +255,10 @@ def new_store(run_dir: Path, max_count: int = 1000, max_bytes: int = 2**20, http
     return ResponseStore(str(run_dir), max_count, max_bytes, http_index)
 
 
+def new_response(response_id: str) -> ResponsesResponse:
+    return ResponsesResponse(plain_parser(), AccessLog("1", "x"), ResponsesSpec("tiny", response_id))
+
+
 def response(name: str, text: str = "", status: str = "completed") -> dict[str, Any]:
     return {"id": name, "text": text, "status": status}
 
@@ -329,6 +352,26 @@ def test_a_response_whose_stream_goes_on_in_another_process_is_stored_once(tmp_p
         assert (found.response["status"], found.response["text"]) == ("completed", "new")
         assert found.input == [{"role": "user", "content": "Hi"}]
         assert await second.get("other", "a") is None
+
+    asyncio.run(run())
+
+
+def test_a_response_that_was_not_added_changes_no_other(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = new_store(tmp_path)
+        added = response("resp_1", "of another request")
+        await store.add("", added, [])
+        saved = SavedResponse(store, "", new_response("resp_1"), [])
+
+        await saved.save()
+        saved.response.write([(0, StrOut(0, "x", Token(1), finish_reason=FinishReason.STOP))])
+        await saved.save()
+        saved.cancel()
+
+        assert saved.is_stored is False
+        found = await store.get("", "resp_1")
+        assert found is not None
+        assert found.response == added
 
     asyncio.run(run())
 

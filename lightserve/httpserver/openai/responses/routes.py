@@ -56,7 +56,7 @@ def routes(context: ServerContext) -> APIRouter:
         check_background(body, is_stored)
         translation = translate_responses(body)
         chat = await prepare_chat(context, request, translation.chat, body.logprobs)
-        spec = _spec(context, _response_id(request, chat), echoed, body, translation, is_stored)
+        spec = _spec(context, _response_id(request), echoed, body, translation, is_stored)
         response = ResponsesResponse(chat.output.new_parser(), chat.log, spec)
         saved = SavedResponse(store, owner, response, input_items(value)) if is_stored else None
         chat.log.response_id = response.id
@@ -76,14 +76,12 @@ def routes(context: ServerContext) -> APIRouter:
     return router
 
 
-def _response_id(request: Request, chat: PreparedChat) -> str:
-    """The request id, unless the client chose it: two requests may then have the same.
+def _response_id(request: Request) -> str:
+    """Not the request id: clients may choose that, and without API keys all that know this id can read the response.
 
     It is in the state of the request, so that who continues a stream of another process can give it the same.
     """
-    is_ours = "x-request-id" not in request.headers and chat.output.body.request_id is None
-    new = f"resp_{chat.log.request_id if is_ours else os.urandom(8).hex()}"
-    response_id: str = request.scope["state"].setdefault("response_id", new)
+    response_id: str = request.scope["state"].setdefault("response_id", f"resp_{os.urandom(16).hex()}")
     return response_id
 
 

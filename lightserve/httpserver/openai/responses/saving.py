@@ -19,22 +19,21 @@ class SavedResponse:
     owner: str
     response: ResponsesResponse
     input: list[JsonObject]
-    is_added: bool = False  # or cannot be stored
+    has_begun: bool = False  # ``save`` was called
     is_stored: bool = False
     is_queued: bool = False  # as it is stored
     is_final: bool = False
 
     async def save(self) -> None:
-        if self.is_final or (self.is_added and not self.response.has_ended):
+        if self.is_final or (self.has_begun and not self.response.has_ended):
             return
-        self.is_final = self.response.has_ended
+        is_first, self.has_begun, self.is_final = not self.has_begun, True, self.response.has_ended
         body = self.response.body()
         self.is_queued = body["status"] == QUEUED
-        if self.is_added:
-            await self.store.update(self.owner, body)
-        else:
+        if is_first:
             self.is_stored = await self.store.add(self.owner, body, self.input)
-            self.is_added = True
+        elif self.is_stored:
+            await self.store.update(self.owner, body)
 
     async def save_begun(self) -> None:
         """Store the state of a background response after its first tokens; its end is stored by ``save``."""
@@ -44,7 +43,7 @@ class SavedResponse:
 
     def cancel(self) -> None:
         """The client has disconnected."""
-        if self.is_added and not self.is_final:
+        if self.is_stored and not self.is_final:
             self.response.cancel()
             self.store.update_later(self.owner, self.response.body())
 
