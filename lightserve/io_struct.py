@@ -571,6 +571,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     is_group_open: bool = False  # more sequences of the group follow, as in a beam search, and use the KV of this one
     request_id: str = ""  # X-Request-Id of the HTTP request, for GET /debug/requests
     parent: int | None = None
+    owner: str = ""  # the client, by a digest of its API key, for GET /debug/requests
 
     def prefix_salt(self, uses_cache: bool) -> str:
         """Requests share cached prefixes exactly if this is the same. Choices of one prompt always share them."""
@@ -607,17 +608,19 @@ class ReleaseParents(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortByRequestId(msgspec.Struct, frozen=True, tag=True):
-    """An operator aborts requests by the client's request id, None for all. Every HTTP process aborts its own."""
+    """A client aborts requests by their request id, None for all. Every HTTP process aborts those that it has."""
 
     request_id: str | None
+    owner: str | None = None  # only the requests of this client
 
 
 class GetTimelines(msgspec.Struct, frozen=True, tag=True):
-    """An operator asks what happened to requests. The upper bits of ``query_id`` name the HTTP process that asks."""
+    """A client asks what happened to requests. The upper bits of ``query_id`` name the HTTP process that asks."""
 
     query_id: int
     request_id: str | None  # of the HTTP request; None: the last requests
     limit: int
+    owner: str | None = None  # only the requests of this client
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag=True):

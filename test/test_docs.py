@@ -36,6 +36,7 @@ from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
+from lightserve.httpserver.wire.middleware import is_admin_path
 from lightserve.httpserver.wire.unknown_fields import near_misses
 from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
@@ -338,6 +339,17 @@ def test_the_api_page_names_every_endpoint_and_no_other(tmp_path: Path) -> None:
 
     assert endpoints_of(found) <= named
     assert named - endpoints_of(found) <= of_the_framework
+
+
+def test_the_security_page_names_every_admin_route_and_no_other(tmp_path: Path) -> None:
+    async def endpoints() -> set[str]:
+        async with served(tmp_path) as server:
+            return endpoints_of(server.app.routes)
+
+    [table] = re.findall(r"\| admin route \|.*\n((?: *\|.*\n)+)", (ROOT / "SECURITY.md").read_text())
+    named = {without_names(one) for one in re.findall(rf"`((?:{METHODS}) /\S*?)`", table)}
+
+    assert named == {one for one in asyncio.run(endpoints()) if is_admin_path(one.split()[1])}
 
 
 def test_endpoints_in_the_readme_are_on_the_api_page() -> None:

@@ -102,6 +102,7 @@ class ServerContext:
             request.state.request_id = request_id
         is_written = not self.config.disable_log_requests
         log = AccessLog(request.state.request_id, request.scope["path"], is_written, request.state.record)
+        log.owner = self.owner(request)
         trace = request.scope["state"].get("trace")
         if trace is not None:
             trace.watch(log)
@@ -110,6 +111,11 @@ class ServerContext:
     def owner(self, request: Request) -> str:
         """Whose request it is: see ApiKeys."""
         return self.keys.owner(dict(request.scope["headers"]))
+
+    def visible_owner(self, request: Request) -> str | None:
+        """Whose requests it may see and abort; None: all."""
+        headers = dict(request.scope["headers"])
+        return None if self.keys.sees_all(headers) else self.keys.owner(headers)
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request's model names, by itself or as ``model:adapter``; "": the base model.

@@ -117,7 +117,7 @@ class HttpServerManager:
             elif isinstance(message, RouterStats):
                 self.stats = message
             elif isinstance(message, AbortByRequestId):
-                self._abort_own_requests(message.request_id)
+                self._abort_own_requests(message.request_id, message.owner)
             else:
                 self.queries.resolve(message)
 
@@ -204,13 +204,17 @@ class HttpServerManager:
         if self.state is not EngineState.READY:
             raise UnavailableError(self._unavailable_reason)
 
-    def abort_requests(self, request_id: str | None) -> None:
-        """Abort the requests with this id or response id, None: all requests, in every HTTP process."""
-        self._to_router.send(AbortByRequestId(request_id))
+    def abort_requests(self, request_id: str | None, owner: str | None = None) -> None:
+        """Abort the requests with this id or response id, None: all requests, in every HTTP process.
 
-    def _abort_own_requests(self, request_id: str | None) -> None:
+        ``owner``: only those of this client.
+        """
+        self._to_router.send(AbortByRequestId(request_id, owner))
+
+    def _abort_own_requests(self, request_id: str | None, owner: str | None = None) -> None:
         for generation, _ in list(self._running.values()):
-            if request_id is None or request_id in (generation.log.request_id, generation.log.response_id):
+            log = generation.log
+            if request_id in (None, log.request_id, log.response_id) and owner in (None, log.owner):
                 generation.fail(AbortedError("the request was aborted"))
 
     def _start(self, generation: Generation) -> None:
@@ -243,6 +247,7 @@ class HttpServerManager:
                 is_group_open=is_open,
                 request_id=generation.log.request_id,
                 parent=None if one.parent is None else generation.parent_ids[one.parent],
+                owner=generation.log.owner,
             )
             said = generation.said_ids.get(index)
             self._to_router.send(request if said is None else ContinueReq(request, said))

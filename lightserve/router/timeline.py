@@ -39,11 +39,13 @@ class Timeline:
         "_prompt_tokens",
         "_req_id",
         "is_for_other_engine",
+        "owner",
         "request_id",
     )
 
     def __init__(self, message: GenerateReq) -> None:
         self.request_id = message.request_id
+        self.owner = message.owner
         self._req_id = message.req_id
         self._arrived_s = message.arrived_s
         self._prompt_tokens = len(message.prompt_ids)
@@ -129,6 +131,8 @@ class TimelineRing:
         if query.request_id is not None:
             names = _names(query.request_id)
             found = (timeline for timeline in found if timeline.request_id in names)
+        if query.owner is not None:
+            found = (timeline for timeline in found if timeline.owner == query.owner)
         return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(found, query.limit)])
 
     def snapshots(self) -> list[RequestTimeline]:

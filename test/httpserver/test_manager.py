@@ -222,6 +222,25 @@ def test_an_operator_can_abort_by_request_id(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
+def test_a_client_aborts_only_its_own_requests(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        fake.hold.clear()
+        lines = [AccessLog("same", "/") for _ in "ab"]
+        lines[0].owner, lines[1].owner = "a", "b"
+        first, second = (asyncio.create_task(texts(context, REQUEST, line=line)) for line in lines)
+        await until(lambda: len(fake.received) == 2)
+
+        context.manager._abort_own_requests("same", "b")
+        context.manager._abort_own_requests(None, "c")
+
+        with pytest.raises(AbortedError):
+            await second
+        fake.hold.set()
+        assert await first == ["hello"]
+
+    check(scenario, tmp_path)
+
+
 def test_a_prompt_must_leave_room_for_its_output(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         limit = LIMITS.max_req_total_len

@@ -227,3 +227,17 @@ def test_a_request_is_found_by_the_id_of_its_response(prefix: str) -> None:
 
     assert ring.answer(GetTimelines(0, f"{prefix}abc", 1)).timelines
     assert not ring.answer(GetTimelines(0, f"{prefix}ab", 1)).timelines
+
+
+def test_a_client_gets_only_its_own_requests() -> None:
+    ring = TimelineRing(4)
+    for req_id, owner in enumerate("abab"):
+        ring.start(GenerateReq(req_id, [1], GenerationParams(), 0.0, request_id="same", owner=owner))
+
+    def found(request_id: str | None, limit: int, owner: str | None) -> list[int]:
+        return [one.req_id for one in ring.answer(GetTimelines(0, request_id, limit, owner)).timelines]
+
+    assert found(None, 9, "a") == found("same", 9, "a") == [2, 0]
+    assert found(None, 1, "b") == [3]
+    assert found(None, 9, "c") == found(None, 9, "") == []
+    assert found(None, 9, None) == [3, 2, 1, 0]

@@ -6,6 +6,7 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from lightserve.errors import RequestNotFoundError
@@ -36,15 +37,21 @@ def add_debug_requests(router: APIRouter, context: ServerContext) -> None:
     queries = context.manager.queries
 
     @router.get("/debug/requests")
-    async def list_requests(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED) -> JSONResponse:
-        """The last requests, newest first, without their events."""
-        found = await queries.ask(lambda query_id: GetTimelines(query_id, None, limit), Timelines)
+    async def list_requests(
+        request: Request, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
+    ) -> JSONResponse:
+        """The last requests, newest first, without their events. An API key gets those that it has made."""
+        owner = context.visible_owner(request)
+        found = await queries.ask(lambda query_id: GetTimelines(query_id, None, limit, owner), Timelines)
         return JSONResponse({"requests": [summary(timeline) for timeline in found.timelines]})
 
     @router.get("/debug/requests/{request_id}")
-    async def get_request(request_id: Annotated[str, Path(min_length=1, max_length=MAX_ID_LENGTH)]) -> JSONResponse:
+    async def get_request(
+        request: Request, request_id: Annotated[str, Path(min_length=1, max_length=MAX_ID_LENGTH)]
+    ) -> JSONResponse:
         """What happened to the sequences of one request, oldest first. The id is X-Request-Id or a response's id."""
-        found = await queries.ask(lambda query_id: GetTimelines(query_id, request_id, MAX_SEQUENCES), Timelines)
+        owner = context.visible_owner(request)
+        found = await queries.ask(lambda query_id: GetTimelines(query_id, request_id, MAX_SEQUENCES, owner), Timelines)
         if not found.timelines:
             raise RequestNotFoundError(
                 f"there is no recorded request {request_id[:100]!r}; --debug_requests sets how many are recorded",

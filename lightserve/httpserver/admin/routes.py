@@ -113,11 +113,14 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
 def _add_abort(router: APIRouter, context: ServerContext) -> None:
     @router.post("/abort_request", openapi_extra=openapi_body(AbortBody))
     async def abort_request(request: Request) -> JSONResponse:
-        """Abort the requests with an id, or all. An unknown id is not an error: its request may just have ended."""
+        """Abort the requests with an id, or all. An unknown id is not an error: its request may just have ended.
+
+        An API key aborts only requests that it has made.
+        """
         body = validate(AbortBody, await context.read(request))
         context.check_fields(request, body)
         if not body.abort_all and not body.request_ids:
             raise InvalidRequestError("give request_id, or abort_all: true", "request_id")
         for request_id in (None,) if body.abort_all else body.request_ids:
-            context.manager.abort_requests(request_id)
+            context.manager.abort_requests(request_id, context.visible_owner(request))
         return JSONResponse({"status": "ok"})

@@ -64,6 +64,7 @@ class AccessLog:
         """``response`` None: there is no HTTP response, in tests."""
         self.request_id = request_id
         self.response_id: str | None = None  # set by the route: aborting it aborts the request
+        self.owner = ""  # the client: see ApiKeys
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
         self.cached_tokens = 0
@@ -79,9 +80,9 @@ class AccessLog:
         self._finish_reasons: list[str] = []
 
     def silent_copy(self) -> AccessLog:
-        """For a part of the engine requests: the same id and arrival time, and no log line."""
+        """For a part of the engine requests: the same id, client and arrival time, and no log line."""
         log = AccessLog(self.request_id, self._route, is_written=False)
-        log.arrived_s = self.arrived_s
+        log.arrived_s, log.owner = self.arrived_s, self.owner
         return log
 
     def add(self, other: AccessLog) -> None:

@@ -42,9 +42,15 @@ class ApiKeys:
 
     def owner(self, headers: Mapping[bytes, bytes]) -> str:
         """A digest of the valid key that a request has; "" without one: all such clients are one owner."""
+        if not self.of_clients and not self.of_admins:
+            return ""
         given = key_digests(headers)
         found = self.of_clients.find(given) or self.of_admins.find(given)
         return "" if found is None else found.hex()
+
+    def sees_all(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request may see and abort those of all clients: with an admin key, or if clients have no keys."""
+        return not self.of_clients or key_digests(headers) in self.of_admins
 
 
 class KeyDigests:
@@ -131,7 +137,7 @@ class RequestMiddleware:
     def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""
         keys = self._keys
-        needs_admin = bool(keys.of_admins) and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX))
+        needs_admin = bool(keys.of_admins) and is_admin_path(path)
         if not keys.of_clients and not needs_admin:
             return
         given = key_digests(headers)
@@ -177,6 +183,10 @@ class RequestThrottle:
             if not admitted.done():  # else the client has disconnected
                 self._begin()
                 admitted.set_result(None)
+
+
+def is_admin_path(path: str) -> bool:
+    return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
 
 
 def key_digests(headers: Mapping[bytes, bytes]) -> list[bytes]:

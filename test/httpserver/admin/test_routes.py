@@ -211,7 +211,7 @@ def test_requests_are_aborted_by_id_or_all(
     aborted: list[str | None] = []
 
     async def check(server: Served) -> None:
-        monkeypatch.setattr(server.context.manager, "abort_requests", aborted.append)
+        monkeypatch.setattr(server.context.manager, "abort_requests", lambda name, owner: aborted.append(name))
 
         response = await server.post("/abort_request", json=body)
 
@@ -225,11 +225,39 @@ def test_several_requests_are_aborted_at_once(tmp_path: Path, monkeypatch: pytes
     aborted: list[str | None] = []
 
     async def check(server: Served) -> None:
-        monkeypatch.setattr(server.context.manager, "abort_requests", aborted.append)
+        monkeypatch.setattr(server.context.manager, "abort_requests", lambda name, owner: aborted.append(name))
         assert (await server.post("/abort_request", json={"rid": ["a", 7, "a"]})).status_code == 200
 
     with_server(tmp_path, check)
     assert aborted == ["a", "7"]
+
+
+@pytest.mark.parametrize(
+    ("key", "aborts_all"), [("one", False), ("two", False), ("boss", True)], ids=["one", "two", "admin"]
+)
+def test_an_api_key_sees_and_aborts_only_its_own_requests(tmp_path: Path, key: str, aborts_all: bool) -> None:
+    """Where no admin key is set; else these routes need it."""
+    admin_keys = ["boss"] if aborts_all else []
+    config = HttpConfig(api_key=["one", "two"], admin_key=admin_keys)
+
+    async def check(server: Served) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        aborted: list[str | None] = []
+        server.context.manager.abort_requests = lambda request_id, owner=None: aborted.append(owner)  # type: ignore[method-assign]
+        for one in ("one", "two", key):
+            body = {"prompt": [1], "request_id": f"of-{one}"}
+            made = await server.post("/v1/completions", json=body, headers={"x-api-key": one})
+            assert made.status_code == 200
+        await server.post("/abort_request", json={"abort_all": True}, headers=headers)
+        await server.get("/debug/requests", headers=headers)
+        await server.get("/debug/requests/of-one", headers=headers)
+
+        owners = [request.owner for request in server.fake.received]
+        assert len({*owners[:2]}) == 2
+        wanted = None if aborts_all else owners[2]
+        assert [*aborted, *(query.owner for query in server.fake.queries)] == [wanted] * 3
+
+    with_server(tmp_path, check, config)
 
 
 BAD_ABORTS: tuple[Any, ...] = (
@@ -252,7 +280,7 @@ def test_an_abort_without_a_request_id_is_refused(
     aborted: list[str | None] = []
 
     async def check(server: Served) -> None:
-        monkeypatch.setattr(server.context.manager, "abort_requests", aborted.append)
+        monkeypatch.setattr(server.context.manager, "abort_requests", lambda name, owner: aborted.append(name))
 
         response = await server.post("/abort_request", json=body)
 
