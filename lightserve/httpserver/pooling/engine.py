@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import ParamSpec
+
+from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError, TextTooLongError
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.sse import until_disconnect
 from lightserve.io_struct import GenerationParams, SchedulingParams
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, vector_of
@@ -88,11 +91,23 @@ class PoolingEngine:
         return list(ids)
 
     async def run(
-        self, texts: Sequence[list[int]], log: AccessLog, scheduling: SchedulingParams | None = None
+        self,
+        request: Request,
+        texts: Iterable[Awaitable[list[int]]],
+        log: AccessLog,
+        scheduling: SchedulingParams | None = None,
     ) -> list[Vector]:
-        """The numbers of every text, in their order. It writes one log line."""
-        log.prompt_tokens = sum(map(len, texts))
-        requests = [PromptRequest(ids, ONE_RESULT, scheduling or SchedulingParams()) for ids in texts]
+        """The numbers of every text, in their order. ``texts`` are encoded one by one, until the client disconnects.
+
+        It writes one log line.
+        """
+        return await until_disconnect(request, self._run(texts, log, scheduling or SchedulingParams()))
+
+    async def _run(
+        self, texts: Iterable[Awaitable[list[int]]], log: AccessLog, scheduling: SchedulingParams
+    ) -> list[Vector]:
+        requests = [PromptRequest(await ids, ONE_RESULT, scheduling) for ids in texts]
+        log.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
         vectors: list[Vector] = []
         try:
             for begin in range(0, len(requests), GROUP):

@@ -54,9 +54,9 @@ def _add_embeddings(router: APIRouter, context: ServerContext, engine: PoolingEn
         context.check_model(body.model)
         engine.require("an embedding", "embed")
         check_dimensions(engine, body.dimensions)
-        ids = [await engine.encode(one, body.truncate_prompt_tokens, body.prompt_name) for one in body.input]
+        texts = (engine.encode(one, body.truncate_prompt_tokens, body.prompt_name) for one in body.input)
         log = context.log(request)
-        vectors = await engine.run(ids, log, body.scheduling)
+        vectors = await engine.run(request, texts, log, body.scheduling)
         ready = [embedding(vector, body.dimensions, body.normalize is not False) for vector in vectors]
         items = [_written(vector, body.encoding_format == "base64") for vector in ready]
         data = [{"object": "embedding", "index": i, "embedding": item} for i, item in enumerate(items)]
@@ -69,7 +69,7 @@ def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine
         """vLLM's: the probabilities of the labels, for each input."""
         body, log = await _read_inputs(context, request)
         engine.require("a classification", "classify", "score")
-        vectors = await _run_inputs(engine, body, log)
+        vectors = await _run_inputs(engine, request, body, log)
         labels = engine.config.labels
         data = [_classified(i, probabilities(engine.config, vector), labels) for i, vector in enumerate(vectors)]
         return json_response(_listed(context, log, "classify", data))
@@ -78,7 +78,7 @@ def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine
     async def pooling(request: Request) -> Response:
         """vLLM's: the numbers that the model computes for each input, as they are."""
         body, log = await _read_inputs(context, request)
-        vectors = await _run_inputs(engine, body, log)
+        vectors = await _run_inputs(engine, request, body, log)
         data = [{"index": i, "object": "pooling", "data": vector.tolist()} for i, vector in enumerate(vectors)]
         return json_response(_listed(context, log, "pool", data))
 
@@ -93,7 +93,7 @@ def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine)
         context.check_model(body.model)
         log = context.log(request)
         options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
-        scores = await score_pairs(engine, _pairs(body), log, options)
+        scores = await score_pairs(engine, request, _pairs(body), log, options)
         data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
         return json_response(_listed(context, log, "score", data))
 
@@ -125,10 +125,9 @@ def _add_get_score(router: APIRouter, context: ServerContext, engine: PoolingEng
         engine.require("a reward", "reward", "classify", "score")
         if engine.config.size != 1:
             raise InvalidRequestError(f"the model has {engine.config.size} labels; a reward has one, so use /classify")
-        ids = await _chat_ids(context, engine, body.chat)
         log = context.log(request)
-        (vector,) = await engine.run([ids], log)
-        return json_response({"score": float(vector[0]), "prompt_tokens": len(ids), "finish_reason": "stop"})
+        (vector,) = await engine.run(request, [_chat_ids(context, engine, body.chat)], log)
+        return json_response({"score": float(vector[0]), "prompt_tokens": log.prompt_tokens, "finish_reason": "stop"})
 
 
 async def _chat_ids(context: ServerContext, engine: PoolingEngine, chat: str | list[dict[str, Any]]) -> list[int]:
@@ -146,7 +145,7 @@ async def _rerank(context: ServerContext, engine: PoolingEngine, request: Reques
     context.check_model(body.model)
     log = context.log(request)
     options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
-    scores = await score_pairs(engine, [(body.query, one) for one in body.documents], log, options)
+    scores = await score_pairs(engine, request, [(body.query, one) for one in body.documents], log, options)
     is_cohere = request.scope["path"].endswith(COHERE_PATH)
     shows_documents = not is_cohere if body.return_documents is None else body.return_documents
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
@@ -167,10 +166,10 @@ async def _read_inputs(context: ServerContext, request: Request) -> tuple[InputB
     return body, context.log(request)
 
 
-async def _run_inputs(engine: PoolingEngine, body: InputBody, log: AccessLog) -> list[Vector]:
+async def _run_inputs(engine: PoolingEngine, request: Request, body: InputBody, log: AccessLog) -> list[Vector]:
     _ = engine.config  # fails on a model that generates text
-    ids = [await engine.encode(one, body.truncate_prompt_tokens) for one in body.input]
-    return await engine.run(ids, log, body.scheduling)
+    texts = (engine.encode(one, body.truncate_prompt_tokens) for one in body.input)
+    return await engine.run(request, texts, log, body.scheduling)
 
 
 def check_dimensions(engine: PoolingEngine, dimensions: int | None) -> None:

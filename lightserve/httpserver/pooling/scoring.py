@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.pooling.engine import PoolingEngine
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -21,24 +23,24 @@ class PairOptions:
 
 
 async def score_pairs(
-    engine: PoolingEngine, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
+    engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
 ) -> list[float]:
     """One score for each pair of a query and a document."""
     if engine.config.task == "embed":
-        return await _by_cosine(engine, pairs, log, options)
+        return await _by_cosine(engine, request, pairs, log, options)
     if not engine.config.is_pair_scorer:
         raise InvalidRequestError(f"the model has {engine.config.size} labels; scores need one, so use /classify")
-    ids = [await engine.encode_pair(*pair, options.truncation, options.instruction) for pair in pairs]
-    vectors = await engine.run(ids, log, options.scheduling)
+    texts = (engine.encode_pair(*pair, options.truncation, options.instruction) for pair in pairs)
+    vectors = await engine.run(request, texts, log, options.scheduling)
     return [pair_score(engine.config, vector, options.is_raw) for vector in vectors]
 
 
 async def _by_cosine(
-    engine: PoolingEngine, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
+    engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
 ) -> list[float]:
     if options.instruction is not None:
         raise InvalidRequestError("instruction: only a model that answers yes or no reads it", "instruction")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query occurs in many pairs
-    ids = [await engine.encode(text, options.truncation) for text in texts]
-    vectors = dict(zip(texts, await engine.run(ids, log, options.scheduling), strict=True))
+    encoded = (engine.encode(text, options.truncation) for text in texts)
+    vectors = dict(zip(texts, await engine.run(request, encoded, log, options.scheduling), strict=True))
     return [cosine(vectors[first], vectors[second]) for first, second in pairs]

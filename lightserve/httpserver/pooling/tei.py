@@ -49,8 +49,8 @@ async def _embed(context: ServerContext, engine: PoolingEngine, request: Request
     if body.dimensions is not None and body.dimensions > engine.config.size:
         found = f"dimensions is {body.dimensions}; the model has {engine.config.size}"
         raise InvalidRequestError(found, "dimensions")
-    ids = [await engine.encode(one, body.length, body.prompt_name, "inputs") for one in body.inputs]
-    vectors = await engine.run(ids, context.log(request), body.scheduling)
+    texts = (engine.encode(one, body.length, body.prompt_name, "inputs") for one in body.inputs)
+    vectors = await engine.run(request, texts, context.log(request), body.scheduling)
     return json_response([embedding(one, body.dimensions, body.normalize is not False).tolist() for one in vectors])
 
 
@@ -60,7 +60,8 @@ async def tei_rerank(
     body = validate(TeiRerankBody, value)
     context.check_fields(request, body)
     options = PairOptions(body.length, is_raw=bool(body.raw_scores), scheduling=body.scheduling)
-    scores = await score_pairs(engine, [(body.query, text) for text in body.texts], context.log(request), options)
+    pairs = [(body.query, text) for text in body.texts]
+    scores = await score_pairs(engine, request, pairs, context.log(request), options)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     shown = [{"text": text} if body.return_text else {} for text in body.texts]
     return json_response([{"index": i, "score": scores[i], **shown[i]} for i in order])
@@ -71,11 +72,11 @@ async def _predict(context: ServerContext, engine: PoolingEngine, request: Reque
     context.check_fields(request, body)
     engine.require("a prediction", "classify", "score")
     is_single, inputs = body.inputs
-    ids = [
-        await (engine.encode_pair(one[0], one[1], body.length) if len(one) == 2 else engine.encode(one[0], body.length))
+    texts = (
+        engine.encode_pair(one[0], one[1], body.length) if len(one) == 2 else engine.encode(one[0], body.length)
         for one in inputs
-    ]
-    vectors = await engine.run(ids, context.log(request), body.scheduling)
+    )
+    vectors = await engine.run(request, texts, context.log(request), body.scheduling)
     answers = [_labelled(engine, vector, bool(body.raw_scores)) for vector in vectors]
     return json_response(answers[0] if is_single else answers)
 

@@ -13,15 +13,19 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import orjson
 import pytest
+from starlette.types import Message
 
 from lightserve.httpserver.app import build_app
+from lightserve.httpserver.pooling.engine import GROUP
 from lightserve.io_struct import Admission, EmbeddingOut, GenerateReq, ReqFailed
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer import Tokenizer
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine
 from test.pooling.files import CLS, SEP, word_tokenizer
+from test.waiting import DEADLINE_S, until
 
 EMBED = PoolingConfig("embed", "mean", 4, prompts={"query": "w9 "})
 CLASSIFY = PoolingConfig("classify", "cls", 3, labels=("bad", "fair", "good"))
@@ -330,6 +334,71 @@ def test_one_failing_input_fails_its_request_only(tmp_path: Path) -> None:
         assert "Retry-After" in bad.headers
 
     with_pooling(tmp_path, EMBED, check)
+
+
+def unanswered(req: GenerateReq) -> list[EmbeddingOut | ReqFailed]:
+    return []
+
+
+MANY = 2 * GROUP
+TEXTS_OF_MANY = [f"w{i + 5}" for i in range(MANY)]
+LONG_BODIES: dict[str, tuple[PoolingConfig, dict[str, Any]]] = {
+    "/v1/embeddings": (EMBED, {"input": TEXTS_OF_MANY}),
+    "/pooling": (EMBED, {"input": TEXTS_OF_MANY}),
+    "/embed": (EMBED, {"inputs": TEXTS_OF_MANY}),
+    "/classify": (CLASSIFY, {"input": TEXTS_OF_MANY}),
+    "/predict": (CLASSIFY, {"inputs": [[text] for text in TEXTS_OF_MANY]}),
+    "/rerank": (SCORE, {"query": "w5", "documents": TEXTS_OF_MANY}),
+    "/v1/rerank": (EMBED, {"query": "w5", "documents": TEXTS_OF_MANY}),
+    "/v2/rerank": (SCORE, {"query": "w5", "documents": TEXTS_OF_MANY}),
+    "/score": (SCORE, {"text_1": "w5", "text_2": TEXTS_OF_MANY}),
+    "/v1/score": (EMBED, {"text_1": "w5", "text_2": TEXTS_OF_MANY}),
+    "/get_score": (REWARD, {"chat": "w5"}),
+    "/rerank of TEI": (SCORE, {"query": "w5", "texts": TEXTS_OF_MANY}),
+}
+
+
+@pytest.mark.parametrize("name", LONG_BODIES)
+def test_a_request_ends_with_its_client(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    pooling, body = LONG_BODIES[name]
+    sent = 1 if name == "/get_score" else GROUP
+
+    async def run() -> None:
+        tokenizer = Tokenizer(word_tokenizer(), SpecialTokens(), None)
+        async with engine(tmp_path, unanswered, tokenizer) as (context, fake):
+            app = build_app(replace(context, pooling=pooling))
+            client = LeavingClient(name.split()[0], body)
+            responding = asyncio.create_task(app(client.scope, client.receive, client.send))
+            await until(lambda: len(fake.received) == sent)
+            client.has_left.set()
+            await asyncio.wait_for(responding, DEADLINE_S)
+            await until(lambda: len(fake.aborted) == sent)
+            assert context.manager.running_requests == 0
+            assert len(fake.received) == sent
+
+    with caplog.at_level("INFO", "lightserve.access"):
+        asyncio.run(run())
+    [line] = [record.getMessage() for record in caplog.records if record.name == "lightserve.access"]
+    assert line.endswith("finish=abort")
+
+
+class LeavingClient:
+    """An ASGI client that sends a body and disconnects when it is told to."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        headers = [(b"content-type", b"application/json")]
+        self.scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        self.has_left = asyncio.Event()
+        self._unsent = [orjson.dumps(body)]
+
+    async def receive(self) -> Message:
+        if self._unsent:
+            return {"type": "http.request", "body": self._unsent.pop(), "more_body": False}
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Nobody reads it."""
 
 
 @pytest.mark.parametrize(
