@@ -82,7 +82,15 @@ def _first_difference(before: str, prompt: str) -> int:
 
 
 def _is_long(body: ChatBody) -> bool:
-    return len(body.messages) > LONG_CHAT or bool(body.tools) or sum(map(_length, body.messages)) >= LONG_TEXT
+    """Whether rendering may take longer than about a millisecond."""
+    if len(body.messages) > LONG_CHAT or body.tools or body.documents:
+        return True
+    variables = (body.chat_template_kwargs or {}).values()
+    return any(map(_is_long_value, variables)) or sum(map(_length, body.messages)) >= LONG_TEXT
+
+
+def _is_long_value(value: Any) -> bool:
+    return isinstance(value, list | dict) or (isinstance(value, str) and len(value) >= LONG_TEXT)
 
 
 def _length(message: Message) -> int:

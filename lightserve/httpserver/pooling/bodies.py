@@ -13,6 +13,7 @@ from lightserve.httpserver.wire.body import Body
 
 MAX_INPUTS = 2048  # of one request, as OpenAI
 MAX_TEXT_PAIRS = 2048
+MAX_MESSAGES = 2048  # of one chat
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
@@ -159,9 +160,12 @@ class TeiPredictBody(TeiFields):
     raw_scores: bool | None = None
 
 
+Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class GetScoreBody(Body):
     """LightLLM's."""
 
-    chat: Annotated[str, Field(min_length=1)] | list[dict[str, Any]]  # a text, or messages for the chat template
+    chat: Annotated[str, Field(min_length=1)] | Messages  # a text, or messages for the chat template
     parameters: dict[str, Any] | None = None  # ignored, as in LightLLM
     multimodal_params: dict[str, Any] | None = None

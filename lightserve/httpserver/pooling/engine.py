@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError, TextTooLongError
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.pooling.response import MAX_NUMBERS
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.sse import until_disconnect
 from lightserve.io_struct import GenerationParams, SchedulingParams
@@ -51,6 +52,18 @@ class PoolingEngine:
             raise InvalidRequestError(
                 f"{what} needs a model for {' or '.join(tasks)}; the task of this one is {self.config.task} (--task)"
             )
+
+    def count_numbers(self, inputs: Sequence[Any], dimensions: int | None = None, name: str = "input") -> int:
+        """All numbers of a response to so many inputs. Refuse a request whose response would be too large."""
+        size = self.config.size
+        if dimensions is not None and dimensions > size:
+            raise InvalidRequestError(f"dimensions is {dimensions}; the model has {size}", "dimensions")
+        each = dimensions or size
+        most = MAX_NUMBERS // each
+        if len(inputs) > most:
+            found = f"{len(inputs)} inputs of {each} numbers each are more than {MAX_NUMBERS:,} numbers"
+            raise InvalidRequestError(f"{name}: {found}; send at most {most} inputs at once", name)
+        return len(inputs) * each
 
     async def encode(
         self, text: str | list[int], truncation: int | None, prompt_name: str | None = None, name: str = "input"

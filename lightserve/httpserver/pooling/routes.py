@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from lightserve.httpserver.pooling.bodies import (
     TeiRerankBody,
 )
 from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.response import list_response
 from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
 from lightserve.httpserver.pooling.tei import add_tei_routes, tei_rerank
 from lightserve.httpserver.tgi.errors import tgi_error_response
@@ -53,14 +55,18 @@ def _add_embeddings(router: APIRouter, context: ServerContext, engine: PoolingEn
         context.check_fields(request, body)
         context.check_model(body.model)
         engine.require("an embedding", "embed")
-        check_dimensions(engine, body.dimensions)
+        numbers = engine.count_numbers(body.input, body.dimensions)
+        normalizes = body.normalize is not False
         texts = (engine.encode(one, body.truncate_prompt_tokens, body.prompt_name) for one in body.input)
         log = context.log(request)
         vectors = await engine.run(request, texts, log, body.scheduling)
-        ready = [embedding(vector, body.dimensions, body.normalize is not False) for vector in vectors]
-        items = [_written(vector, body.encoding_format == "base64") for vector in ready]
-        data = [{"object": "embedding", "index": i, "embedding": item} for i, item in enumerate(items)]
-        return json_response({"object": "list", "data": data, "model": context.model_name, "usage": _usage(log)})
+        write = _as_base64 if body.encoding_format == "base64" else _as_it_is
+        data = (
+            {"object": "embedding", "index": i, "embedding": write(embedding(vector, body.dimensions, normalizes))}
+            for i, vector in enumerate(vectors)
+        )
+        fields = {"object": "list", "model": context.model_name, "usage": _usage(log)}
+        return list_response(data, numbers, fields)
 
 
 def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
@@ -70,17 +76,17 @@ def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine
         body, log = await _read_inputs(context, request)
         engine.require("a classification", "classify", "score")
         vectors = await _run_inputs(engine, request, body, log)
-        labels = engine.config.labels
-        data = [_classified(i, probabilities(engine.config, vector), labels) for i, vector in enumerate(vectors)]
-        return json_response(_listed(context, log, "classify", data))
+        config = engine.config
+        data = (_classified(i, probabilities(config, vector), config.labels) for i, vector in enumerate(vectors))
+        return list_response(data, len(vectors) * config.size, _list_fields(context, log, "classify"))
 
     @router.post("/pooling", openapi_extra=openapi_body(InputBody))
     async def pooling(request: Request) -> Response:
         """vLLM's: the numbers that the model computes for each input, as they are."""
         body, log = await _read_inputs(context, request)
         vectors = await _run_inputs(engine, request, body, log)
-        data = [{"index": i, "object": "pooling", "data": vector.tolist()} for i, vector in enumerate(vectors)]
-        return json_response(_listed(context, log, "pool", data))
+        data = ({"index": i, "object": "pooling", "data": vector} for i, vector in enumerate(vectors))
+        return list_response(data, len(vectors) * engine.config.size, _list_fields(context, log, "pool"))
 
 
 def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
@@ -94,8 +100,8 @@ def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine)
         log = context.log(request)
         options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
         scores = await score_pairs(engine, request, _pairs(body), log, options)
-        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
-        return json_response(_listed(context, log, "score", data))
+        data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(scores))
+        return list_response(data, len(scores), _list_fields(context, log, "score"))
 
     @router.post("/v1/rerank", openapi_extra=openapi_body(RerankBody))
     @router.post(COHERE_PATH, openapi_extra=openapi_body(RerankBody))
@@ -135,7 +141,7 @@ async def _chat_ids(context: ServerContext, engine: PoolingEngine, chat: str | l
         return await engine.encode(chat, None)
     if not chat or not all(isinstance(one.get("content"), str) for one in chat):
         raise InvalidRequestError("chat: a text, or messages with a role and a content that is a text", "chat")
-    text = context.tokenizer.apply_chat_template(chat, add_generation_prompt=False)
+    text = await asyncio.to_thread(context.tokenizer.apply_chat_template, chat, add_generation_prompt=False)
     return await engine.encode(await context.encode(text, add_special_tokens=False), None)
 
 
@@ -167,15 +173,9 @@ async def _read_inputs(context: ServerContext, request: Request) -> tuple[InputB
 
 
 async def _run_inputs(engine: PoolingEngine, request: Request, body: InputBody, log: AccessLog) -> list[Vector]:
-    _ = engine.config  # fails on a model that generates text
+    engine.count_numbers(body.input)
     texts = (engine.encode(one, body.truncate_prompt_tokens) for one in body.input)
     return await engine.run(request, texts, log, body.scheduling)
-
-
-def check_dimensions(engine: PoolingEngine, dimensions: int | None) -> None:
-    size = engine.config.size
-    if dimensions is not None and dimensions > size:
-        raise InvalidRequestError(f"dimensions is {dimensions}; the model has {size}", "dimensions")
 
 
 def _pairs(body: ScoreBody) -> list[tuple[str, str]]:
@@ -190,23 +190,26 @@ def _pairs(body: ScoreBody) -> list[tuple[str, str]]:
     return list(zip(first, second, strict=True))
 
 
-def _written(vector: Vector, is_base64: bool) -> str | list[float]:
-    return base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist()
+def _as_base64(vector: Vector) -> str:
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+def _as_it_is(vector: Vector) -> Vector:
+    return vector
 
 
 def _classified(index: int, shares: Vector, labels: Sequence[str]) -> dict[str, Any]:
     best = int(shares.argmax())
     label = labels[best] if best < len(labels) else None
-    return {"index": index, "label": label, "probs": shares.tolist(), "num_classes": len(shares)}
+    return {"index": index, "label": label, "probs": shares, "num_classes": len(shares)}
 
 
-def _listed(context: ServerContext, log: AccessLog, prefix: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+def _list_fields(context: ServerContext, log: AccessLog, prefix: str) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{log.request_id}",
         "object": "list",
         "created": int(time.time()),
         "model": context.model_name,
-        "data": data,
         "usage": _usage(log),
     }
 

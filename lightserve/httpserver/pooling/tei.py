@@ -9,10 +9,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.errors import InvalidRequestError, LightserveError
+from lightserve.errors import LightserveError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.pooling.bodies import TeiEmbedBody, TeiPredictBody, TeiRerankBody
 from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.response import list_response
 from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
 from lightserve.httpserver.tgi.errors import tgi_error_response
 from lightserve.httpserver.wire.body import openapi_body, validate
@@ -46,12 +47,10 @@ async def _embed(context: ServerContext, engine: PoolingEngine, request: Request
     body = validate(TeiEmbedBody, value)
     context.check_fields(request, body)
     engine.require("an embedding", "embed")
-    if body.dimensions is not None and body.dimensions > engine.config.size:
-        found = f"dimensions is {body.dimensions}; the model has {engine.config.size}"
-        raise InvalidRequestError(found, "dimensions")
+    numbers = engine.count_numbers(body.inputs, body.dimensions, "inputs")
     texts = (engine.encode(one, body.length, body.prompt_name, "inputs") for one in body.inputs)
     vectors = await engine.run(request, texts, context.log(request), body.scheduling)
-    return json_response([embedding(one, body.dimensions, body.normalize is not False).tolist() for one in vectors])
+    return list_response((embedding(one, body.dimensions, body.normalize is not False) for one in vectors), numbers)
 
 
 async def tei_rerank(
@@ -72,13 +71,14 @@ async def _predict(context: ServerContext, engine: PoolingEngine, request: Reque
     context.check_fields(request, body)
     engine.require("a prediction", "classify", "score")
     is_single, inputs = body.inputs
+    numbers = engine.count_numbers(inputs, name="inputs")
     texts = (
         engine.encode_pair(one[0], one[1], body.length) if len(one) == 2 else engine.encode(one[0], body.length)
         for one in inputs
     )
     vectors = await engine.run(request, texts, context.log(request), body.scheduling)
-    answers = [_labelled(engine, vector, bool(body.raw_scores)) for vector in vectors]
-    return json_response(answers[0] if is_single else answers)
+    answers = (_labelled(engine, vector, bool(body.raw_scores)) for vector in vectors)
+    return json_response(next(answers)) if is_single else list_response(answers, numbers)
 
 
 def _labelled(engine: PoolingEngine, vector: Vector, is_raw: bool) -> list[dict[str, Any]]:

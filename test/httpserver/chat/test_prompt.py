@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 
 from lightserve.config import HttpConfig
 from lightserve.errors import ServerError
+from lightserve.httpserver.chat.prompt import LONG_CHAT
 from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.context import LONG_TEXT
 from lightserve.httpserver.wire.body import validate
+from lightserve.model_files.chat_template import ChatTemplate
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
 
@@ -324,3 +328,31 @@ def test_system_messages_of_a_client_are_merged_for_a_template_that_takes_one(
 
         assert prompt_of(server, *systems, USER) == "<system>A\n\nB<user>Hi"
         assert prompt_of(server, USER, *systems[:1]) == "<user>Hi<user>A"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_long"),
+    [
+        ({}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False, "effort": "low"}}, False),
+        ({"chat_template_kwargs": {"a": "x" * LONG_TEXT}}, True),
+        ({"chat_template_kwargs": {"a": ["x"]}}, True),
+        ({"documents": [{"text": "x"}]}, True),
+        ({"messages": [USER] * (LONG_CHAT + 1)}, True),
+    ],
+)
+def test_a_long_chat_is_rendered_beside_the_event_loop(
+    showing: Server, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], is_long: bool
+) -> None:
+    threads: list[str] = []
+    render = ChatTemplate.render
+
+    def recorded(template: ChatTemplate, **variables: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(template, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", recorded)
+
+    showing.chat(**fields)
+
+    assert {name.startswith("asyncio_") for name in threads} == {is_long}  # of asyncio.to_thread

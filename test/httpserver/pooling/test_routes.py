@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,11 +29,13 @@ from test.pooling.files import CLS, SEP, word_tokenizer
 from test.waiting import DEADLINE_S, until
 
 EMBED = PoolingConfig("embed", "mean", 4, prompts={"query": "w9 "})
+WIDE = PoolingConfig("embed", "mean", 8192)
 CLASSIFY = PoolingConfig("classify", "cls", 3, labels=("bad", "fair", "good"))
 SCORE = PoolingConfig("classify", "cls", 1, labels=("LABEL_0",), type_vocab_size=2)
 ANSWERS = PoolingConfig("score", "last", 2, answers=("no", "yes"))
 REWARD = PoolingConfig("reward", "last", 1)
 LONGEST = len("[UNK]")  # characters of a token
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 FAIL_ID = 100  # of a token that makes a request fail
 
 Post = Callable[..., Awaitable[httpx2.Response]]
@@ -54,7 +57,7 @@ def result_of(size: int) -> Script:
 async def pooling_server(
     tmp_path: Path, pooling: PoolingConfig | None
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, FakeEngine]]:
-    tokenizer = Tokenizer(word_tokenizer(), SpecialTokens(), None)
+    tokenizer = Tokenizer(word_tokenizer(), SpecialTokens(), TEMPLATE)
     async with engine(tmp_path, result_of(pooling.size if pooling else 1), tokenizer) as (context, fake):
         app = build_app(replace(context, pooling=pooling))
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
@@ -287,6 +290,25 @@ def test_a_reward_is_the_number_of_the_head(tmp_path: Path) -> None:
     assert found == {"score": 0.5, "prompt_tokens": 4, "finish_reason": "stop"}
 
 
+def test_a_chat_is_rendered_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    render = Tokenizer.apply_chat_template
+
+    def recorded(tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(tokenizer, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", recorded)
+    chat = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+
+    status, found = posted(tmp_path, REWARD, "/get_score", {"chat": chat})
+    refused, _ = posted(tmp_path, REWARD, "/get_score", {"chat": chat * 1025})
+
+    assert (status, found["prompt_tokens"], refused) == (200, 2, 400)
+    assert threads
+    assert threading.get_ident() not in threads
+
+
 def test_pooling_returns_the_numbers_as_they_are(tmp_path: Path) -> None:
     status, found = posted(tmp_path, REWARD, "/pooling", {"input": "w5"})
 
@@ -422,6 +444,9 @@ class LeavingClient:
         (EMBED, "/v1/embeddings", {"input": [-1]}, "token id -1"),
         (EMBED, "/v1/embeddings", {"input": [10**9]}, "is not in the range"),
         (EMBED, "/v1/embeddings", {"input": ["w5"] * 2049}, "at most 2048 inputs"),
+        (WIDE, "/v1/embeddings", {"input": ["w5"] * 2048}, "send at most 1024 inputs at once"),
+        (WIDE, "/v1/embeddings", {"input": ["w5"] * 2048, "dimensions": 4097}, "send at most 2047 inputs at once"),
+        (WIDE, "/pooling", {"input": ["w5"] * 1025}, "1025 inputs of 8192 numbers each are more than 8,388,608"),
         (EMBED, "/v1/embeddings", {"input": "w5", "dimensions": 5}, "the model has 4"),
         (EMBED, "/v1/embeddings", {"input": "w5", "dimensions": 0}, "dimensions"),
         (EMBED, "/v1/embeddings", {"input": "w5", "encoding_format": "hex"}, "encoding_format"),
