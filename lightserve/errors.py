@@ -4,6 +4,7 @@ LightserveError
 ├── RequestError               the client's fault: 4xx, sent to the client unchanged
 │   ├── InvalidRequestError        400
 │   │   ├── NotSupportedYetError       documented by the API, planned for a later version
+│   │   ├── TemplateLimitError         the chat template takes too many steps, bytes or seconds
 │   │   └── PreviousResponseNotFoundError
 │   ├── PromptTooLongError         400
 │   ├── TextTooLongError           400: a text to embed or to score
@@ -62,6 +63,11 @@ class NotSupportedYetError(InvalidRequestError):
 
     def __init__(self, what: str, param: str | None = None) -> None:
         super().__init__(f"{what} is not supported yet", param)
+
+
+class TemplateLimitError(InvalidRequestError):
+    def __init__(self, found: str) -> None:
+        super().__init__(f"the model's chat template takes {found} to render these messages")
 
 
 class PromptTooLongError(RequestError):

@@ -14,7 +14,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.model_files import Tokenizer, chat_template, load_tokenizer, resolve
+from lightserve.model_files import Tokenizer, load_tokenizer, resolve
 from lightserve.model_files.gguf_header import read_gguf_header
 from lightserve.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS
 from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
@@ -266,21 +266,6 @@ def test_messages_that_a_template_rejects_are_an_invalid_request(tmp_path: Path,
 
     with pytest.raises(InvalidRequestError, match=reason):
         tokenizer.apply_chat_template(MESSAGES)
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "reason"),
-    [("MAX_LENGTH", 1000, "longer than 1,000 characters"), ("RENDER_LIMIT_S", 0.0, "took longer than 0 s")],
-)
-def test_a_template_is_limited_in_time_and_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float, reason: str
-) -> None:
-    tokenizer = with_template(tmp_path, "{% for i in range(n) %}{{ messages[0].content }}{% endfor %}")
-    assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x" * 10}], n=101)) == 1010
-
-    monkeypatch.setattr(chat_template, limit, value)
-    with pytest.raises(InvalidRequestError, match=reason):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x" * 10}], n=101)
 
 
 def test_the_error_of_a_template_that_quotes_a_long_text_is_short(tmp_path: Path) -> None:

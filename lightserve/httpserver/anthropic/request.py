@@ -18,6 +18,8 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
 from lightserve.httpserver.wire.body import Body, JsonObject, at_most
+from lightserve.model_files.chat_template import NOTHING
+from lightserve.model_files.template_budget import ON_EVENT_LOOP
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.utils.logger import init_logger
 
@@ -151,7 +153,8 @@ def _shows_late_system(tokenizer: Tokenizer) -> bool:
     """Whether the chat template shows a system message after a message of the user. Some refuse it, some drop it."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "system", "content": LATE_SYSTEM}]
     try:
-        return LATE_SYSTEM in tokenizer.apply_chat_template(messages)
+        template = tokenizer.choose_template(has_tools=False, has_documents=False)
+        return LATE_SYSTEM in template.render(ON_EVENT_LOOP, messages=messages, **NOTHING, add_generation_prompt=True)
     except InvalidRequestError:
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 
 import orjson
 
-from lightserve.errors import InvalidRequestError
+from lightserve.errors import InvalidRequestError, TemplateLimitError
 from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages, has_system_messages
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.wire.body import check_json_size
 from lightserve.model_files.chat_template import RESERVED_NAMES, ChatTemplate
+from lightserve.model_files.template_budget import IN_THREAD, ON_EVENT_LOOP, RenderLimits
 
 LONG_CHAT = 100  # messages; more (about a millisecond) are rendered in a thread
 USUAL_ROLES = frozenset({"system", "user", "assistant", "tool", "function"})
@@ -41,10 +43,18 @@ RESERVED = frozenset(
 
 async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list[int]]:
     """The prompt as text and as token ids."""
-    text = await asyncio.to_thread(_render, context, body) if _is_long(body) else _render(context, body)
+    text = await _rendered(context, body)
     if not text:
         raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
     return text, await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+async def _rendered(context: ServerContext, body: ChatBody) -> str:
+    """A short chat is rendered at once, unless the template makes it long."""
+    if not _is_long(body):
+        with contextlib.suppress(TemplateLimitError):
+            return _render(context, body, ON_EVENT_LOOP)
+    return await asyncio.to_thread(_render, context, body, IN_THREAD)
 
 
 async def generation_prompt(context: ServerContext, body: ChatBody, prompt: str, tags: Sequence[str]) -> str:
@@ -70,7 +80,7 @@ def _prompt_before_output(context: ServerContext, body: ChatBody) -> str:
     """The prompt without the assistant's turn. It is "" if the template does not render it."""
     messages = body.messages[:-1] if body.continue_final_message else body.messages
     try:
-        return _apply(context, body, [for_template(message) for message in messages], adds_turn=False)
+        return _apply(context, body, [for_template(message) for message in messages], False, IN_THREAD)
     except InvalidRequestError:
         return ""
 
@@ -102,24 +112,26 @@ def _reasoning(message: Message) -> str | None:
     return message.reasoning_content or message.reasoning
 
 
-def _render(context: ServerContext, body: ChatBody) -> str:
+def _render(context: ServerContext, body: ChatBody, limits: RenderLimits) -> str:
     _check_arguments(body)
     messages = [for_template(message) for message in body.messages]
     if body.continue_final_message:
         _append_end_mark(messages[-1])
     adds_turn = not body.continue_final_message and body.add_generation_prompt is not False
-    text = _apply(context, body, messages, adds_turn)
-    _check_custom_roles(context, body, messages)
+    text = _apply(context, body, messages, adds_turn, limits)
+    _check_custom_roles(context, body, messages, limits)
     return text.rpartition(END_MARK)[0] if body.continue_final_message else text
 
 
-def _check_custom_roles(context: ServerContext, body: ChatBody, messages: list[dict[str, Any]]) -> None:
+def _check_custom_roles(
+    context: ServerContext, body: ChatBody, messages: list[dict[str, Any]], limits: RenderLimits
+) -> None:
     """Refuse roles whose messages the template drops: it may know only the usual ones."""
     marks = {i: f"[message {i}]" for i, message in enumerate(messages) if message["role"] not in USUAL_ROLES}
     if not marks:
         return
     marked = [message | {"content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
-    text = _apply(context, body, marked, adds_turn=True)
+    text = _apply(context, body, marked, True, limits)
     for i, mark in marks.items():
         if mark not in text:
             role = messages[i]["role"]
@@ -129,12 +141,15 @@ def _check_custom_roles(context: ServerContext, body: ChatBody, messages: list[d
             )
 
 
-def _apply(context: ServerContext, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool) -> str:
+def _apply(
+    context: ServerContext, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool, limits: RenderLimits
+) -> str:
     """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
     template = _template(context, body)
     tools = [_tool(tool) for tool in body.prompt_tools] or None
     render = partial(
         template.render,
+        limits,
         tools=tools,
         documents=body.documents or None,
         add_generation_prompt=adds_turn,
@@ -144,6 +159,8 @@ def _apply(context: ServerContext, body: ChatBody, messages: list[dict[str, Any]
         messages = arrange_system_messages(messages, template.system_rules)
     try:
         return render(messages=messages)
+    except TemplateLimitError:
+        raise
     except InvalidRequestError:
         if all(message["content"] is not None for message in messages):
             raise

@@ -16,6 +16,7 @@ from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT
 from lightserve.httpserver.wire.body import validate
 from lightserve.model_files.chat_template import ChatTemplate
+from lightserve.model_files.template_budget import ON_EVENT_LOOP, RenderLimits
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
 
@@ -330,6 +331,19 @@ def test_system_messages_of_a_client_are_merged_for_a_template_that_takes_one(
         assert prompt_of(server, USER, *systems[:1]) == "<user>Hi<user>A"
 
 
+def recorded_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that render templates. Those of asyncio.to_thread begin with asyncio_."""
+    threads: list[str] = []
+    render = ChatTemplate.render
+
+    def recorded(template: ChatTemplate, *limits: RenderLimits, **variables: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(template, *limits, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", recorded)
+    return threads
+
+
 @pytest.mark.parametrize(
     ("fields", "is_long"),
     [
@@ -344,15 +358,40 @@ def test_system_messages_of_a_client_are_merged_for_a_template_that_takes_one(
 def test_a_long_chat_is_rendered_beside_the_event_loop(
     showing: Server, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], is_long: bool
 ) -> None:
-    threads: list[str] = []
-    render = ChatTemplate.render
-
-    def recorded(template: ChatTemplate, **variables: Any) -> str:
-        threads.append(threading.current_thread().name)
-        return render(template, **variables)
-
-    monkeypatch.setattr(ChatTemplate, "render", recorded)
+    threads = recorded_threads(monkeypatch)
 
     showing.chat(**fields)
 
-    assert {name.startswith("asyncio_") for name in threads} == {is_long}  # of asyncio.to_thread
+    assert {name.startswith("asyncio_") for name in threads} == {is_long}
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its template takes as many steps, and makes a text as long, as the request says."""
+    template = "Hi{% for i in range(steps|default(0)) %}{% endfor %}{{ ('a' * (length|default(0)))|length }}"
+    with running(tmp_path_factory.mktemp("run"), with_template(template)) as server:
+        server.engine.script = rows("ok")
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_beside"),
+    [({"steps": 10}, [False]), ({"steps": ON_EVENT_LOOP.steps}, [False, True]), ({"length": 5_000_000}, [False, True])],
+)
+def test_a_template_that_takes_long_for_a_short_chat_is_rendered_beside_the_event_loop(
+    counting: Server, monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], is_beside: list[bool]
+) -> None:
+    threads = recorded_threads(monkeypatch)
+
+    response = counting.chat(chat_template_kwargs=variables)
+
+    assert response.status_code == 200
+    assert [name.startswith("asyncio_") for name in threads] == is_beside
+
+
+def test_a_template_that_takes_too_much_memory_is_an_error_of_the_request(counting: Server) -> None:
+    response = counting.chat(chat_template_kwargs={"length": 3_000_000_000})
+
+    assert response.status_code == 400
+    assert "chat template takes more than 268,435,456 bytes" in response.json()["error"]["message"]
+    assert counting.chat().status_code == 200
