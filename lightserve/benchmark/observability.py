@@ -71,7 +71,7 @@ def _timeline(ring: TimelineRing) -> Callable[[], None]:
 
 def _trace(export: Callable[[TraceRecord], None] = lambda record: None) -> None:
     """All that an HTTP process does for a trace in its event loop."""
-    trace = RequestTrace(HEADER, "/v1/chat/completions", "model", export)
+    trace = RequestTrace(HEADER, "model", export)
     log = AccessLog("0123456789abcdef", "/v1/chat/completions", is_written=False)
     trace.watch(log)
     trace.context.header(trace.span_id)
@@ -79,7 +79,7 @@ def _trace(export: Callable[[TraceRecord], None] = lambda record: None) -> None:
     log.record_admission(Admission(0.1, 64), is_first_choice=True)
     log.record_finish(FinishReason.STOP)
     log.close(None)
-    trace.response_sent(200, "0123456789abcdef")
+    trace.response_sent(200, "0123456789abcdef", "/v1/chat/completions")
 
 
 def _profiled_step(recorder: TraceRecorder) -> Callable[[], None]:

@@ -81,7 +81,8 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         hosts=allowed_hosts(context.config.host, context.config.allowed_hosts),
     )
     if context.export_trace is not None:
-        app.add_middleware(TraceMiddleware, model=context.model_name, export=context.export_trace)
+        paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+        app.add_middleware(TraceMiddleware, model=context.model_name, export=context.export_trace, paths=paths)
     if context.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -17,7 +17,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 TRACES_PATH = "/v1/traces"
-MAX_QUEUED = 2048  # requests, some 5 MB
+MAX_QUEUED = 2048  # requests of at most some 4 kB: their attributes are cut
 BATCH = 64  # requests of one message: their serialisation holds the interpreter for less than a millisecond
 INTERVAL_S = 1.0  # between batches, unless one is full
 TIMEOUT_S = 5.0  # of a connection, and of a response

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightserve.errors import LightserveError
@@ -22,6 +23,9 @@ AttributeValue = str | int | list[str]
 # gen_ai.operation.name of the semantic conventions, by route; all others complete text
 _CHAT_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
 _PREFIX = "lightserve."  # of attributes that the conventions do not have
+UNMATCHED = "unmatched"  # in place of a path that is none of this server: clients may choose any
+MAX_TEXT = 200  # characters of an attribute
+MAX_REASONS = 128  # of one request; a request for embeddings has one for each text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,13 @@ Export = Callable[[TraceRecord], None]
 
 
 class RequestTrace:
-    def __init__(self, header: bytes, route: str, model: str, export: Export) -> None:
+    def __init__(self, header: bytes, model: str, export: Export) -> None:
         self.context = trace_context(header)
         self.span_id = os.urandom(8)
         self._status = 0
         self._request_id = ""
-        self._route = route
-        self._model = model
+        self._route = UNMATCHED
+        self._model = model[:MAX_TEXT]
         self._export = export
         self._begin_s = time.monotonic()
         self._responded_s: float | None = None
@@ -65,9 +69,10 @@ class RequestTrace:
         self._log = log
         log.on_close = self._on_generation_closed
 
-    def response_sent(self, status: int, request_id: str) -> None:
+    def response_sent(self, status: int, request_id: str, route: str) -> None:
         """``status`` is 0 if none was sent. A response in the background is traced when it ends."""
-        self._responded_s, self._status, self._request_id = time.monotonic(), status, request_id
+        self._responded_s, self._status = time.monotonic(), status
+        self._request_id, self._route = request_id[:MAX_TEXT], route
         if self._log is None or not self._log.is_generating:
             self._finish()
 
@@ -102,7 +107,7 @@ class RequestTrace:
             "gen_ai.provider.name": "lightserve",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
-            "gen_ai.response.finish_reasons": log.finish_reasons(self._error),
+            "gen_ai.response.finish_reasons": log.finish_reasons(self._error)[:MAX_REASONS],
             **_input(log),
             **_output(log),
         }
@@ -133,19 +138,23 @@ def _phases(log: AccessLog, closed_s: float) -> list[Span]:
 
 
 class TraceMiddleware:
-    """Traces every POST request, and returns ``traceparent``. It is only in the application if traces are exported."""
+    """Traces every POST request, and returns ``traceparent``. It is only in the application if traces are exported.
 
-    def __init__(self, app: ASGIApp, model: str, export: Export) -> None:
+    ``paths``: those of routes. A request that is refused before it has a route may have one of them.
+    """
+
+    def __init__(self, app: ASGIApp, model: str, export: Export, paths: Collection[str]) -> None:
         self._app = app
         self._model = model
         self._export = export
+        self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         header = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
-        trace = RequestTrace(header, route_path(scope), self._model, self._export)
+        trace = RequestTrace(header, self._model, self._export)
         state = scope.setdefault("state", {})
         state["trace"] = trace
         # RequestMiddleware adds them: a wrapper of ``send`` would cost every chunk of a stream a call
@@ -153,4 +162,12 @@ class TraceMiddleware:
         try:
             await self._app(scope, receive, send)
         finally:
-            trace.response_sent(state.get("status", 0), state.get("request_id", ""))
+            trace.response_sent(state.get("status", 0), state.get("request_id", ""), self._route_of(scope))
+
+    def _route_of(self, scope: Scope) -> str:
+        """The path of the route as it is declared, such as /v1/responses/{response_id}/cancel."""
+        route = scope.get("route")
+        if isinstance(route, Route):
+            return route.path
+        path = route_path(scope)
+        return path if path in self._paths else UNMATCHED

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.tracing import exporter as exporter_module
 from lightserve.httpserver.tracing.exporter import SpanExporter, headers_from_env, traces_url
@@ -42,14 +43,17 @@ def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter_module, "INTERVAL_S", 0.01)
 
 
-def traced(run_dir: Path, check: Check, script: Script | None = None) -> None:
+def traced(
+    run_dir: Path, check: Check, script: Script | None = None, config: HttpConfig | None = None, key: str = ""
+) -> None:
     async def run(collector: Collector) -> None:
         exporter = fast_exporter(collector.url)
         exporter.start()
-        async with engine(run_dir, script or spell("hello", FinishReason.LENGTH), None) as (context, _):
+        async with engine(run_dir, script or spell("hello", FinishReason.LENGTH), None, config) as (context, _):
             app = build_app(replace(context, export_trace=exporter.put))
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            headers = {"x-api-key": key}
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
                 await check(http, collector)
         exporter.close(30)
 
@@ -133,6 +137,49 @@ def test_refused_and_failed_requests_are_traced_and_scrapes_are_not(tmp_path: Pa
         assert (queue["name"], queue["is_error"]) == ("queue", True)
 
     traced(tmp_path, check, fail)
+
+
+def test_a_span_is_named_by_its_route_and_never_by_a_path_that_a_client_chose(tmp_path: Path) -> None:
+    async def check(http: httpx2.AsyncClient, collector: Collector) -> None:
+        await http.post("/v1/completions", json=BODY)
+        await http.post("/v1/completions", json=BODY, headers={"x-api-key": "wrong"})
+        await http.post("/v1/responses/resp_123/cancel")
+        await http.post("/v1/responses/resp_123/cancel", headers={"x-api-key": "wrong"})
+        await http.post("/some/path")
+        await http.post("/v1/models/tiny")
+        await until(lambda: len(collector.spans) == 9)
+
+        requests = [span for span in collector.spans if span["kind"] == SERVER_KIND]
+        assert [(span["name"], span["http.response.status_code"]) for span in requests] == [
+            ("POST /v1/completions", 200),
+            ("POST /v1/completions", 401),
+            ("POST /v1/responses/{response_id}/cancel", 404),
+            ("POST unmatched", 401),
+            ("POST unmatched", 404),
+            ("POST /v1/models/{model_id:path}", 405),
+        ]
+        assert all(span["name"] == f"POST {span['http.route']}" for span in requests)
+
+    traced(tmp_path, check, config=HttpConfig(api_key=["right"]), key="right")
+
+
+def test_requests_without_a_key_take_little_memory_of_the_queue(tmp_path: Path) -> None:
+    records: list[TraceRecord] = []
+    count, length = 50, 60_000
+
+    async def run() -> None:
+        config = HttpConfig(api_key=["right"])
+        async with engine(tmp_path, spell("x"), None, config) as (context, _):
+            app = build_app(replace(context, export_trace=records.append))
+            transport = httpx2.ASGITransport(app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                for i in range(count):
+                    headers = {"X-Request-Id": f"{i}" * 30_000, "traceparent": "0" * 1000}
+                    assert (await http.post(f"/{i}{'x' * length}", headers=headers)).status_code == 401
+
+    asyncio.run(run())
+    assert len(records) == count
+    assert sum(len(OtlpEncoder({}).encode([one])) for one in records) < count * 4096
 
 
 def record(spans: int = 2) -> TraceRecord:
