@@ -106,6 +106,7 @@ def test_a_text_full_of_markers_is_rendered_quickly(page: ChatPage) -> None:
     """
     size = 20_000
     texts = ["*" * size, "_a " * size, "[" * size, "`a``" * size, "# " + "#" * size + "x", "> " * size, "- " * size]
+    texts += [("[a](" + " " * 1900) * 40, ("http://a" + "." * 1900 + "b ") * 40]
     texts += ["|\n-" + " " * size + "x", "![](" * size, "<http://" * size, "http://" * size, " *a" * size, "1. " * size]
 
     assert page.browser.execute_async_script(render, texts) > 0

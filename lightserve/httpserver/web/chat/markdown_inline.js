@@ -6,6 +6,9 @@ import { element } from "./dom.js";
 const SPECIAL = /[\\`*_~[\]!<\n]|https?:\/\//g;
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
 const BARE_URL = /^https?:\/\/[^\s<>"'`]+/;
+const AFTER_URL = ".,;:!?*_~)]"; // at the end of a bare address: most likely of the sentence around it
+// The address is not empty, so only one part of the pattern can take each space: it never tries them in all ways.
+const LINK = /^\[([^[\]]{0,500})\]\(\s*<?([^\s()<>]+(?:\([^\s()]*\)[^\s()<>]*)*)>?(?:\s+"[^"]{0,500}")?\s*\)/;
 const MAX_LINK = 2000; // characters; bounds the time for a text full of brackets
 const MAX_DEPTH = 6;
 /** @type {[string, "strong" | "em" | "del"][]} */
@@ -156,9 +159,7 @@ function codeAt(text, at, markers) {
  * @returns {Span | null}
  */
 function linkAt(text, at, depth) {
-  const match = /^\[([^[\]]{0,500})\]\(\s*<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?:\s+"[^"]{0,500}")?\s*\)/.exec(
-    text.slice(at, at + MAX_LINK),
-  );
+  const match = LINK.exec(text.slice(at, at + MAX_LINK));
   const url = match === null ? null : safeUrl(match[2]);
   if (match === null || url === null) {
     return null;
@@ -185,11 +186,22 @@ function angleLinkAt(text, at) {
  * @returns {Span | null}
  */
 function bareLinkAt(text, at) {
-  const found = BARE_URL.exec(text.slice(at, at + MAX_LINK))?.[0].replace(/[.,;:!?*_~)\]]+$/, "");
-  const url = found === undefined ? null : safeUrl(found);
-  return found === undefined || url === null
-    ? null
-    : { node: link(url, [document.createTextNode(found)]), end: at + found.length };
+  const match = BARE_URL.exec(text.slice(at, at + MAX_LINK));
+  const found = match === null ? "" : withoutEnd(match[0], AFTER_URL);
+  const url = safeUrl(found);
+  return url === null ? null : { node: link(url, [document.createTextNode(found)]), end: at + found.length };
+}
+
+/**
+ * @param {string} text
+ * @param {string} characters those that are removed
+ */
+function withoutEnd(text, characters) {
+  let end = text.length;
+  while (end > 0 && characters.includes(text[end - 1])) {
+    end -= 1;
+  }
+  return text.slice(0, end);
 }
 
 /**
