@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from lightserve.ray.messages import Load
+from lightserve.utils.direct_http import direct_opener
 from lightserve.utils.tls import trust_exactly
 
 ALL = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -21,7 +22,7 @@ def read_metrics(url: str, key: str | None, certificate: str | None) -> tuple[Lo
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     context = None if certificate is None else trust_exactly(certificate)
     request = urllib.request.Request(f"{url}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=METRICS_S, context=context) as response:
+    with direct_opener(context).open(request, timeout=METRICS_S) as response:
         return parse_metrics(response.read().decode())
 
 

@@ -151,6 +151,43 @@ def test_gateways_get_the_host_that_the_client_has_sent(tmp_path: Path) -> None:
     assert b'"host": "evil.example"' in response
 
 
+def test_keys_do_not_go_through_a_proxy_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with serving() as proxy, serving() as url, fanning_out(tmp_path, url) as send:
+        monkeypatch.setenv("http_proxy", proxy)
+        response = send(b"GET /debug/requests/x HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer boss\r\n\r\n")
+
+    assert b'"path": "/debug/requests/x"' in response  # a proxy would get the whole URL
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://a.example:80/debug/requests/x?limit=2", b"/debug/requests/x?limit=2"),
+        (b"/debug/requests/x?limit=2", b"/debug/requests/x?limit=2"),
+        (b"http://[", None),
+        (b"x", None),
+        (b"/\xff", None),
+        (b"*", None),
+    ],
+)
+def test_a_target_may_be_a_whole_url(tmp_path: Path, target: bytes, path: bytes | None) -> None:
+    with serving() as url, fanning_out(tmp_path, url) as send:
+        response = send(b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % target)
+
+    assert response.startswith(b"HTTP/1.0 400 " if path is None else b"HTTP/1.0 200 ")
+    assert path is None or b'"path": "%b"' % path in response
+
+
+@pytest.mark.parametrize("length", [b"x", b"-5", b"1048577"])
+def test_a_wrong_length_is_refused(tmp_path: Path, length: bytes) -> None:
+    with serving() as url, fanning_out(tmp_path, url) as send:
+        response = send(b"POST /abort_request HTTP/1.1\r\nContent-Length: %b\r\n\r\n" % length)
+
+    assert response.startswith(b"HTTP/1.0 413 ")
+
+
 def test_answers_of_gateways_become_one() -> None:
     def of(*arrived: int) -> Answer:
         return Answer(200, json.dumps({"requests": [{"arrived": one} for one in arrived]}).encode())
