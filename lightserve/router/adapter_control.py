@@ -81,7 +81,7 @@ class AdapterControl:
         except LightserveError as error:
             self._replies.send(_error_reply(message.query_id, error))
             return
-        cards = [AdapterCard(adapter.name, str(adapter.folder)) for adapter in self._registry]
+        cards = [AdapterCard(adapter.name, adapter.shown_path) for adapter in self._registry]
         self._replies.send(AdapterReply(message.query_id, adapters=cards))
 
     def _add(self, message: LoadAdapter) -> None:
@@ -93,7 +93,8 @@ class AdapterControl:
             if not done.result():
                 self._registry.put(adapter)
             loader.release(adapter.lora_id)
-            self._replies.send(AdapterReply(message.query_id, 400 if done.result() else 200, done.result()))
+            reason = adapter.for_client(done.result())
+            self._replies.send(AdapterReply(message.query_id, 400 if reason else 200, reason))
 
         loader.acquire(adapter).add_done_callback(reply)
 
@@ -112,7 +113,8 @@ class AdapterControl:
             self._registry.forget(adapter)
         failed = self._scheduler.drop(lambda req: req.lora_id == adapter.lora_id)
         if failed:
-            self._reporter.fail(failed, 400, lambda _: f"the adapter {adapter.name!r} cannot be used: {reason}")
+            shown = f"the adapter {adapter.name!r} cannot be used: {adapter.for_client(reason)}"
+            self._reporter.fail(failed, 400, lambda _: shown)
 
 
 def _error_reply(query_id: int, error: LightserveError) -> AdapterReply:

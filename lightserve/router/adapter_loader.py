@@ -128,6 +128,7 @@ class AdapterLoader:
         self._load_next()
 
     def _fail(self, entry: _Entry, reason: str) -> None:
+        logger.warning("the adapter %r cannot be used: %s", entry.adapter.name, reason)
         self._entries.pop(entry.adapter.lora_id, None)
         self._on_failed(entry.adapter, reason)
         entry.loaded.set_result(reason)

@@ -14,6 +14,7 @@ from lightserve.model_files.lora.paths import (
     folder_below,
     has_adapter,
     parse_module,
+    path_below,
     versions,
 )
 
@@ -27,8 +28,13 @@ class RegisteredAdapter:
     lora_id: int
     name: str
     folder: Path
+    shown_path: str  # for clients: from --lora_dir, or the name of the folder
     files: tuple[FileVersion, ...]  # as they were when it was registered
     is_on_demand: bool = False  # a request named a folder below --lora_dir
+
+    def for_client(self, message: str) -> str:
+        """A message about its files, without the path of the folder on this machine."""
+        return message.replace(str(self.folder), self.shown_path)
 
     def check_unchanged(self) -> None:
         """Cached prefixes were computed with the files as they were."""
@@ -71,7 +77,7 @@ class AdapterRegistry:
             raise AdapterError(f"the adapter {name[:SHOWN]!r} exists already; unload it, or send load_inplace: true")
         folder = folder_below(self._root, path)
         if not has_adapter(folder):
-            raise AdapterError(f"{path[:SHOWN]!r}: there is no adapter_config.json in this folder of {self._root}")
+            raise AdapterError(f"{path[:SHOWN]!r}: there is no adapter_config.json in this folder of --lora_dir")
         return self._new(name, folder)
 
     def put(self, adapter: RegisteredAdapter) -> None:
@@ -89,7 +95,8 @@ class AdapterRegistry:
             del self._by_name[adapter.name]
 
     def _new(self, name: str, folder: Path, is_on_demand: bool = False) -> RegisteredAdapter:
-        return RegisteredAdapter(next(self._ids), name, folder, versions(folder), is_on_demand)
+        shown = path_below(self._root, folder) or folder.name
+        return RegisteredAdapter(next(self._ids), name, folder, shown, versions(folder), is_on_demand)
 
     @staticmethod
     def _folder_of(root: str, name: str) -> Path | None:

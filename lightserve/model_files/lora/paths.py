@@ -32,11 +32,17 @@ def folder_below(root: str, given: str) -> Path:
         folder = (base / given).resolve()
         files = [path.resolve() for path in adapter_files(folder)]
     except (OSError, ValueError, RuntimeError) as error:
-        raise AdapterError(f"{given[:MAX_NAME]!r} is not a folder below {root} (--lora_dir)") from error
+        raise AdapterError(f"{given[:MAX_NAME]!r} is not a folder below --lora_dir") from error
     is_below = folder != base and all(path.is_relative_to(base) for path in (folder, *files))
     if not is_below:
-        raise AdapterError(f"{given[:MAX_NAME]!r} is not below {root} (--lora_dir); copy the adapter there")
+        raise AdapterError(f"{given[:MAX_NAME]!r} is not below --lora_dir; copy the adapter there")
     return folder
+
+
+def path_below(root: str | None, folder: Path) -> str | None:
+    """The path of ``folder`` from ``root``; None: it is not below."""
+    base = None if root is None else Path(root).resolve()
+    return None if base is None or not folder.is_relative_to(base) else str(folder.relative_to(base))
 
 
 def has_adapter(folder: Path) -> bool:
