@@ -40,7 +40,7 @@ class ReqText:
         text = self._stop.push(
             "" if is_end_token and not self._include_stop else self._visible(self._text_of(token_id))
         )
-        if finish_reason is not None or self._stop.would_match(self._stream.tentative_text[self._n_hidden :]):
+        if finish_reason is not None:
             text += self._stop.push(self._visible(self._stream.flush()))
         return text if finish_reason is None or self.matched_stop is not None else text + self._stop.flush()
 

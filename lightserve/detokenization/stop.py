@@ -25,22 +25,14 @@ class StopMatcher:
             return text
         if self.matched is not None or not text:
             return ""
-        self._tentative_lengths = self._lengths
         if not self._n_held and self._first_chars.isdisjoint(text):
             return text
-        ends, lengths = self._scan(text, self._lengths)
+        ends, lengths = self._scan(text)
         if any(ends):
             return self._stop_at(ends, text)
         shown = self._head(self._n_held + len(text) - max(lengths), text)
         self._set_lengths(lengths)
         return shown
-
-    def would_match(self, tentative_text: str) -> bool:
-        """Whether a stop string ends in ``tentative_text``, which the next ``push`` replaces."""
-        if not tentative_text or self.matched is not None:
-            return False
-        ends, self._tentative_lengths = self._scan(tentative_text, self._tentative_lengths)
-        return any(ends)
 
     def flush(self) -> str:
         """The text that is still held back, at the end."""
@@ -51,11 +43,10 @@ class StopMatcher:
     def _set_lengths(self, lengths: list[int]) -> None:
         self._lengths = lengths  # for each stop string: how many of its first characters the text ends with
         self._n_held = max(lengths, default=0)  # characters at the end of the text that were not returned yet
-        self._tentative_lengths = lengths  # the same at the end of the tentative text
 
-    def _scan(self, text: str, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where each stop string first ends in ``text`` (0: nowhere), and the new ``lengths``."""
-        scanned = [stop.scan(text, length) for stop, length in zip(self._stops, lengths, strict=True)]
+    def _scan(self, text: str) -> tuple[list[int], list[int]]:
+        """Where each stop string first ends in ``text`` (0: nowhere), and the new lengths."""
+        scanned = [stop.scan(text, length) for stop, length in zip(self._stops, self._lengths, strict=True)]
         return [end for end, _ in scanned], [length for _, length in scanned]
 
     def _stop_at(self, ends: Sequence[int], text: str) -> str:

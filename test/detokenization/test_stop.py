@@ -95,30 +95,11 @@ def test_random_texts_match_the_definition_and_are_returned_as_early_as_possible
         assert matcher.matched or shown + matcher.flush() == seen
 
 
-def test_would_match_detects_a_stop_string_and_changes_nothing() -> None:
-    rng = random.Random(1)
-    for _ in range(10_000):
-        pieces, stops = random_case(rng)
-        tentative, _ = random_case(rng)
-        matcher, untouched, seen = StopMatcher(stops), StopMatcher(stops), ""
-        for piece in pieces:
-            assert matcher.push(piece) == untouched.push(piece)
-            seen += piece
-            if piece and matcher.matched is None:
-                would_match = False
-                for part in tentative:
-                    matcher.push("")  # an id in the middle of a character adds no text
-                    would_match |= matcher.would_match(part)
-
-                assert would_match == bool(first_stop(seen + "".join(tentative), stops)), (seen, tentative, stops)
-
-
 def test_text_after_a_match_is_dropped() -> None:
     matcher = StopMatcher(("b",))
 
     assert matcher.push("abab") == "a"
     assert matcher.push("more") == ""
-    assert not matcher.would_match("b")
     assert matcher.flush() == ""
 
 

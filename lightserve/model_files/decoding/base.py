@@ -34,11 +34,10 @@ class DecodeStream(Protocol):
     """The text of one sequence while its ids arrive. The pieces add up exactly to the text of all ids.
 
     A piece is returned as soon as no further id can change it. It never ends inside a character.
-    """
 
-    @property
-    def tentative_text(self) -> str:
-        """The text that the last id adds if the sequence ends here. A further id may still change it."""
+    Where bytes are tokens, those that are no characters become replacement characters, as in SentencePiece. The
+    tokenizers library would also replace the characters around them, so text could not be returned before its end.
+    """
 
     def push(self, token_id: int) -> str: ...
 
@@ -48,8 +47,6 @@ class DecodeStream(Protocol):
 
 class EmptyDecodeStream:
     """For a model without a tokenizer."""
-
-    tentative_text = ""
 
     def push(self, token_id: int) -> str:
         return ""
@@ -104,6 +101,19 @@ def decode_utf8(data: bytes, errors: str) -> tuple[str, bytes]:
     if len(tail) == 2 and b"\xed\xa0" <= tail < b"\xee":  # a surrogate, which Python takes for an incomplete character
         text, tail = text + tail.decode(errors=errors), b""
     return text, tail
+
+
+def decode_raw_bytes(data: bytes) -> tuple[str, bytes]:
+    """The same, with a replacement character for each byte that belongs to no character."""
+    text = ""
+    while True:
+        try:
+            rest, tail = decode_utf8(data, "strict")
+        except UnicodeDecodeError as error:
+            text += data[: error.start].decode() + REPLACEMENT * (error.end - error.start)
+            data = data[error.end :]
+        else:
+            return text + rest, tail
 
 
 def raw_byte(token: str) -> int | None:

@@ -24,7 +24,6 @@ class ByteLevelStream:
     """Python replaces invalid bytes like Rust: one replacement for each longest start of a character."""
 
     __slots__ = ("_held", "_pieces")
-    tentative_text = ""
 
     def __init__(self, pieces: Table[Piece]) -> None:
         self._pieces = pieces

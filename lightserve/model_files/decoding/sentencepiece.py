@@ -13,7 +13,7 @@ from lightserve.model_files.decoding.base import (
     DecodeStream,
     Table,
     Vocabulary,
-    decode_utf8,
+    decode_raw_bytes,
     raw_byte,
 )
 
@@ -86,45 +86,37 @@ class SentencePieceDecoder(Decoder):
 
 
 class SentencePieceStream:
-    __slots__ = ("_is_plain", "_n_to_strip", "_pieces", "_rest", "_run", "_stripped", "tentative_text")
+    __slots__ = ("_is_plain", "_n_to_strip", "_pieces", "_rest", "_stripped", "_tail")
 
     def __init__(self, firsts: Table[Piece], rest: Table[Piece], scheme: Scheme) -> None:
-        self.tentative_text = ""
         self._pieces = firsts  # until the first token arrives
         self._rest = rest
-        self._run = _ByteRun()
+        self._tail = b""  # an incomplete character
         self._stripped = scheme.stripped
         self._n_to_strip = scheme.n_stripped  # not 0 while all text so far was stripped
-        self._is_plain = False  # neither at the start nor in a run of bytes: pieces are returned unchanged
+        self._is_plain = False  # neither at the start nor in a character: pieces are returned unchanged
 
     def push(self, token_id: int) -> str:
         piece = self._pieces[token_id]
         if self._is_plain and type(piece) is str:  # nearly always
             return piece
-        self.tentative_text = ""
         if piece is None:
             return ""
         self._pieces = self._rest
-        if isinstance(piece, int):
-            return self._push_byte(piece)
-        text = self._strip(self._end_run() + piece)
-        self._is_plain = not self._n_to_strip
+        text = self._strip(self._push_byte(piece) if isinstance(piece, int) else self._end_character() + piece)
+        self._is_plain = not self._n_to_strip and not self._tail
         return text
 
     def flush(self) -> str:
-        self.tentative_text = ""
-        return self._strip(self._end_run())
+        return self._strip(self._end_character())
 
     def _push_byte(self, byte: int) -> str:
-        self._is_plain = False
-        text = self._run.push(byte)
-        if not self._n_to_strip:  # otherwise it may be stripped
-            self.tentative_text = self._run.newest_char
-        return self._strip(text)
+        text, self._tail = decode_raw_bytes(self._tail + bytes((byte,)))
+        return text
 
-    def _end_run(self) -> str:
-        text = self._run.end()
-        self._run = _ByteRun()
+    def _end_character(self) -> str:
+        """The bytes of a character that will not be completed."""
+        text, self._tail = REPLACEMENT * len(self._tail), b""
         return text
 
     def _strip(self, text: str) -> str:
@@ -134,36 +126,3 @@ class SentencePieceStream:
         n_cut = min(n_leading, self._n_to_strip)
         self._n_to_strip = self._n_to_strip - n_cut if n_cut == len(text) else 0
         return text[n_cut:]
-
-
-class _ByteRun:
-    """Consecutive bytes: text if all of them are UTF-8, else one replacement character per byte. The end decides."""
-
-    __slots__ = ("_chars", "_is_invalid", "_n_bytes", "_tail", "newest_char")
-
-    def __init__(self) -> None:
-        self._chars: list[str] = []
-        self._tail = b""  # an incomplete character
-        self._n_bytes = 0
-        self._is_invalid = False  # not UTF-8, whatever follows
-        self.newest_char = ""  # completed by the last byte
-
-    def push(self, byte: int) -> str:
-        """The text that no further byte can change."""
-        self.newest_char = ""
-        if self._is_invalid:
-            return REPLACEMENT
-        self._n_bytes += 1
-        try:
-            self.newest_char, self._tail = decode_utf8(self._tail + bytes((byte,)), "strict")
-        except UnicodeDecodeError:
-            self._is_invalid = True
-            return REPLACEMENT * self._n_bytes
-        self._chars.append(self.newest_char)
-        return ""
-
-    def end(self) -> str:
-        """The text that was not returned yet."""
-        if self._is_invalid:
-            return ""
-        return REPLACEMENT * self._n_bytes if self._tail else "".join(self._chars)

@@ -28,7 +28,6 @@ class WindowDecoder(Decoder):
 
 class WindowStream:
     __slots__ = ("_ids", "_n_returned", "_tokens", "_vocabulary")
-    tentative_text = ""
 
     def __init__(self, vocabulary: Vocabulary, tokens: Table[str]) -> None:
         self._vocabulary = vocabulary
