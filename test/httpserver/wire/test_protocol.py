@@ -227,3 +227,21 @@ def test_garbage_after_a_request_does_not_change_its_response(tmp_path: Path) ->
         await until(lambda: len(server.fake.aborted) == 1)
 
     serve(scenario, tmp_path, spell("hi"))
+
+
+def test_a_client_that_closes_its_sending_side_has_disconnected(tmp_path: Path) -> None:
+    """From here it looks like one that has left, and its request must end."""
+
+    async def scenario(server: Served) -> None:
+        server.fake.hold.clear()
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(PROMPT) + PROMPT)
+        await until(lambda: len(server.fake.received) == 1)
+        writer.write_eof()
+
+        assert await reader.read() == b""
+        await until(lambda: len(server.fake.aborted) == 1)
+        writer.close()
+
+    serve(scenario, tmp_path, spell("hi"))
