@@ -24,6 +24,7 @@ from lightserve.errors import (
 from lightserve.httpserver.grammar_memory import GrammarMemory
 from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.validation_errors import listed
 from lightserve.io_struct import (
     REQ_ID_BITS,
     AbortByRequestId,
@@ -168,8 +169,9 @@ class HttpServerManager:
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         vocab_size = self.limits.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-            raise InvalidRequestError(f"{name}: token id {wrong} is not in the range 0..{vocab_size - 1}", name)
+            wrong = list(dict.fromkeys(token_id for token_id in ids if not 0 <= token_id < vocab_size))
+            found = f"token id {wrong[0]} is" if len(wrong) == 1 else f"token ids {listed(wrong)} are"
+            raise InvalidRequestError(f"{name}: {found} not in the range 0..{vocab_size - 1}", name)
 
     def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
         """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""

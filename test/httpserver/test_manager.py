@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, SlowReaderError, UnavailableError
+from lightserve.errors import (
+    AbortedError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    SlowReaderError,
+    UnavailableError,
+)
 from lightserve.httpserver import manager
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import EngineState, PromptRequest
@@ -284,5 +291,24 @@ def test_req_ids_of_different_processes_differ(tmp_path: Path) -> None:
         await texts(context, REQUEST)
 
         assert fake.received[0].req_id >> REQ_ID_BITS == 0
+
+    check(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ([5, 49152], "token id 49152 is"),
+        ([-1, 49152, -1, 7], "token ids -1, 49152 are"),
+        (
+            [*range(49152, 50000)],
+            "token ids 49152, 49153, 49154, 49155, 49156, 49157, 49158, 49159, 49160, 49161 and 838",
+        ),
+    ],
+)
+def test_token_ids_out_of_range_are_named(tmp_path: Path, ids: list[int], found: str) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        with pytest.raises(InvalidRequestError, match=f"^logit_bias: {found}.* not in the range 0..49151$"):
+            context.manager.check_ids("logit_bias", ids)
 
     check(scenario, tmp_path)

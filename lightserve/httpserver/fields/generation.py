@@ -7,9 +7,11 @@ ignored.
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
@@ -19,6 +21,7 @@ from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.stopping import StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.wire.body import Body, at_most, validate
+from lightserve.httpserver.wire.validation_errors import listed
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_IDS = 1024
@@ -27,6 +30,7 @@ MAX_BIASED = 1024
 MAX_NGRAM_SIZE = 100
 MAX_DECAY_FACTOR = 100
 MAX_ALLOWED_IDS = 16384
+TOKEN_ID = r"^[0-9]{1,9}$"
 
 G = TypeVar("G", bound="GenerationBody")
 
@@ -37,9 +41,21 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 TokenId = Annotated[int, Field(ge=0)]
-BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+BiasKey = Annotated[str, Field(pattern=TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
+
+def _check_bias_keys(value: Any) -> Any:
+    """Name all keys that are no token ids."""
+    wrong = [key for key in value if not re.match(TOKEN_ID, key)] if isinstance(value, dict) else []
+    if wrong:
+        raise PydanticCustomError("token_ids", "keys must be token ids, not {keys}", {"keys": listed(wrong)})
+    return value
+
+
+LogitBias = Annotated[
+    dict[BiasKey, Bias], Field(max_length=MAX_BIASED), BeforeValidator(_check_bias_keys), at_most(MAX_BIASED)
+]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 AllowedIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)
@@ -100,7 +116,7 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASED), at_most(MAX_BIASED)] | None = None
+    logit_bias: LogitBias | None = None
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_BAD_WORDS)] | None
     ) = None

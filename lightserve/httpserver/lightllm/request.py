@@ -11,21 +11,20 @@ from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
-from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, TokenRuleFields
+from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, LogitBias, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
 from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.manager import PromptRequest
-from lightserve.httpserver.wire.body import Body, at_most
+from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import GenerationParams
 
 DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 10
 MAX_STOP_IDS = 256  # token ids of one stop sequence
 MAX_BANNED_IDS = 1024
-MAX_BIASED = 1024
 RANDOM_SEED = -1
 # parameter that is refused: the values that are allowed because they have no effect
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -78,9 +77,7 @@ class LightllmParameters(PromptFields, BeamFields, GuidedFields, TokenRuleFields
     add_special_tokens: bool | None = Field(default=None, description="of the prompt; default true")
     allowed_token_ids: Ids | None = Field(default=None, max_length=MAX_ALLOWED_IDS)
     invalid_token_ids: Ids | None = Field(default=None, max_length=MAX_BANNED_IDS)
-    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASED)] | None = Field(
-        default=None, description="token id -> number that is added to its logit"
-    )
+    logit_bias: LogitBias | None = Field(default=None, description="token id -> number that is added to its logit")
     seed: int | None = Field(default=None, description="the same seed gives the same text; -1: a random one")
     return_details: bool | None = Field(default=None, description="return every token")
     token_healing: bool | None = Field(
@@ -256,13 +253,6 @@ def _token_rules(context: ServerContext, parameters: LightllmParameters) -> dict
         context.manager.check_ids("invalid_token_ids", parameters.invalid_token_ids)
         rules["bad_words_ids"] = tuple((token_id,) for token_id in parameters.invalid_token_ids)
     if parameters.logit_bias:
-        rules["logit_bias"] = _logit_bias(parameters.logit_bias)
+        rules["logit_bias"] = {int(token_id): value for token_id, value in parameters.logit_bias.items()}
         context.manager.check_ids("logit_bias", list(rules["logit_bias"]))
     return rules
-
-
-def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError as error:
-        raise InvalidRequestError("logit_bias: keys must be token ids", "logit_bias") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightserve.errors import ModelNotFoundError
-from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.context import PLACEHOLDER_NAMES, ServerContext
 
 TAG = ":latest"
 
@@ -12,7 +12,7 @@ def check_name(context: ServerContext, name: str | None) -> str:
     """The name that a response shows: the one in the request, or the first of the server."""
     if name is None or name == "":
         return context.model_name
-    if context.config.use_tgi_api or _key(name) in map(_key, context.model_names):
+    if context.config.use_tgi_api or _is_base_model(context, name):
         return name
     if context.has_adapters:  # the router knows them
         return name
@@ -22,9 +22,13 @@ def check_name(context: ServerContext, name: str | None) -> str:
 
 def adapter_model(context: ServerContext, name: str) -> str | None:
     """The model of a chat by this name; None: the base model."""
-    if _key(name) in map(_key, context.model_names):
+    if _is_base_model(context, name):
         return None
     return name.removesuffix(TAG) if context.has_adapters else None
+
+
+def _is_base_model(context: ServerContext, name: str) -> bool:
+    return _key(name) in map(_key, (*context.model_names, *PLACEHOLDER_NAMES))
 
 
 def _key(name: str) -> str:

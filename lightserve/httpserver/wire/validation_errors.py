@@ -14,6 +14,8 @@ from lightserve.httpserver.wire.similar_names import MAX_LENGTH, printable_name,
 MAX_PARAM_LENGTH = 100  # characters of a field's path: the client may have chosen parts of it
 MAX_COMPARED = 64  # fields of an object where a required one is missing
 MAX_ERRORS = 100  # that are examined
+MAX_SHOWN = 10  # values in a message
+MAX_SHOWN_LENGTH = 40  # characters of one of them
 EXPECTED = "Input should be "  # how pydantic's messages begin
 OBJECT = "a valid object"  # JSON's word; pydantic names a Python class
 MESSAGES = {"model_type": EXPECTED + OBJECT, "dict_type": EXPECTED + OBJECT}
@@ -35,7 +37,8 @@ def invalid_request(error: ValidationError, value: Any) -> InvalidRequestError:
     deepest = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
     chosen = [one for one, path in zip(details, paths, strict=True) if path == deepest]
     param = ".".join(map(str, deepest))[:MAX_PARAM_LENGTH]
-    message = _joined(chosen) + _found(value, deepest, [one["type"] for one in chosen])
+    kinds = [one["type"] for one in chosen]
+    message = _too_large(value, deepest, kinds) or _joined(chosen) + _found(value, deepest, kinds)
     return InvalidRequestError(f"{param}: {message}" if param else message, param or None)
 
 
@@ -65,12 +68,24 @@ def _joined(details: Iterable[ErrorDetails]) -> str:
 def _found(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
     if not path:
         return ""
-    for part in path[:-1]:
-        value = value[part]
     if "missing" in kinds:
-        return _found_instead(value, str(path[-1]))
+        return _found_instead(_at(value, path[:-1]), str(path[-1]))
     is_type = all(kind.endswith("_type") for kind in kinds)
-    return f", not {JSON_TYPES.get(type(value[path[-1]]), 'null')}" if is_type else ""
+    return f", not {JSON_TYPES.get(type(_at(value, path)), 'null')}" if is_type else ""
+
+
+def _too_large(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
+    """The message for an integer of more than 64 bits: the parser makes it a float."""
+    found = _at(value, path) if "int_type" in kinds else None
+    if not isinstance(found, float) or abs(found) < 2**63:
+        return ""
+    return EXPECTED + (f"greater than or equal to {-(2**63)}" if found < 0 else f"less than {2**63}")
+
+
+def _at(value: Any, path: Sequence[int | str]) -> Any:
+    for part in path:
+        value = value[part]
+    return value
 
 
 def _found_instead(value: Any, missing: str) -> str:
@@ -78,3 +93,10 @@ def _found_instead(value: Any, missing: str) -> str:
     names = list(value)[:MAX_COMPARED] if isinstance(value, dict) else []
     near = similar_name(missing, [name for name in names if len(name) <= MAX_LENGTH])
     return "" if near is None else f"; found the unknown field {printable_name(near)}"
+
+
+def listed(values: Sequence[object]) -> str:
+    """The first values, for a message. A client may have chosen them."""
+    shown = ", ".join(repr(value)[:MAX_SHOWN_LENGTH] for value in values[:MAX_SHOWN])
+    more = len(values) - MAX_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -12,7 +12,7 @@ import pytest
 from lightserve.config import HttpConfig
 from test.httpserver.fake_engine import LIMITS
 from test.httpserver.ollama.ollama_client import PLAIN, SHOW, USER, error_of, lines, whole
-from test.httpserver.openai_server import Server, running, with_template
+from test.httpserver.openai_server import Server, rows, running, with_template
 
 NAMES = ["tiny", "org/other:7b"]
 
@@ -75,6 +75,15 @@ def test_the_version_is_one_that_clients_accept(server: Server) -> None:
 def test_a_pull_of_the_served_model_succeeds(server: Server) -> None:
     assert whole(server.post("/api/pull", {"model": "tiny", "stream": False})) == {"status": "success"}
     assert lines(server.post("/api/pull", {"name": "tiny"}))[-1] == {"status": "success"}
+
+
+@pytest.mark.parametrize("name", ["dummy", "tgi", "Dummy:latest"])
+def test_names_of_clients_that_know_only_an_address_mean_the_model(server: Server, name: str) -> None:
+    server.engine.script = rows("ok")
+
+    assert whole(server.post("/api/show", {"model": name}))["details"]
+    assert whole(server.post("/api/chat", {"model": name, "messages": [USER], "stream": False}))["model"] == name
+    assert whole(server.post("/api/generate", {"model": name, "prompt": "Hi", "stream": False}))["response"] == "ok"
 
 
 @pytest.mark.parametrize("path", ["/api/pull", "/api/show"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 
 from lightserve.errors import InvalidRequestError
@@ -56,3 +57,41 @@ def test_a_wrong_type_in_a_nested_field_is_named(
         validate(model, body)
 
     assert (error.value.param, str(error.value)) == (param, f"{param}: Input should be {message}")
+
+
+@pytest.mark.parametrize("field", ["seed", "max_tokens", "priority"])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (b"-9223372036854775809", "greater than or equal to -9223372036854775808"),
+        (b"-123456789012345678901234567890", "greater than or equal to -9223372036854775808"),
+        (b"18446744073709551616", "less than 9223372036854775808"),
+        (b"5.5", "a valid integer, not a float"),
+        (b"-1e18", "a valid integer, not a float"),
+    ],
+)
+def test_an_integer_of_more_than_64_bits_is_out_of_range_and_no_float(field: str, number: bytes, message: str) -> None:
+    body = orjson.loads(b'{"messages": [{"role": "user", "content": "Hi"}], "%b": %b}' % (field.encode(), number))
+
+    with pytest.raises(InvalidRequestError) as error:
+        validate(ChatBody, body)
+
+    assert str(error.value) == f"{field}: Input should be {message}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        (["bad1", "5", "bad2"], "'bad1', 'bad2'"),
+        (["", "-1", "1.0", "1 ", "\u0663", "9" * 10], "'', '-1', '1.0', '1 ', '\u0663', '9999999999'"),
+        (["x" * 1000], "'" + "x" * 39),
+        (["{keys}"], "'{keys}'"),
+        ([f"a{i}" for i in range(1000)], ", ".join(f"'a{i}'" for i in range(10)) + " and 990 more"),
+    ],
+    ids=["two", "numbers", "long", "braces", "many"],
+)
+def test_all_keys_of_a_bias_that_are_no_token_ids_are_named(keys: list[str], found: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        validate(ChatBody, {"messages": [USER], "logit_bias": dict.fromkeys(keys, 1.0)})
+
+    assert (error.value.param, str(error.value)) == ("logit_bias", f"logit_bias: keys must be token ids, not {found}")
