@@ -242,8 +242,9 @@ class RouterManager:
     def _why_full(self, prompt_len: int) -> str:
         """Why a request with such a prompt may not wait; empty: it may. One request may always wait."""
         config, waiting = self._config, self._scheduler.num_waiting + self._scheduler.num_blocked
-        if waiting >= config.max_queue_size:
-            return f"{waiting} requests wait, the limit is {config.max_queue_size} (--max_queue_size)"
+        staying = waiting - self.steps.num_starting
+        if staying >= config.max_queue_size:
+            return f"{staying} requests wait, the limit is {config.max_queue_size} (--max_queue_size)"
         tokens = self._scheduler.num_waiting_tokens
         if waiting and tokens + prompt_len > config.max_queue_tokens:
             return (

@@ -100,6 +100,14 @@ class StepLoop:
         """How long the oldest step has been in flight; 0 if there is none."""
         return time.monotonic() - self._in_flight[0].sent_s if self._in_flight else 0.0
 
+    @property
+    def num_starting(self) -> int:
+        """Waiting requests that the next step can admit: none if the last one left some waiting, for lack of room."""
+        if self._was_full:
+            return 0
+        limit = self._scheduler.limits.max_running
+        return sum(min(group.num_waiting, limit - group.num_running) for group in self._scheduler.groups)
+
     def _fill_pipeline(self) -> None:
         self.check_workers()
         depth = 1 if self._scheduler.is_isolating_crash else self._engine.pipeline_depth

@@ -51,6 +51,7 @@ from lightserve.utils.int_arrays import int32s, int64s
 from test.waiting import DEADLINE_S, until
 
 EOS = 2
+MAX_RUNNING = 8
 
 
 class FakeModel:
@@ -203,7 +204,7 @@ class Router:
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
         engine = EngineReady(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
         config = RouterConfig(max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens)
-        limits = SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=64)
+        limits = SchedulerLimits(max_running=MAX_RUNNING, batch_max_tokens=64, chunk_size=64)
         scheduler, model = Scheduler(KvPool(200), limits), FakeModel(end_after)
         manager = RouterManager(scheduler, model, engine, inbox, outbox, config)
         router = cls(manager, scheduler, model)
@@ -456,21 +457,46 @@ def test_an_abort_frees_the_memory_of_the_request_and_is_forwarded(tmp_path: Pat
     check(scenario, tmp_path)
 
 
-def test_a_full_queue_refuses_and_the_others_are_served(tmp_path: Path) -> None:
+def test_of_a_burst_as_many_are_served_as_can_run_and_wait(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        router.model.may_run.clear()
-        for req_id in range(40):
-            router.send(request(req_id))
-        await router.until(lambda: len(refused(router)) > 0)
-        router.model.may_run.set()
+        for round_ in range(2):
+            router.sent.clear()
+            router.model.may_run.clear()
+            for req_id in range(40):
+                router.send(request(100 * round_ + req_id))
+            await router.until(lambda: len(refused(router)) >= 40 - MAX_RUNNING - 4)
+            router.model.may_run.set()
 
-        await router.until(
-            lambda: len(refused(router)) + sum(out.finish_reason is not None for out in router.outs) == 40
-        )
+            await router.until(lambda: len(refused(router)) + num_finished(router) == 40)
 
-        assert {failure.status for failure in refused(router)} == {429}
+            assert num_finished(router) == MAX_RUNNING + 4
+            assert {failure.status for failure in refused(router)} == {429}
 
     check(scenario, tmp_path, max_queue_size=4)
+
+
+def test_requests_that_wait_for_kv_memory_count_against_the_limit(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.stuck_at = 4
+        for req_id in range(3):
+            router.send(msgspec.structs.replace(request(req_id), prompt_ids=[10 + req_id] * 80))
+        await until(lambda: len(router.model.steps) == 4)  # the KV pool has room for two of them
+        assert (router.scheduler.num_running, router.scheduler.num_waiting) == (2, 1)
+        for req_id in range(3, 20):
+            router.send(request(req_id))
+
+        await router.until(lambda: len(refused(router)) >= 17 - 3)
+        router.model.may_run.set()
+
+        await router.until(lambda: len(refused(router)) + num_finished(router) == 20)
+
+        assert num_finished(router) == 3 + 3
+
+    check(scenario, tmp_path, max_queue_size=4)
+
+
+def num_finished(router: Router) -> int:
+    return sum(out.finish_reason is not None for out in router.outs)
 
 
 def refused(router: Router) -> list[ReqFailed]:
