@@ -36,7 +36,15 @@ from lightserve.server.keys import with_keys
 from lightserve.server.node_host import run_node
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
-from lightserve.server.shutdown import SIGNAL_EXIT_BASE, StopNowError, drain, drain_engine, report_failure, stop_signals
+from lightserve.server.shutdown import (
+    ENDED,
+    SIGNAL_EXIT_BASE,
+    StopNowError,
+    drain,
+    drain_engine,
+    report_failure,
+    stop_signals,
+)
 from lightserve.server.watchdog import watch_heartbeats
 from lightserve.utils import net
 from lightserve.utils.logger import set_log_format
@@ -73,7 +81,10 @@ async def launch(
     with run_directory() as run_dir, contextlib.ExitStack() as exits:
         for sock in sockets:
             exits.enter_context(sock)
-        return await Launcher(config, model, ProcessGroup(config, run_dir, modules), signals).run(sockets, begin_s)
+        exit_code = await Launcher(config, model, ProcessGroup(config, run_dir, modules), signals).run(sockets, begin_s)
+    if exit_code == 0:
+        print_line(ENDED)
+    return exit_code
 
 
 class Launcher:

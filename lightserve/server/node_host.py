@@ -28,7 +28,7 @@ from lightserve.server.child_process import EXIT_GRACE_S, json_line, kill_group,
 from lightserve.server.engine_processes import worker_env
 from lightserve.server.process_group import Modules
 from lightserve.server.run_directory import run_directory
-from lightserve.server.shutdown import stop_signals
+from lightserve.server.shutdown import ENDED, stop_signals
 from lightserve.server.supervisor import REAP_TIMEOUT_S
 from lightserve.utils.channel import MessageError
 from lightserve.utils.process import ChildConfig
@@ -205,4 +205,5 @@ async def run_node(config: ServerConfig, modules: Modules) -> int:
     (error,) = await asyncio.gather(serving, return_exceptions=True)
     if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
         raise error
+    print_line(ENDED)
     return 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 
 from lightserve.io_struct import Drain, EngineDied
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import ChildDiedError
 from lightserve.server.process_group import ProcessGroup
-from lightserve.utils.process import EXIT_CONFIG_ERROR, EXIT_CRASH, STOP_SIGNALS
+from lightserve.utils.process import EXIT_CONFIG_ERROR, EXIT_CRASH
 
 SHUTDOWN_GRACE_S = 3.0  # for the HTTP processes to send their clients an error
+ENDED = "the server has ended: all of its processes have exited"
 SIGNAL_EXIT_BASE = 128  # a process that ends by signal n exits with 128 + n
 
 
@@ -26,10 +28,29 @@ class StopNowError(Exception):
 def stop_signals() -> asyncio.Queue[signal.Signals]:
     """A queue of the stop signals that arrive from now on."""
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    for signum in STOP_SIGNALS:
-        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            asyncio.get_running_loop().add_signal_handler(signum, signals.put_nowait, signum)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, signals.put_nowait, signum)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        loop.add_signal_handler(signal.SIGHUP, _hang_up, signals, _has_terminal())
     return signals
+
+
+def _hang_up(signals: asyncio.Queue[signal.Signals], had_terminal: bool) -> None:
+    """The server ends with its terminal. Without one, an operator means that it should read its files again."""
+    if had_terminal and not _has_terminal():
+        signals.put_nowait(signal.SIGHUP)
+    else:
+        print_line("SIGHUP: flags, keys and files are read only at the start; to change them, restart the server")
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal. The kernel takes it away before it sends SIGHUP."""
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def drain_engine(processes: ProcessGroup, timeout_s: float) -> None:

@@ -234,11 +234,22 @@ def test_a_signal_lets_requests_finish(tmp_path: Path, signum: signal.Signals) -
 
         assert server.exit_code() == 0
         assert server.received("httpserver")[-1] == "Drain"
-        assert (
-            server.last_line() == f"lightserve: {signum.name}: waiting up to {DRAIN_TIMEOUT_S} s for running requests"
-        )
+        assert f"lightserve: {signum.name}: waiting up to {DRAIN_TIMEOUT_S} s for running requests" in server.stderr()
+        assert server.last_line() == "lightserve: the server has ended: all of its processes have exited"
         assert not server.children()
         assert server.has_cleaned_up()
+
+
+def test_sighup_does_not_end_the_server(tmp_path: Path) -> None:
+    with start_launcher(tmp_path) as server:
+        server.wait_ready()
+
+        server.process.send_signal(signal.SIGHUP)
+
+        wait_until(lambda: "SIGHUP: flags, keys and files are read only at the start" in server.stderr(), "it logs")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert "SIGTERM: waiting up to" in server.stderr()
 
 
 def test_a_signal_to_every_process_at_once_is_not_reported_as_a_death(tmp_path: Path) -> None:
@@ -289,7 +300,7 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path: Path) -> No
 
         assert server.exit_code() == 0
         assert server.received("httpserver")[-2:] == ["EngineDied", "Drain"]
-        assert "some requests did not finish within 0.1 s (--drain_timeout)" in server.last_line()
+        assert "some requests did not finish within 0.1 s (--drain_timeout)" in server.stderr()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
