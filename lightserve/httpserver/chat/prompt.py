@@ -133,12 +133,13 @@ def _check_custom_roles(
     marked = [message | {"content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
     text = _apply(context, body, marked, True, limits)
     for i, mark in marks.items():
+        role = messages[i]["role"]
         if mark not in text:
-            role = messages[i]["role"]
             raise InvalidRequestError(
                 f"messages.{i}.role: the model's chat template drops messages of the role {role!r}",
                 f"messages.{i}.role",
             )
+        context.unknown_fields.log_role(role)
 
 
 def _apply(

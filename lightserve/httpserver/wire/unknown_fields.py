@@ -45,7 +45,7 @@ class NearMiss(NamedTuple):
 
 
 class UnknownFields:
-    """Reports near misses. The log names each spelling once."""
+    """Reports near misses, and roles that only the chat template may know. The log names each spelling once."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, str]] = set()
@@ -59,11 +59,20 @@ class UnknownFields:
         if misses and is_strict:
             raise InvalidRequestError(f"{misses[0]} (--strict_fields refuses it)", misses[0].path)
         for miss in misses:
-            spelling = (route, miss.path.rpartition(".")[2])
-            if len(self._logged) < MAX_LOGGED and spelling not in self._logged:
-                self._logged.add(spelling)
+            if self._is_new(route, miss.path.rpartition(".")[2]):
                 logger.warning("%s: %s It is ignored. (logged once; --strict_fields refuses it)", route, miss)
         return ", ".join(f'199 lightserve "{miss}"' for miss in misses) or None
+
+    def log_role(self, role: str) -> None:
+        if self._is_new("role", role):
+            logger.warning("messages of the unusual role %r go to the chat template as they are (logged once)", role)
+
+    def _is_new(self, place: str, spelling: str) -> bool:
+        """Whether to log it. Clients choose the spellings: the log has no more of them than it remembers."""
+        if len(self._logged) >= MAX_LOGGED or (place, spelling) in self._logged:
+            return False
+        self._logged.add((place, spelling))
+        return True
 
 
 def near_misses(body: Body) -> list[NearMiss]:

@@ -305,6 +305,18 @@ def test_a_message_may_have_any_role_that_the_template_takes(with_roles: Server)
     assert prompt_of(with_roles, USER, critic) == '<user>Hi<critic>"Say \\"no\\"."'
 
 
+def test_an_unusual_role_is_logged_once(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(tmp_path_factory.mktemp("run"), with_template(ROLES)) as server:
+        server.engine.script = rows("ok")
+        for role in ("critic", "user", "critic", "assistant"):
+            assert server.chat(messages=[USER, {"role": role, "content": "x"}]).status_code == 200
+
+    [logged] = [record.getMessage() for record in caplog.records if "unusual role" in record.getMessage()]
+    assert "'critic'" in logged
+
+
 @pytest.mark.parametrize(
     ("role", "expected"),
     [("judge", "no judge"), ("poet", "messages.1.role: the model's chat template drops messages of the role 'poet'")],
