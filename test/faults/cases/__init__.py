@@ -17,6 +17,7 @@ from test.faults.cases import (
     engines,
     grammars,
     groups,
+    hostile,
     hosts,
     journal,
     kv_tiers,
@@ -48,6 +49,7 @@ CASES: list[Case] = sorted(
         *ollama.CASES,
         *observability.CASES,
         *journal.CASES,
+        *hostile.CASES,
         *pooling.CASES,
         *static_prompts.CASES,
     ],
@@ -60,6 +62,7 @@ GROUP_CASES: list[Case] = groups.CASES  # on a server with groups.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
 START_CASES: list[StartCase] = [
     *hosts.CASES,
+    *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,
     *static_prompts.START_CASES,

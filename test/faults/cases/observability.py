@@ -21,6 +21,7 @@ START, STOP = "/start_profile", "/stop_profile"
 FOLDER = Path(tempfile.gettempdir()) / f"ls-faults-profiles-{os.getpid()}"  # tests may run in several processes
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 NO_COLLECTOR = "http://127.0.0.1:1"  # nobody listens on this port
+COLLECTOR = ("--null_step_ms", "5", "--otlp_endpoint", NO_COLLECTOR)
 PROFILES = ("--null_step_ms", "5", "--profile_dir", str(FOLDER))
 SMALL_FOLDER = ("unshare", "--mount", "sh", "-c")
 MOUNT = 'mkdir -p "$0" && mount -t tmpfs -o size=64k none "$0" && exec "$@"'
@@ -117,7 +118,6 @@ CASES = [
     ),
 ]
 if has_otlp():
-    COLLECTOR = ("--null_step_ms", "5", "--otlp_endpoint", NO_COLLECTOR)
     CASES.append(
         Case(
             "the collector of traces is away",
