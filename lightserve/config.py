@@ -177,7 +177,9 @@ class WorkerConfig:
         "disable_custom_all_reduce",
     )
     deterministic: bool = option(
-        False, "bit-identical results, independent of batch, prefix cache and prefill chunks; slower"
+        False,
+        "bit-identical results, independent of batch, prefix cache and prefill chunks; slower on a GPU; a CPU with the "
+        "C library has them for most models without this flag",
     )
 
     def __post_init__(self) -> None:

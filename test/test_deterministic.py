@@ -1,10 +1,14 @@
-"""With ``deterministic``, logprobs are the same bits whatever else is computed, cached, or cut into chunks."""
+"""Logprobs are the same bits whatever else is computed, cached, or cut into chunks.
+
+On a GPU they are with ``deterministic``; on a CPU with the C library also without it, in float32 and packed.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from lightserve.httpserver.logprobs import PromptToken
 from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM, Generation
 from lightserve.worker.sampling.logprobs import ranked_logprobs
+from test.ops.cases import needs_library
 
 CONFIG = {
     "model_type": "llama",
@@ -26,7 +31,16 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 1,
 }
-DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+FLAGS: dict[str, dict[str, Any]] = {
+    "cpu": {"device": "cpu", "data_type": "float32"},
+    "packed": {"device": "cpu", "data_type": "float32", "quantization": "w4"},
+    "deterministic": {"device": "cpu", "data_type": "float32", "deterministic": True},
+    "cuda": {"device": "cuda", "data_type": "bfloat16", "deterministic": True},
+}
+MARKS = {name: [needs_library] for name in ("cpu", "packed")} | {"cuda": [pytest.mark.gpu]}
+each_kind = pytest.mark.parametrize(
+    "flags", [pytest.param(flags, id=name, marks=MARKS.get(name, [])) for name, flags in FLAGS.items()]
+)
 LENGTH = 200
 OUTPUT_LEN = 200
 CONTINUED = 8  # tokens after a cut: other bits of the prompt's keys show in the first
@@ -45,23 +59,19 @@ def bits(generation: Generation) -> Bits:
     return generation.token_ids, generation.logprobs, generation.top_logprobs
 
 
-def make(folder: Path, device: str, dtype: str, batch_max_tokens: int) -> LLM:
+def make(folder: Path, flags: dict[str, Any], **options: Any) -> LLM:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return LLM(
         str(folder),
         load_format="dummy",
-        device=device,
-        data_type=dtype,
-        deterministic=True,
-        max_total_token_num=6000,
-        batch_max_tokens=batch_max_tokens,
+        **{"max_total_token_num": 6000, "batch_max_tokens": 2048} | flags | options,
     )
 
 
-@pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_a_request_continues_from_any_of_its_tokens_in_the_same_way(tmp_path: Path, device: str, dtype: str) -> None:
+@each_kind
+def test_a_request_continues_from_any_of_its_tokens_in_the_same_way(tmp_path: Path, flags: dict[str, Any]) -> None:
     """As after a worker was replaced: what was decoded token by token is computed as one prompt."""
-    decoding, replaced = (make(tmp_path, device, dtype, 2048) for _ in range(2))
+    decoding, replaced = (make(tmp_path, flags) for _ in range(2))
     cuts = (1, 20, 63, 64, 65, 100, 190)
     prompts = [prompt(seed, 3) for seed in range(len(cuts))]
     decoded = decoding.generate(prompts, GREEDY.replace(max_new_tokens=OUTPUT_LEN))
@@ -73,9 +83,9 @@ def test_a_request_continues_from_any_of_its_tokens_in_the_same_way(tmp_path: Pa
         assert rest.logprobs == whole.logprobs[cut : cut + CONTINUED]
 
 
-@pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_no_other_request_changes_a_bit_of_a_requests_logprobs(tmp_path: Path, device: str, dtype: str) -> None:
-    whole, in_chunks = (make(tmp_path, device, dtype, tokens) for tokens in (2048, 64))
+@each_kind
+def test_no_other_request_changes_a_bit_of_a_requests_logprobs(tmp_path: Path, flags: dict[str, Any]) -> None:
+    whole, in_chunks = (make(tmp_path, flags, batch_max_tokens=tokens) for tokens in (2048, 64))
     ids = prompt(0, LENGTH)
     others = [prompt(seed, 1 + seed * 3) for seed in range(1, 32)]
     first = whole.generate([ids], WITH_PROMPT)[0]  # computes all of its prompt, and leaves it in the cache
@@ -93,6 +103,18 @@ def test_no_other_request_changes_a_bit_of_a_requests_logprobs(tmp_path: Path, d
         assert bits(again) == bits(first)
     for again in (among_others, chunked, chunked_among_others):
         assert again.prompt_logprobs == alone
+
+
+@each_kind
+def test_preemption_changes_no_bit_of_a_requests_logprobs(tmp_path: Path, flags: dict[str, Any]) -> None:
+    small, large = (make(tmp_path, flags, max_total_token_num=tokens) for tokens in (500, 6000))
+    small.generate([[5]] * 40, GREEDY.replace(max_new_tokens=2))  # so that it takes answers to be short
+    prompts, params = [prompt(seed, 20) for seed in range(8)], GREEDY.replace(max_new_tokens=100)
+
+    paused = small.generate(prompts, params)
+
+    assert small._scheduler.num_preemptions > 0
+    assert list(map(bits, paused)) == list(map(bits, large.generate(prompts, params)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -319,7 +319,7 @@ def test_a_gguf_file_stays_packed_where_products_with_it_are_fast(
 
     worker = ModelWorker(config, resolve(str(path)), Parallel())
 
-    assert ("packed" in worker.dtype_and_device) == (has_library and not deterministic)
+    assert ("packed" in worker.dtype_and_device) == has_library
 
 
 def test_a_choice_by_module_expands_a_file_that_would_stay_packed(

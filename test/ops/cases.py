@@ -16,6 +16,7 @@ from torch import Tensor
 import lightserve.common.cpu_kernel
 import lightserve.common.triton_kernel  # noqa: F401  both register what they implement
 from lightserve.common import ops
+from lightserve.common.cpu_kernel._library import library
 from lightserve.common.ops.registry import Op
 
 Ts = TypeVarTuple("Ts")
@@ -76,6 +77,20 @@ def _runs(backend: str, dtype: torch.dtype) -> bool:
         return True
     # The interpreter's dot is wrong in bfloat16, and it is slow: one dtype for what shares its parts with others.
     return dtype == torch.float32 or (dtype == torch.float16 and backend == "triton")
+
+
+needs_library = pytest.mark.skipif(library is None, reason="the C library was not built")
+# A row of their results does not depend on the rows beside it.
+BATCH_INVARIANT = [
+    ops.batch_invariant("cpu"),
+    pytest.param("cpu_native", marks=needs_library),
+    ops.batch_invariant("triton"),
+]
+
+
+def bind(backend: str) -> None:
+    """As a device does it: the plain backend is behind it."""
+    ops.use_backend(backend, "cpu" if backend.startswith("cpu") else "triton")
 
 
 def device_of(backend: str) -> str:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lightserve.common import ops
+from lightserve.common.cpu_kernel._library import library
 from lightserve.common.device.profile import H200
 from lightserve.common.triton_kernel import _gpu
 
@@ -21,3 +23,12 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other, also the hundreds that end at once for want of an item."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=12))
+
+
+@pytest.fixture(params=range(0 if library is None else library.ls_num_variants()))
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instructions that the C library uses: the best of this CPU, others that it has, or none in particular."""
+    assert library is not None
+    library.ls_use_variant(request.param)
+    yield library.ls_variant().decode()
+    library.ls_use_variant(0)

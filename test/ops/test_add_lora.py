@@ -9,8 +9,10 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.triton_kernel import add_lora as kernels
 from test.ops.cases import (
+    BATCH_INVARIANT,
     TOLERANCE,
     assert_close,
+    bind,
     device_of,
     each_backend_and_dtype,
     lora_rows,
@@ -71,17 +73,17 @@ def _wide(weights: ops.LoraWeights) -> ops.LoraWeights:
     return ops.LoraWeights(wide(weights.a), wide(weights.b), weights.part_ends)
 
 
-@pytest.mark.parametrize("backend", [ops.batch_invariant("cpu"), ops.batch_invariant("triton")])
+@pytest.mark.parametrize("backend", BATCH_INVARIANT)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(backend: str) -> None:
     device, slots = device_of(backend), [0, 1, 0, 2, ops.NO_LORA, 1, 1] * 6
     x, weights = randn(len(slots), 600, device=device, seed=1), lora_weights(600, (40, 24), torch.float32, device)
     whole = torch.zeros(len(slots), 64, device=device)
-    add = ops.add_lora.impls[backend]
-    add(whole, x, weights, lora_rows(slots, device))
+    bind(backend)
+    ops.add_lora(whole, x, weights, lora_rows(slots, device))
 
     for begin, end in [(0, 1), (3, 12), (5, 42)]:
         part = torch.zeros(end - begin, 64, device=device)
-        add(part, x[begin:end], weights, lora_rows(slots[begin:end], device))
+        ops.add_lora(part, x[begin:end], weights, lora_rows(slots[begin:end], device))
         assert torch.equal(part, whole[begin:end])
 
 

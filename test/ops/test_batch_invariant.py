@@ -13,6 +13,7 @@ from lightserve.common import ops
 from test.ops.cases import (
     SMALL_LATENT,
     attention_args,
+    bind,
     context_attention_args,
     device_of,
     ints,
@@ -126,7 +127,7 @@ def test_an_activation_does_not_depend_on_the_other_rows(
 ) -> None:
     x = randn(40, 2 * width, dtype=dtype, device=device_of(backend))
     activation = getattr(ops, name)
-    ops.use_backend(backend, backend.removesuffix("_batch_invariant"))
+    bind(backend)
 
     whole = activation(x)
 
@@ -141,7 +142,7 @@ def test_the_experts_of_a_token_do_not_depend_on_the_other_tokens(
 ) -> None:
     logits = randn(40, 13, dtype=dtype, device=device_of(backend))
     spec = ops.RouteSpec(top_k=3, score=score)
-    ops.use_backend(backend, backend.removesuffix("_batch_invariant"))
+    bind(backend)
 
     ids, weights = ops.route(logits, spec)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,11 +20,13 @@ from test.ops.cases import (
     TOLERANCE,
     assert_close,
     backends_of,
+    bind,
     device_of,
     each_backend_and_dtype,
     experts_params,
     floats,
     ints,
+    needs_library,
     randn,
     strided,
     wide,
@@ -263,6 +264,7 @@ def test_a_tile_divides_the_sum_if_it_can(in_size: int, block_k: int) -> None:
 PAIRS_OF_BACKEND = [
     (ops.batch_invariant("cpu"), torch.float32),
     (ops.batch_invariant("cpu"), torch.bfloat16),
+    pytest.param("cpu_native", torch.float32, marks=needs_library),
     (ops.batch_invariant("triton"), torch.float32),
     pytest.param(ops.batch_invariant("triton"), torch.bfloat16, marks=pytest.mark.gpu),
 ]
@@ -273,12 +275,12 @@ def test_a_token_does_not_depend_on_the_other_tokens(backend: str, dtype: torch.
     device = device_of(backend)
     x, params = randn(80, 96, dtype=dtype, device=device), experts_params(5, 96, 40, dtype, device)
     ids, weights = choose(80, 5, 2, device)
-    compute: Callable[..., Tensor] = ops.experts.impls[backend]
+    bind(backend)
 
-    whole = compute(x, ids, weights, params)
+    whole = ops.experts(x, ids, weights, params)
 
     for begin, end in [(0, 1), (17, 19), (79, 80), (3, 35), (1, 80)]:
-        assert torch.equal(compute(x[begin:end], ids[begin:end], weights[begin:end], params), whole[begin:end])
+        assert torch.equal(ops.experts(x[begin:end], ids[begin:end], weights[begin:end], params), whole[begin:end])
 
 
 def test_strided_ids_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,7 +13,7 @@ from lightserve.common.ops import ExpertsParams, Fp8Weight, GatedSilu, Int4Weigh
 from lightserve.common.triton_kernel._expert_linear import PairBlocks
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
 from lightserve.common.triton_kernel._quantized_expert_linear import TILES, block_k_of, quantized_expert_linear
-from test.ops.cases import NAN, assert_close, backends_of, device_of, randn, strided, wide
+from test.ops.cases import BATCH_INVARIANT, NAN, assert_close, backends_of, bind, device_of, randn, strided, wide
 
 HALF_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's bfloat16 dot is wrong
 
@@ -176,18 +175,18 @@ def test_padding_is_routed_nowhere_and_becomes_0(backend: str, tokens: int) -> N
     assert not out.any()
 
 
-@pytest.mark.parametrize("backend", [ops.batch_invariant("cpu"), ops.batch_invariant("triton")])
+@pytest.mark.parametrize("backend", BATCH_INVARIANT)
 @pytest.mark.parametrize("kind", [KINDS["fp8"], KINDS["int4"], KINDS["mxfp4"]])
 def test_a_token_does_not_depend_on_the_other_tokens(backend: str, kind: Kind) -> None:
     device = device_of(backend)
     x, params = randn(40, 64, device=device), params_of(kind, 3, 64, 64, device)
     ids, weights = choose(40, 3, 2, device)
-    compute: Callable[..., Tensor] = ops.experts.impls[backend]
+    bind(backend)
 
-    whole = compute(x, ids, weights, params)
+    whole = ops.experts(x, ids, weights, params)
 
     for begin, end in [(0, 1), (17, 19), (3, 35)]:
-        assert torch.equal(compute(x[begin:end], ids[begin:end], weights[begin:end], params), whole[begin:end])
+        assert torch.equal(ops.experts(x[begin:end], ids[begin:end], weights[begin:end], params), whole[begin:end])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ _X = (c_void_p, c_int64, c_int64)  # address, rows, stride
 _NORM = (c_void_p, c_void_p, c_float)  # residual, weight, eps
 _WEIGHT = (c_void_p, c_int64, c_int64)  # address, rows, columns
 _CACHE = (c_void_p, c_int64, c_int64, c_int64)  # address, stride, kv heads, dim
+_OPTIONS = (c_float, c_float, c_int64, c_int32, c_void_p, c_void_p)  # scale, softcap, window, causal, slopes, sinks
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ls_set_threads": (c_int32,),
     "ls_use_variant": (c_int32,),
@@ -26,9 +27,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ls_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p),
     "ls_add_norm_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p, *_NORM, c_int32),
     "ls_rms_norm": (*_X, c_int64, c_void_p, c_float, c_void_p, c_void_p),
-    "ls_silu_and_mul": (*_X, c_int64, c_void_p),
+    "ls_activate": (*_X, c_int64, c_int32, c_int32, c_void_p),
     "ls_rotary_write_kv": (*_X, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *_CACHE),
-    "ls_token_attention": (*_X, *_CACHE, c_void_p, c_int64, c_float, c_void_p),
+    "ls_attention": (*_X, *_CACHE, c_void_p, *_OPTIONS, c_void_p),
 }
 
 
@@ -44,13 +45,14 @@ class PackedWeight(ctypes.Structure):
     )
 
 
-class DecodeBatch(ctypes.Structure):
+class AttentionBatch(ctypes.Structure):
     _fields_ = (
         ("req_to_token", c_void_p),
         ("stride", c_int64),
         ("b_req_idx", c_void_p),
-        ("b_row", c_void_p),
+        ("b_start_loc", c_void_p),
         ("b_seq_len", c_void_p),
+        ("b_ready_cache_len", c_void_p),
         ("count", c_int64),
     )
 

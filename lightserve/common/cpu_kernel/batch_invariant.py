@@ -37,21 +37,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
-@ops.add_lora.impl(BACKEND)
-def add_lora(out: Tensor, x: Tensor, weights: ops.LoraWeights, lora_rows: ops.LoraRows) -> None:
-    """As the definition, with the products above."""
-    rank = weights.rank
-    for slot, begin, end in lora_rows.groups.T.tolist():
-        if slot == ops.NO_LORA:
-            continue
-        rows = lora_rows.rows[begin:end].long()
-        hidden, sums = linear_float32(x[rows], weights.a[slot]), out[rows].float()
-        for part, columns in enumerate(weights.parts()):
-            own = hidden[:, part * rank : (part + 1) * rank]
-            sums[:, columns] += linear_float32(own, weights.b[slot, columns])
-        out[rows] = sums.to(out.dtype)
-
-
 @ops.context_attention.impl(BACKEND)
 def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     return token_attention(q, kv_cache, batch, options)
@@ -91,7 +76,7 @@ def latent_token_attention(
     """Plain attention over keys and values that are expanded to one size, padded with columns of 0."""
     options.check_supported(BACKEND)
     sizes = latent_sizes(q, latent_cache, kv_b)
-    slots, by_token = _used_slots(batch)
+    slots, by_token = used_slots(batch)
     latents = latent_cache[slots, 0].to(q.dtype)
     kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).view(len(latents), *kv_b.shape[:2])
     width = max(q.shape[2], sizes.value)
@@ -103,7 +88,7 @@ def latent_token_attention(
     return token_attention(padded_q, expanded, by_token, options)[..., : sizes.value].contiguous()
 
 
-def _used_slots(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:
+def used_slots(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:
     """The slots of all tokens of the batch, one request behind the other, and the batch with their numbers as slots."""
     table = torch.zeros(len(batch.b_req_idx), batch.req_to_token.shape[1], dtype=torch.int32)
     slots = [torch.empty(0, dtype=torch.int64)]
@@ -112,7 +97,7 @@ def _used_slots(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:
         slots.append(batch.req_to_token[req, :seq_len].long())
         table[row, :seq_len] = torch.arange(first, first + seq_len)
         first += seq_len
-    by_token = replace(batch, req_to_token=table, b_req_idx=torch.arange(len(table), dtype=torch.int32))
+    by_token = replace(batch, req_to_token=table, b_req_idx=torch.arange(len(table), dtype=torch.int32), plans={})
     return torch.cat(slots), by_token
 
 

@@ -6,37 +6,24 @@ Quantised weights are dequantised when their expert has pairs. One expert is in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.cpu_kernel import batch_invariant
 from lightserve.common.ops import ExpertsParams, QuantizedWeight
 from lightserve.common.ops.experts import weight_of_expert
-
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @ops.experts.impl("cpu")
 def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
-    return _compute(x, ids, weights, params, F.linear)
-
-
-@ops.experts.impl(ops.batch_invariant("cpu"))
-def experts_in_fixed_blocks(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
-    return _compute(x, ids, weights, params, batch_invariant.linear)
-
-
-def _compute(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams, linear: Linear) -> Tensor:
     tokens, top_k = ids.shape
     computed = x.new_zeros(tokens * top_k, x.shape[1])
     for expert, pairs in _pairs_by_expert(ids):
-        gate_up = linear(x[pairs // top_k], _weight(params.w13, expert, x), _row(params.b13, expert)).float()
+        gate_up = ops.linear(x[pairs // top_k], _weight(params.w13, expert, x), _row(params.b13, expert)).float()
         gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2]).to(x.dtype)
-        computed[pairs] = linear(gated, _weight(params.w2, expert, x), _row(params.b2, expert))
+        computed[pairs] = ops.linear(gated, _weight(params.w2, expert, x), _row(params.b2, expert))
     out = torch.zeros(x.shape)
     for place, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
         out += by_token * weights[:, place, None]

@@ -1,29 +1,29 @@
 """Ops of the C library in float32: fewer calls and passes over memory than torch needs.
 
-Backend "cpu_native" exists if the library was built. It is chosen before "cpu", whose implementation computes what the
-library does not know.
+Backend "cpu_native" exists if the library was built. It is bound first; what the library does not know is computed by
+the backend behind it. A row of its results has the same bits whatever is computed beside it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import platform
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.cpu_kernel._library import BACKEND, DecodeBatch, library
-from lightserve.common.ops import AttnBatch, AttnOptions, KvCache
+from lightserve.common.cpu_kernel._library import BACKEND, AttentionBatch, library
+from lightserve.common.cpu_kernel.batch_invariant import used_slots
+from lightserve.common.ops import AttnBatch, AttnOptions, KvCache, read_kv
+from lightserve.common.ops.registry import Op
 
-# Rows up to which the library's float32 product is used. On x86 oneDNN's packed weights were measured to be fast.
-MAX_ROWS = 64 if platform.machine() in ("aarch64", "arm64") else 0
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # the enum of kernels.h
 
 
 def _register(lib: ctypes.CDLL) -> None:
     lib.ls_set_threads(torch.get_num_threads())
-    for define in (_define_products, _define_norms, _define_attention):
+    for define in (_define_products, _define_norms, _define_activations, _define_rotary, _define_attention):
         define(lib)
 
 
@@ -31,7 +31,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
     @ops.linear.impl(BACKEND)
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _is_fit(x, weight):
-            return ops.linear.impls["cpu"](x, weight, bias)
+            return ops.linear.after(BACKEND)(x, weight, bias)
         count, rows = x.shape[0], weight.shape[0]  # len() of a tensor takes microseconds
         out = x.new_empty(count, rows)
         lib.ls_linear_float(
@@ -39,12 +39,16 @@ def _define_products(lib: ctypes.CDLL) -> None:
         )
         return out
 
+    @ops.linear_float32.impl(BACKEND)
+    def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x.float(), weight.float())
+
     @ops.add_rms_norm_linear.impl(BACKEND)
     def add_rms_norm_linear(
         x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if not _is_fit(x, weight) or not _are_rows(residual, norm_weight):
-            return ops.add_rms_norm_linear.impls[ops.REFERENCE](x, residual, norm_weight, eps, weight, bias)
+            return ops.add_rms_norm_linear.after(BACKEND)(x, residual, norm_weight, eps, weight, bias)
         return fused(x, residual, norm_weight, eps, weight, bias), residual
 
     @ops.add_rms_norm_gate_up.impl(BACKEND)
@@ -52,7 +56,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
         x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if not _is_fit(x, weight) or not _are_rows(residual, norm_weight):
-            return ops.add_rms_norm_gate_up.impls[ops.REFERENCE](x, residual, norm_weight, eps, weight, bias)
+            return ops.add_rms_norm_gate_up.after(BACKEND)(x, residual, norm_weight, eps, weight, bias)
         return fused(x, residual, norm_weight, eps, weight, bias, gated=True), residual
 
     def fused(  # noqa: PLR0913  as the ops
@@ -85,7 +89,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
 
 def _is_fit(x: Tensor, weight: Tensor) -> bool:
     is_float = x.dtype == weight.dtype == torch.float32
-    return is_float and x.dim() == 2 and x.shape[0] <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
+    return is_float and x.dim() == 2 and x.stride(1) == 1 and weight.is_contiguous()
 
 
 def _are_rows(*tensors: Tensor) -> bool:
@@ -100,14 +104,14 @@ def _address(tensor: Tensor | None) -> int | None:
 def _define_norms(lib: ctypes.CDLL) -> None:
     @ops.rms_norm.impl(BACKEND)
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32 or not x.is_contiguous() or weight.dtype != torch.float32:
-            return ops.rms_norm.impls["cpu"](x, weight, eps)
-        return normed(x, None, weight, eps)
+        if x.dtype != torch.float32 or weight.dtype != torch.float32:
+            return ops.rms_norm.after(BACKEND)(x, weight, eps)
+        return normed(x.contiguous(), None, weight, eps)
 
     @ops.add_rms_norm.impl(BACKEND)
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not _are_rows(x, residual, weight):
-            return ops.add_rms_norm.impls[ops.REFERENCE](x, residual, weight, eps)
+            return ops.add_rms_norm.after(BACKEND)(x, residual, weight, eps)
         return normed(x, residual, weight, eps)
 
     def normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -118,22 +122,32 @@ def _define_norms(lib: ctypes.CDLL) -> None:
         )
         return out
 
-    @ops.silu_and_mul.impl(BACKEND)
-    def silu_and_mul(gate_up: Tensor) -> Tensor:
-        if gate_up.dtype != torch.float32 or not gate_up.is_contiguous():
-            return ops.silu_and_mul.impls["cpu"](gate_up)
-        both = gate_up.shape[-1]
-        out = gate_up.new_empty(*gate_up.shape[:-1], both // 2)
-        lib.ls_silu_and_mul(gate_up.data_ptr(), gate_up.numel() // both, both, both // 2, out.data_ptr())
-        return out
+
+def _define_activations(lib: ctypes.CDLL) -> None:
+    def define(op: Op[[Tensor], Tensor], activation: int, gated: bool) -> None:
+        @op.impl(BACKEND)
+        def activate(x: Tensor) -> Tensor:
+            if x.dtype != torch.float32:
+                return op.after(BACKEND)(x)
+            x = x.contiguous()
+            width = x.shape[-1]
+            columns = width // 2 if gated else width
+            out = x.new_empty(*x.shape[:-1], columns)
+            count = out.numel() // columns
+            lib.ls_activate(x.data_ptr(), count, width, columns, activation, gated, out.data_ptr())
+            return out
+
+    for name, activation in ACTIVATIONS.items():
+        define(ops.OPS[name], activation, gated=False)
+        define(ops.OPS[f"{name}_and_mul"], activation, gated=True)
 
 
-def _define_attention(lib: ctypes.CDLL) -> None:
+def _define_rotary(lib: ctypes.CDLL) -> None:
     @ops.rotary_write_kv.impl(BACKEND)
     def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: KvCache) -> None:
         is_fit = _has_heads(q) and _has_heads(kv) and _are_rows(cos, sin)
         if not _has_heads(kv_cache) or not is_fit or slots.dtype != torch.int32 or not slots.is_contiguous():
-            ops.rotary_write_kv.impls[ops.REFERENCE](q, kv, cos, sin, slots, kv_cache)
+            ops.rotary_write_kv.after(BACKEND)(q, kv, cos, sin, slots, kv_cache)
             return
         lib.ls_rotary_write_kv(
             q.data_ptr(),
@@ -152,17 +166,27 @@ def _define_attention(lib: ctypes.CDLL) -> None:
             q.shape[2],
         )
 
+
+def _define_attention(lib: ctypes.CDLL) -> None:
+    @ops.context_attention.impl(BACKEND)
+    def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
+        if not _has_heads(q) or q.shape[2] % 8:
+            return ops.context_attention.after(BACKEND)(q, kv, kv_cache, batch, options)
+        return attend(q, kv_cache, batch, options)
+
     @ops.token_attention.impl(BACKEND)
     def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
-        described = batch.plans.get(BACKEND)
-        if described is None:  # once a step
-            described = batch.plans[BACKEND] = _describe(batch)
+        if not _has_heads(q) or q.shape[2] % 8:
+            return ops.token_attention.after(BACKEND)(q, kv_cache, batch, options)
+        return attend(q, kv_cache, batch, options)
+
+    def attend(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
+        if not _has_heads(kv_cache):
+            slots, batch = _slots_in_order(batch)
+            kv_cache = read_kv(kv_cache, slots, torch.float32)
         count, heads, dim = q.shape
-        is_fit = described.count >= 0 and _has_heads(q) and dim % 8 == 0 and _is_plain(options)
-        if not _has_heads(kv_cache) or not is_fit:
-            return ops.token_attention.impls["cpu"](q, kv_cache, batch, options)
         out = q.new_empty(count, heads, dim)
-        lib.ls_token_attention(
+        lib.ls_attention(
             q.data_ptr(),
             q.stride(0),
             heads,
@@ -170,30 +194,42 @@ def _define_attention(lib: ctypes.CDLL) -> None:
             kv_cache.stride(0),
             kv_cache.shape[1] // 2,
             dim,
-            ctypes.addressof(described),
-            options.window or 0,
+            ctypes.addressof(_described(batch)),
             options.scale,
+            options.softcap or 0.0,
+            options.window or 0,
+            options.causal,
+            _address(options.alibi_slopes),
+            _address(options.sinks),
             out.data_ptr(),
         )
         return out
 
 
-def _describe(batch: AttnBatch) -> DecodeBatch:
-    """A count of -1: the library cannot read this batch."""
-    fields = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len)
-    is_fit = all(field.dtype == torch.int32 and field.is_contiguous() for field in fields)
-    table = batch.req_to_token
-    addresses = (field.data_ptr() for field in fields)
-    return DecodeBatch(table.data_ptr(), table.stride(0), *addresses, len(fields[0]) if is_fit else -1)
+def _slots_in_order(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:
+    """The slots of all tokens, and the batch for a cache that has only these, in this order."""
+    plan: tuple[Tensor, AttnBatch] | None = batch.plans.get("slots in order")
+    if plan is None:  # once a step
+        plan = batch.plans["slots in order"] = used_slots(batch)
+    return plan
+
+
+def _described(batch: AttnBatch) -> AttentionBatch:
+    plan: AttentionBatch | None = batch.plans.get(BACKEND)
+    if plan is None:  # once a step
+        columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
+        if any(column.dtype != torch.int32 or not column.is_contiguous() for column in columns):
+            raise ValueError("attention: the columns of a batch must be int32 without gaps")
+        table = batch.req_to_token
+        addresses = (column.data_ptr() for column in columns)
+        plan = AttentionBatch(table.data_ptr(), table.stride(0), *addresses, len(columns[0]))
+        batch.plans[BACKEND] = plan
+    return plan
 
 
 def _has_heads(x: KvCache) -> TypeGuard[Tensor]:
     """Whether ``x`` ``[tokens, heads, dim]`` is float32 and the heads of a token have no gaps."""
     return isinstance(x, Tensor) and x.dtype is torch.float32 and x.stride()[1:] == (x.shape[2], 1)
-
-
-def _is_plain(options: AttnOptions) -> bool:
-    return options.alibi_slopes is None and options.softcap is None and options.sinks is None
 
 
 if library is not None:

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.cpu_kernel import _library, batch_invariant
+from lightserve.common.cpu_kernel import _library
 from lightserve.common.cpu_kernel._library import BACKEND, library
 from lightserve.common.ops import Int4Weight, Int8Weight, QuantizedWeight, in_groups, pack_int4
 
 Product = Callable[..., Tensor]
 
-BATCH_INVARIANT = batch_invariant.BACKEND
 BLOCK = 8  # rows
 GROUP = 32  # columns
 QUADS = GROUP // 4  # of columns whose products are summed by one instruction
@@ -206,14 +205,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
 
     for op in (ops.linear_int4, ops.linear_int8):
         op.impl(BACKEND)(product_of(op.impls[ops.REFERENCE]))
-        op.impl(BATCH_INVARIANT)(product_of(_batch_invariant_linear))
     ops.repacks_for(BACKEND)(pack)
-    ops.repacks_for(BATCH_INVARIANT)(pack)
-
-
-def _batch_invariant_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    wide = batch_invariant.linear(x.float(), weight.dequantize(), None if bias is None else bias.float())
-    return wide.to(x.dtype)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -222,6 +214,3 @@ def _address(tensor: Tensor | None) -> int | None:
 
 if library is not None:
     _define_products(library)
-else:
-    for _op in (ops.linear_int4, ops.linear_int8):
-        _op.impl(BATCH_INVARIANT)(_batch_invariant_linear)

@@ -109,7 +109,7 @@ class Device(ABC):
         ops.use_backend(*self._backends(deterministic))
         self.set_current(device)
 
-    def keeps_gguf_packed(self, num_ranks: int, deterministic: bool) -> bool:
+    def keeps_gguf_packed(self, num_ranks: int) -> bool:
         """Default of --quantization for GGUF files: whether products with packed weights are faster than expanded."""
         return False
 

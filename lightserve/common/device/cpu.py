@@ -51,18 +51,18 @@ class CpuDevice(Device):
     def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""
 
-    def keeps_gguf_packed(self, num_ranks: int, deterministic: bool) -> bool:
+    def keeps_gguf_packed(self, num_ranks: int) -> bool:
         """Only the C library has fast products with packed weights. Its threads and those of other ranks would spin."""
-        return num_ranks == 1 and not deterministic and self._has_library()
+        return num_ranks == 1 and self._has_library()
 
     def _has_library(self) -> bool:
         import_module(self.ops_module)
         return self.uses_library and ops.has_backend(NATIVE)
 
     def _backends(self, deterministic: bool) -> list[str]:
-        """The C library's ops first, if it was built. Their order of sums may depend on the batch."""
+        """The C library's ops first, if it was built: they are batch-invariant."""
         backends = super()._backends(deterministic)
-        return backends if deterministic or not self._has_library() else [NATIVE, *backends]
+        return [NATIVE, *backends] if self._has_library() else backends
 
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
         """Nothing to do: no kernel of the CPU is compiled."""

@@ -34,7 +34,7 @@ class CudaDevice(Device):
     max_head_dim = 512  # as in triton_kernel/_attention.py
     reads_peers = True
 
-    def keeps_gguf_packed(self, num_ranks: int, deterministic: bool) -> bool:
+    def keeps_gguf_packed(self, num_ranks: int) -> bool:
         return True
 
     def unavailable_reason(self) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightserve.common.ops.linear import linear
+from lightserve.common.ops.linear import linear, linear_float32
 from lightserve.common.ops.norm import add_rms_norm
 from lightserve.common.ops.registry import op
 
@@ -88,11 +88,10 @@ def add_lora(out: Tensor, x: Tensor, weights: LoraWeights, lora_rows: LoraRows) 
         if slot == NO_LORA:
             continue
         rows = lora_rows.rows[begin:end].long()
-        hidden = x[rows].float() @ weights.a[slot].float().T
-        sums = out[rows].float()
+        hidden, sums = linear_float32(x[rows], weights.a[slot]), out[rows].float()
         for part, columns in enumerate(weights.parts()):
             own = hidden[:, part * rank : (part + 1) * rank]
-            sums[:, columns] += own @ weights.b[slot, columns].float().T
+            sums[:, columns] += linear_float32(own, weights.b[slot, columns])
         out[rows] = sums.to(out.dtype)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from lightserve.common.ops.linear import linear
 from lightserve.common.ops.quantized_rows import quantize_rows, row_quant_of
 from lightserve.common.ops.quantized_weight import (
     Codebook4Weight,
@@ -44,7 +44,7 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, bias: Tensor | None = None) -> 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     rounded = round_input(x.float(), weight)
-    return F.linear(rounded, weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+    return linear(rounded, weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def round_input(x: Tensor, weight: QuantizedWeight) -> Tensor:

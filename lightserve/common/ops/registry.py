@@ -45,8 +45,16 @@ class Op(Generic[P, R]):
 
         return register
 
+    def after(self, backend: str) -> Callable[P, R]:
+        """The implementation that is bound behind ``backend``, for what ``backend`` cannot compute."""
+        later = _active[_active.index(backend) + 1 :] if backend in _active else []
+        return self._first_of(later)
+
     def select(self, backends: Sequence[str]) -> None:
-        self._active = next(self.impls[name] for name in (*backends, REFERENCE) if name in self.impls)
+        self._active = self._first_of(backends)
+
+    def _first_of(self, backends: Sequence[str]) -> Callable[P, R]:
+        return next(self.impls[name] for name in (*backends, REFERENCE) if name in self.impls)
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

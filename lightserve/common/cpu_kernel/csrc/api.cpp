@@ -102,8 +102,9 @@ LS_EXPORT void ls_rms_norm(float* x, int64_t count, int64_t stride, int64_t colu
     active.kernels->rms_norm({x, count, stride}, &rms_norm, out);
 }
 
-LS_EXPORT void ls_silu_and_mul(float* gate_up, int64_t count, int64_t stride, int64_t columns, float* out) {
-    active.kernels->silu_and_mul({gate_up, count, stride}, columns, out);
+LS_EXPORT void ls_activate(float* x, int64_t count, int64_t stride, int64_t columns, int32_t activation,
+                           int32_t gated, float* out) {
+    active.kernels->activate({x, count, stride}, columns, activation, gated, out);
 }
 
 LS_EXPORT void ls_rotary_write_kv(float* q, int64_t q_stride, int64_t q_heads, float* kv, int64_t kv_stride,
@@ -114,11 +115,12 @@ LS_EXPORT void ls_rotary_write_kv(float* q, int64_t q_stride, int64_t q_heads, f
                                     slots, {cache, cache_stride, kv_heads, dim});
 }
 
-LS_EXPORT void ls_token_attention(float* q, int64_t q_stride, int64_t q_heads, float* cache, int64_t cache_stride,
-                                  int64_t kv_heads, int64_t dim, const DecodeBatch* batch, int64_t window, float scale,
-                                  float* out) {
-    active.kernels->token_attention({q, q_stride, q_heads}, {cache, cache_stride, kv_heads, dim}, *batch, window,
-                                    scale, out);
+LS_EXPORT void ls_attention(float* q, int64_t q_stride, int64_t q_heads, float* cache, int64_t cache_stride,
+                            int64_t kv_heads, int64_t dim, const AttentionBatch* batch, float scale, float softcap,
+                            int64_t window, int32_t causal, const float* alibi_slopes, const float* sinks,
+                            float* out) {
+    AttentionOptions options{scale, softcap, window, causal, alibi_slopes, sinks};
+    active.kernels->attention({q, q_stride, q_heads}, {cache, cache_stride, kv_heads, dim}, *batch, options, out);
 }
 
 }  // extern "C"

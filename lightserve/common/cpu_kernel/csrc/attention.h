@@ -1,170 +1,367 @@
-// Rotary positions, the KV cache, and attention of one new token for each request.
+// Attention of prompts and of single tokens over the KV cache.
+//
+// The keys of a request are cut into splits at fixed positions. A query computes each split for itself and merges them
+// in order. Which other queries are computed in the same step, by which thread, and where the keys are in the cache
+// changes nothing: a token gets the same bits in a prompt, in any chunk of it, and as a decode.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "kernels.h"
 #include "linear.h"
+#include "products.h"
 #include "simd.h"
 #include "threads.h"
 
 namespace lightserve {
 namespace {
 
-constexpr int64_t SPLIT = 256;  // keys that a chunk attends to; more are merged afterwards
+constexpr int64_t SPLIT = 128;         // keys
+constexpr int64_t SCORES = SPLIT + 8;  // floats of a query's row of scores: whole tiles may end behind the split
+constexpr int64_t MAX_QUERIES = 96;    // of a tile, unless a single token has more
+constexpr int64_t TILES_PER_THREAD = 4;  // of a prompt, at least, so that the last ones end together
+constexpr int64_t MIN_TO_COPY = 16;    // queries for which values are copied first, so that they are neighbours
 
-// Element i is paired with element i + half.
-inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
-    int64_t i = 0;
-    for (; i + 8 <= half; i += 8) {
-        F8 low = load(x + i), high = load(x + half + i), c = load(cos + i), s = load(sin + i);
-        store(x + i, low * c - high * s);
-        store(x + half + i, high * c + low * s);
-    }
-    for (; i < half; i++) {
-        float low = x[i], high = x[half + i];
-        x[i] = low * cos[i] - high * sin[i];
-        x[half + i] = high * cos[i] + low * sin[i];
-    }
-}
+struct KeyRange {
+    int64_t begin, end;
 
-void rotary_write_kv(Heads q, Heads kv, int64_t tokens, const float* cos, const float* sin, int64_t half,
-                     const int32_t* slots, Cache cache) {
-    int64_t heads = q.count + 2 * cache.kv_heads;
-    parallel_for(tokens, grain_of(tokens, 4 * heads * cache.dim), [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; t++) {
-            const float *c = cos + t * half, *s = sin + t * half;
-            float* own = kv.data + t * kv.stride;
-            for (int64_t h = 0; h < q.count; h++) rotate(q.data + t * q.stride + h * cache.dim, c, s, half);
-            for (int64_t h = 0; h < cache.kv_heads; h++) rotate(own + h * cache.dim, c, s, half);
-            float* to = cache.data + slots[t] * cache.stride;
-            std::copy(own, own + 2 * cache.kv_heads * cache.dim, to);
-        }
-    });
-}
-
-// The queries of a KV head over some keys: the largest score, the sum of the weights, and the weighted values.
-struct Partial {
-    float* most;   // [queries]
-    float* total;  // [queries]
-    float* out;    // [queries, dim]
+    int64_t count() const { return end - begin; }
+    int64_t first_split() const { return begin / SPLIT * SPLIT; }
+    int64_t splits() const { return (end - first_split() + SPLIT - 1) / SPLIT; }
+    KeyRange within(int64_t split) const { return {std::max(begin, split), std::min(end, split + SPLIT)}; }
 };
 
-inline float dot(const float* a, const float* b, int64_t dim) {
-    F8 even = all(0), odd = all(0);
-    int64_t d = 0;
-    for (; d + 16 <= dim; d += 16) {
-        even = fma(load(a + d), load(b + d), even);
-        odd = fma(load(a + d + 8), load(b + d + 8), odd);
+// Neighbouring tokens of a request, and the query heads of a KV head: a query for each token and head, heads first.
+struct QueryTile {
+    int64_t request, kv_head;
+    int64_t first, tokens;  // in the request's part of this step
+};
+
+// Some queries over some keys: the largest score, the sum of the weights, and the weighted values.
+struct Partial {
+    float* most;   // [queries]
+    float* total;  // [queries]; 0: the query saw no key
+    float* out;    // [queries, dim]
+
+    static int64_t size(int64_t queries, int64_t dim) { return queries * (dim + 2); }
+    static Partial at(float* memory, int64_t queries) { return {memory, memory + queries, memory + 2 * queries}; }
+};
+
+// Add the keys of `part` to those of `sum` for one query.
+inline void merge_query(Partial sum, Partial part, int64_t query, int64_t dim) {
+    float *to = sum.out + query * dim, *from = part.out + query * dim;
+    if (part.total[query] == 0) return;
+    if (sum.total[query] == 0) {
+        sum.most[query] = part.most[query];
+        sum.total[query] = part.total[query];
+        std::copy(from, from + dim, to);
+        return;
     }
-    if (d < dim) even = fma(load(a + d), load(b + d), even);
-    return sum(even + odd);
+    float most = std::max(sum.most[query], part.most[query]);
+    float old_weight = std::exp(sum.most[query] - most), weight = std::exp(part.most[query] - most);
+    sum.most[query] = most;
+    sum.total[query] = sum.total[query] * old_weight + part.total[query] * weight;
+    for (int64_t d = 0; d < dim; d += 8) store(to + d, fma(load(from + d), weight, scale_by(load(to + d), old_weight)));
 }
 
-// e^(score - largest score) in place, `count` scores and zeros up to `width`.
-inline void softmax_terms(float* scores, int64_t count, int64_t width, float& largest, float& total) {
-    F8 most = all(-INFINITY), sums = all(0);
-    for (int64_t i = count; i < width; i++) scores[i] = -INFINITY;
-    for (int64_t i = 0; i < width; i += 8) most = max(most, load(scores + i));
-    largest = max_of(most);
-    for (int64_t i = 0; i < width; i += 8) store(scores + i, exp(load(scores + i) - all(largest)));
-    for (int64_t i = count; i < width; i++) scores[i] = 0;
-    for (int64_t i = 0; i < width; i += 8) sums = sums + load(scores + i);
-    total = sum(sums);
+inline void merge(Partial sum, Partial part, int64_t queries, int64_t dim) {
+    for (int64_t query = 0; query < queries; query++) merge_query(sum, part, query, dim);
 }
 
-// N queries: their weights [N, width] times the values, 8 columns at a time.
-template <int N>
-inline void weigh(const float* weights, int64_t width, const float* values, int64_t stride, const int32_t* slots,
-                  int64_t count, int64_t dim, float* out) {
-    for (int64_t d = 0; d < dim; d += 8) {
-        F8 acc[N];
+// The scores of a query in one split. Those from `begin` to `end` are of keys that it sees.
+struct ScoreRow {
+    float* scores;
+    int64_t begin, end;
+
+    int64_t first() const { return begin / 8 * 8; }  // whole vectors: the rest of the first and the last is padding
+    int64_t last() const { return (end + 7) / 8 * 8; }
+
+    void fill_padding(float value) const {
+        std::fill(scores + first(), scores + begin, value);
+        std::fill(scores + end, scores + last(), value);
+    }
+
+    // The products become scores; returns the factor that they still lack. `distance`: of the split's first key.
+    float transform(const AttentionOptions& options, int64_t head, int64_t distance) const {
+        static const float COUNT[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+        if (options.softcap == 0 && options.alibi_slopes == nullptr) return options.scale;
+        for (int64_t i = first(); i < end; i += 8) {
+            F8 score = load(scores + i) * all(options.scale);
+            if (options.softcap > 0) score = all(options.softcap) * tanh(score / all(options.softcap));
+            if (options.alibi_slopes != nullptr) {
+                F8 distances = load(COUNT) + all(static_cast<float>(distance + i));
+                score = score + distances * all(options.alibi_slopes[head]);
+            }
+            store(scores + i, score);
+        }
+        return 1;
+    }
+
+    // e^(scale * score - the largest of them), and 0 as padding; returns that largest.
+    float exponentiate(float scale, float& total) const {
+        fill_padding(-INFINITY);
+        F8 most = all(-INFINITY), sums = all(0);
+        for (int64_t i = first(); i < end; i += 8) most = max(most, load(scores + i));
+        float largest = scale * max_of(most);
+        for (int64_t i = first(); i < end; i += 8) {
+            F8 weight = exp(fma(load(scores + i), scale, all(-largest)));
+            store(scores + i, weight);
+            sums = sums + weight;
+        }
+        fill_padding(0);
+        total = sum(sums);
+        return largest;
+    }
+};
+
+// The products of queries with the keys in N rows.
+struct ScoreTile {
+    const float* const* queries;
+    const float* const (&keys)[N];
+    int64_t dim;
+    float* scores;
+
+    template <int M>
+    void run(int64_t query) const {
+        const float* own[M];
         LS_UNROLL
-        for (int h = 0; h < N; h++) acc[h] = all(0);
-        for (int64_t i = 0; i < count; i++) {
-            F8 value = load(values + slots[i] * stride + d);
+        for (int m = 0; m < M; m++) own[m] = queries[query + m];
+        Sums<M> sums;
+        clear<M>(sums);
+        add_products<M>(own, keys, dim, sums);
+        LS_UNROLL
+        for (int m = 0; m < M; m++) store_row_sums<M>(scores + (query + m) * SCORES, sums, m);
+    }
+};
+
+// The weights of queries times values, key by key.
+struct WeighTile {
+    const float* weights;         // [queries, SCORES]
+    const float* const* values;  // a row of `dim` for each key
+    int64_t keys, dim;
+    float* out;  // [queries, dim]
+
+    template <int M>
+    void run(int64_t query) const {
+        constexpr int C = M == 1 ? 4 : 2;
+        int64_t column = 0;
+        for (; column + 8 * C <= dim; column += 8 * C) run<M, C>(query, column);
+        for (; column < dim; column += 8) run<M, 1>(query, column);
+    }
+
+    template <int M, int C>
+    void run(int64_t query, int64_t column) const {  // 8 * C columns
+        F8 sums[M][C];
+        LS_UNROLL
+        for (int m = 0; m < M; m++) {
             LS_UNROLL
-            for (int h = 0; h < N; h++) acc[h] = fma(value, weights[h * width + i], acc[h]);
+            for (int c = 0; c < C; c++) sums[m][c] = all(0);
+        }
+        const float* own = weights + query * SCORES;
+        for (int64_t i = 0; i < keys; i++) {
+            const float* value = values[i] + column;
+            F8 columns[C];
+            LS_UNROLL
+            for (int c = 0; c < C; c++) columns[c] = load(value + 8 * c);
+            LS_UNROLL
+            for (int m = 0; m < M; m++) {
+                LS_UNROLL
+                for (int c = 0; c < C; c++) sums[m][c] = fma(columns[c], own[m * SCORES + i], sums[m][c]);
+            }
         }
         LS_UNROLL
-        for (int h = 0; h < N; h++) store(out + h * dim + d, acc[h]);
-    }
-}
-
-inline void attend(const float* q, int64_t queries, const Cache& cache, int64_t kv_head, const int32_t* slots,
-                   int64_t count, float scale, Partial to) {
-    thread_local std::vector<float> scores_of_thread;
-    int64_t dim = cache.dim, width = (count + 7) / 8 * 8;
-    scores_of_thread.resize(queries * width);
-    float* scores = scores_of_thread.data();
-    const float* keys = cache.data + kv_head * dim;
-    for (int64_t i = 0; i < count; i++) {
-        const float* key = keys + slots[i] * cache.stride;
-        for (int64_t h = 0; h < queries; h++) scores[h * width + i] = dot(q + h * dim, key, dim) * scale;
-    }
-    for (int64_t h = 0; h < queries; h++) softmax_terms(scores + h * width, count, width, to.most[h], to.total[h]);
-    const float* values = keys + cache.kv_heads * dim;
-    int64_t h = 0;
-    for (; h + 4 <= queries; h += 4)
-        weigh<4>(scores + h * width, width, values, cache.stride, slots, count, dim, to.out + h * dim);
-    for (; h + 3 <= queries; h += 3)
-        weigh<3>(scores + h * width, width, values, cache.stride, slots, count, dim, to.out + h * dim);
-    for (; h < queries; h++)
-        weigh<1>(scores + h * width, width, values, cache.stride, slots, count, dim, to.out + h * dim);
-}
-
-inline void merge(const Partial* parts, int64_t count, int64_t queries, int64_t dim, float* out) {
-    for (int64_t h = 0; h < queries; h++) {
-        float most = -INFINITY, total = 0;
-        for (int64_t i = 0; i < count; i++) most = std::max(most, parts[i].most[h]);
-        std::fill(out + h * dim, out + (h + 1) * dim, 0.0f);
-        for (int64_t i = 0; i < count; i++) {
-            float weight = std::exp(parts[i].most[h] - most);
-            total += weight * parts[i].total[h];
-            for (int64_t d = 0; d < dim; d++) out[h * dim + d] += weight * parts[i].out[h * dim + d];
+        for (int m = 0; m < M; m++) {
+            LS_UNROLL
+            for (int c = 0; c < C; c++) store(out + (query + m) * dim + column + 8 * c, sums[m][c]);
         }
-        for (int64_t d = 0; d < dim; d++) out[h * dim + d] /= total;
     }
-}
+};
 
-void token_attention(Heads q, Cache cache, const DecodeBatch& batch, int64_t window, float scale, float* out) {
-    struct Item {
-        int64_t request, kv_head, first, count;
+struct Attention {
+    Heads q;
+    Cache cache;
+    const AttentionBatch& batch;
+    const AttentionOptions& options;
+    float* out;
+    int64_t heads = q.count / cache.kv_heads;  // query heads of a KV head
+
+    void run() const {
+        std::vector<Item> items;
+        int64_t num_parts = 0;
+        for (int64_t request = 0; request < batch.count; request++) add_items(request, items, num_parts);
+        int64_t size = Partial::size(max_tokens() * heads, cache.dim), count = static_cast<int64_t>(items.size());
+        std::vector<float> parts(size * num_parts);
+        int64_t products = count == 0 ? 1 : 2 * queries_of(items[0].tile) * cache.dim * items[0].keys.count();
+        parallel_for(count, std::max<int64_t>(1, GRAIN / 4 / products), [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++) compute(items[i], parts.data() + items[i].part * size);
+        });
+        for (const Item& item : items) {
+            if (is_part(item)) merge_part(item, parts.data(), size);
+        }
+    }
+
+private:
+    struct Item {  // splits of a tile that are computed one after the other
+        QueryTile tile;
+        KeyRange keys;
+        int64_t part = -1, first_part = -1;  // numbers of the results to merge; -1: the item has all splits of the tile
     };
-    int64_t queries = q.count / cache.kv_heads, dim = cache.dim;
-    std::vector<Item> items;
-    for (int64_t b = 0; b < batch.count; b++) {
-        int64_t length = batch.b_seq_len[b];
-        int64_t begin = window > 0 ? std::max<int64_t>(length - window, 0) : 0;
-        for (int64_t kv_head = 0; kv_head < cache.kv_heads; kv_head++)
-            for (int64_t first = begin; first < length; first += SPLIT)
-                items.push_back({b, kv_head, first, std::min(SPLIT, length - first)});
+
+    static bool is_part(const Item& item) { return item.part >= 0; }
+    int64_t max_tokens() const { return std::max<int64_t>(1, MAX_QUERIES / heads); }  // of a tile
+    int64_t queries_of(const QueryTile& tile) const { return tile.tokens * heads; }
+
+    int64_t position(const QueryTile& tile, int64_t token) const {
+        return batch.b_ready_cache_len[tile.request] + tile.first + token;
     }
-    int64_t size = queries * (dim + 2);
-    std::vector<float> memory(items.size() * size);
-    std::vector<Partial> parts(items.size());
-    for (size_t i = 0; i < items.size(); i++) {
-        float* own = memory.data() + i * size;
-        parts[i] = {own, own + queries, own + 2 * queries};
+
+    KeyRange keys_seen_from(int64_t request, int64_t position) const {
+        int64_t window = options.window > 0 ? options.window : INT32_MAX;
+        int64_t end = options.causal ? position + 1 : std::min<int64_t>(batch.b_seq_len[request], position + window);
+        return {std::max<int64_t>(position - window + 1, 0), end};
     }
-    int64_t count = static_cast<int64_t>(items.size());
-    int64_t products = count == 0 ? 0 : 2 * items[0].count * queries * dim;
-    parallel_for(count, std::max<int64_t>(1, GRAIN / 4 / std::max<int64_t>(products, 1)), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-            const Item& item = items[i];
-            const float* own = q.data + batch.b_row[item.request] * q.stride + item.kv_head * queries * dim;
-            const int32_t* slots = batch.req_to_token + batch.b_req_idx[item.request] * batch.stride + item.first;
-            attend(own, queries, cache, item.kv_head, slots, item.count, scale, parts[i]);
+
+    KeyRange keys_seen_by(const QueryTile& tile) const {
+        return {keys_seen_from(tile.request, position(tile, 0)).begin,
+                keys_seen_from(tile.request, position(tile, tile.tokens - 1)).end};
+    }
+
+    // An item for each tile, those with many keys first. If there is one tile alone, an item for each split.
+    void add_items(int64_t request, std::vector<Item>& items, int64_t& num_parts) const {
+        int64_t tokens = batch.b_seq_len[request] - batch.b_ready_cache_len[request];
+        int64_t items_wanted = num_threads() > 1 ? TILES_PER_THREAD * num_threads() : 1;
+        int64_t at_once = std::clamp<int64_t>(tokens * cache.kv_heads / items_wanted, 1, max_tokens());
+        int64_t tiles = (tokens + at_once - 1) / at_once;
+        for (int64_t kv_head = 0; kv_head < cache.kv_heads; kv_head++) {
+            for (int64_t i = tiles - 1; i >= 0; i--) {
+                int64_t first = i * at_once;
+                QueryTile tile{request, kv_head, first, std::min(at_once, tokens - first)};
+                KeyRange keys = keys_seen_by(tile);
+                if (tiles > 1 || keys.splits() == 1) {
+                    items.push_back({tile, keys});
+                } else {
+                    add_parts(tile, keys, items, num_parts);
+                }
+            }
         }
-    });
-    for (int64_t i = 0; i < count;) {
-        int64_t end = i + 1;
-        while (end < count && items[end].request == items[i].request && items[end].kv_head == items[i].kv_head) end++;
-        int64_t row = batch.b_row[items[i].request];
-        merge(&parts[i], end - i, queries, dim, out + (row * q.count + items[i].kv_head * queries) * dim);
-        i = end;
     }
+
+    static void add_parts(const QueryTile& tile, KeyRange keys, std::vector<Item>& items, int64_t& num_parts) {
+        int64_t first_part = num_parts;
+        for (int64_t split = keys.first_split(); split < keys.end; split += SPLIT)
+            items.push_back({tile, keys.within(split), num_parts++, first_part});
+    }
+
+    void compute(const Item& item, float* part) const {
+        thread_local std::vector<float> memory;
+        int64_t queries = queries_of(item.tile), size = Partial::size(queries, cache.dim);
+        memory.resize(2 * size);
+        Partial sum = Partial::at(is_part(item) ? part : memory.data(), queries);
+        Partial of_split = Partial::at(memory.data() + size, queries);
+        std::fill(sum.total, sum.total + queries, 0.0f);
+        thread_local std::vector<const float*> query_rows;
+        thread_local std::vector<float> copies;
+        query_rows.resize(queries);
+        find_queries(item.tile, query_rows.data());
+        if (queries >= MIN_TO_COPY) copy_rows(queries, query_rows.data(), copies);
+        for (int64_t split = item.keys.first_split(); split < item.keys.end; split += SPLIT) {
+            attend(item.tile, query_rows.data(), split, item.keys.within(split), of_split);
+            merge(sum, of_split, queries, cache.dim);
+        }
+        if (!is_part(item)) write(item.tile, sum);
+    }
+
+    void merge_part(const Item& item, float* parts, int64_t size) const {
+        int64_t queries = queries_of(item.tile);
+        Partial sum = Partial::at(parts + item.first_part * size, queries);
+        if (item.part > item.first_part) merge(sum, Partial::at(parts + item.part * size, queries), queries, cache.dim);
+        if (item.keys.end == keys_seen_by(item.tile).end) write(item.tile, sum);
+    }
+
+    // The queries of a tile over keys of one split.
+    void attend(const QueryTile& tile, const float* const* query_rows, int64_t split, KeyRange keys, Partial to) const {
+        thread_local std::vector<float> memory, copies;
+        int64_t queries = queries_of(tile);
+        memory.resize(queries * SCORES);
+        float *all_scores = memory.data(), *scores = all_scores + keys.begin - split;  // of the first key
+        const float* rows[SPLIT];
+        find_keys(tile, keys, rows);
+        multiply(queries, query_rows, rows, keys.count(), scores);
+        for (int64_t query = 0; query < queries; query++)
+            make_weights(tile, query, split, keys, all_scores + query * SCORES, to);
+        for (int64_t i = 0; i < keys.count(); i++) rows[i] += cache.kv_heads * cache.dim;  // values
+        if (queries >= MIN_TO_COPY) copy_rows(keys.count(), rows, copies);
+        in_tiles(0, queries, WeighTile{scores, rows, keys.count(), cache.dim, to.out});
+    }
+
+    void find_keys(const QueryTile& tile, KeyRange keys, const float** rows) const {
+        const int32_t* slots = batch.req_to_token + batch.b_req_idx[tile.request] * batch.stride + keys.begin;
+        const float* data = cache.data + tile.kv_head * cache.dim;
+        for (int64_t i = 0; i < keys.count(); i++) rows[i] = data + slots[i] * cache.stride;
+    }
+
+    void copy_rows(int64_t count, const float** rows, std::vector<float>& copies) const {
+        copies.resize(count * cache.dim);
+        for (int64_t i = 0; i < count; i++) {
+            float* to = copies.data() + i * cache.dim;
+            std::copy(rows[i], rows[i] + cache.dim, to);
+            rows[i] = to;
+        }
+    }
+
+    void multiply(int64_t queries, const float* const* query_rows, const float* const* keys, int64_t count,
+                  float* scores) const {
+        for (int64_t i = 0; i < count; i += N) {
+            const float* some[N];
+            for (int n = 0; n < N; n++) some[n] = keys[std::min(i + n, count - 1)];
+            in_tiles(0, queries, ScoreTile{query_rows, some, cache.dim, scores + i});
+        }
+    }
+
+    void find_queries(const QueryTile& tile, const float** rows) const {
+        for (int64_t i = 0; i < queries_of(tile); i++)
+            rows[i] = q.data + row_of(tile, i) * q.stride + head_of(tile, i) * cache.dim;
+    }
+
+    int64_t row_of(const QueryTile& tile, int64_t query) const {
+        return batch.b_start_loc[tile.request] + tile.first + query / heads;
+    }
+    int64_t head_of(const QueryTile& tile, int64_t query) const { return tile.kv_head * heads + query % heads; }
+
+    // Turn the scores of a query into weights. They are 0 for keys of `keys` that it does not see.
+    void make_weights(const QueryTile& tile, int64_t query, int64_t split, KeyRange keys, float* scores,
+                      Partial to) const {
+        int64_t at = position(tile, query / heads);
+        KeyRange seen = keys_seen_from(tile.request, at).within(split);
+        to.total[query] = 0;
+        if (seen.count() <= 0) return std::fill(scores + keys.begin - split, scores + keys.end - split, 0.0f);
+        ScoreRow row{scores, seen.begin - split, seen.end - split};
+        float scale = row.transform(options, head_of(tile, query), split - at);
+        to.most[query] = row.exponentiate(scale, to.total[query]);
+        std::fill(scores + keys.begin - split, scores + row.begin, 0.0f);
+        std::fill(scores + row.end, scores + keys.end - split, 0.0f);
+    }
+
+    void write(const QueryTile& tile, Partial sum) const {
+        for (int64_t query = 0; query < queries_of(tile); query++) {
+            int64_t head = head_of(tile, query);
+            float most = sum.most[query], total = sum.total[query], weight = 1;
+            if (options.sinks != nullptr) {  // a key without a value
+                float largest = std::max(most, options.sinks[head]);
+                weight = std::exp(most - largest);
+                total = total * weight + std::exp(options.sinks[head] - largest);
+            }
+            float* to = out + (row_of(tile, query) * q.count + head) * cache.dim;
+            const float* from = sum.out + query * cache.dim;
+            for (int64_t d = 0; d < cache.dim; d += 8) store(to + d, load(from + d) * all(weight) / all(total));
+        }
+    }
+};
+
+void attention(Heads q, Cache cache, const AttentionBatch& batch, const AttentionOptions& options, float* out) {
+    Attention{q, cache, batch, options, out}.run();
 }
 
 }  // namespace

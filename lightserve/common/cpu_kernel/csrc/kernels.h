@@ -44,25 +44,37 @@ struct Cache {
     int64_t dim;
 };
 
-struct DecodeBatch {  // a query for each request
+struct AttentionBatch {  // the last tokens of each request are queries
     const int32_t* req_to_token;
     int64_t stride;  // of a request
     const int32_t* b_req_idx;
-    const int32_t* b_row;  // of q
+    const int32_t* b_start_loc;  // the first row of q
     const int32_t* b_seq_len;
+    const int32_t* b_ready_cache_len;
     int64_t count;
 };
+
+struct AttentionOptions {
+    float scale;
+    float softcap;   // 0: none
+    int64_t window;  // keys that a query sees; 0: all
+    int32_t causal;
+    const float* alibi_slopes;  // [heads] or nullptr
+    const float* sinks;         // [heads] or nullptr
+};
+
+enum Activation : int32_t { SILU, GELU, GELU_TANH };
 
 struct Kernels {
     void (*linear_packed)(const PackedWeight*, Rows x, const RmsNorm*, const float* bias, int32_t gated, float* out);
     void (*linear_float)(const float* weight, int64_t rows, int64_t columns, Rows x, const RmsNorm*, const float* bias,
                          int32_t gated, float* out);
     void (*rms_norm)(Rows x, const RmsNorm*, float* out);
-    void (*silu_and_mul)(Rows gate_up, int64_t columns, float* out);
+    // gated: the rows are gate and up, [2 * columns]
+    void (*activate)(Rows x, int64_t columns, int32_t activation, int32_t gated, float* out);
     void (*rotary_write_kv)(Heads q, Heads kv, int64_t tokens, const float* cos, const float* sin, int64_t half,
                             const int32_t* slots, Cache);
-    // window: keys that a query sees; 0: all
-    void (*token_attention)(Heads q, Cache, const DecodeBatch&, int64_t window, float scale, float* out);
+    void (*attention)(Heads q, Cache, const AttentionBatch&, const AttentionOptions&, float* out);
 };
 
 }  // namespace lightserve

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "activation.h"
 #include "kernels.h"
+#include "products.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -14,9 +16,10 @@ namespace {
 constexpr int64_t GROUP = 32;        // numbers of x with a scale of their own
 constexpr int64_t BLOCK = 8;         // rows of a packed weight that are computed together
 constexpr int64_t X_ROWS = 256;      // of x at a time, so that they stay in the L2 cache
-constexpr int64_t PANEL = 16;         // rows of x that stay in the L1 cache, in float32
-constexpr int64_t GRAIN = 32 * 1024; // products of a chunk, at least: 1 to 3 us
-constexpr int64_t CHUNKS = 6;        // for each thread, so that the last ones end together
+constexpr int64_t PANEL = 16;        // rows of x at a time in float32
+constexpr int64_t L1_FLOATS = 10 * 1024;  // of these rows: more columns are multiplied in parts
+constexpr int64_t L2_FLOATS = 64 * 1024;  // of the weight at a time
+constexpr int64_t MAX_AHEAD = 8 * 1024;   // floats that are read ahead; 4 rows of 8,960 are too many
 
 // x in 8 bits, a scale for each group of 32 numbers
 struct QuantizedRows {
@@ -52,11 +55,6 @@ struct QuantizedRows {
     }
 };
 
-inline int64_t grain_of(int64_t count, int64_t products) {  // `products` of one of `count` units
-    int64_t least = std::max<int64_t>(GRAIN / std::max<int64_t>(products, 1), 1);
-    return std::max(least, count / (num_threads() * CHUNKS));
-}
-
 // The sum of x and the residual, and its norm, for one row.
 inline void norm_row(float* x, const RmsNorm& norm, int64_t row, float* out) {
     int64_t columns = norm.columns, i = 0;
@@ -73,16 +71,6 @@ inline void norm_row(float* x, const RmsNorm& norm, int64_t row, float* out) {
     float scale = 1.0f / std::sqrt(total / static_cast<float>(columns) + norm.eps);
     for (i = 0; i + 8 <= columns; i += 8) store(out + i, load(base + i) * all(scale) * load(norm.weight + i));
     for (; i < columns; i++) out[i] = base[i] * scale * norm.weight[i];
-}
-
-inline void gate_row(const float* gate_up, int64_t columns, float* out) {
-    const float* up = gate_up + columns;
-    int64_t i = 0;
-    for (; i + 8 <= columns; i += 8) {
-        F8 gate = load(gate_up + i);
-        store(out + i, gate / (all(1) + exp(all(0) - gate)) * load(up + i));
-    }
-    for (; i < columns; i++) out[i] = gate_up[i] / (1 + std::exp(-gate_up[i])) * up[i];
 }
 
 struct Output {
@@ -234,12 +222,6 @@ inline void multiply_packed(const PackedWeight& weight, const QuantizedRows& x, 
     weight.bits == 4 ? multiply_codes<true>(weight, x, count, out) : multiply_codes<false>(weight, x, count, out);
 }
 
-void silu_and_mul(Rows gate_up, int64_t columns, float* out) {
-    parallel_for(gate_up.count, grain_of(gate_up.count, 8 * columns), [&](int64_t begin, int64_t end) {
-        for (int64_t m = begin; m < end; m++) gate_row(gate_up.data + m * gate_up.stride, columns, out + m * columns);
-    });
-}
-
 // Call multiply(out), and activate what it writes if the rows are gate and up.
 template <class Fn>
 inline void with_activation(int64_t count, int64_t rows, bool gated, float* out, Fn multiply) {
@@ -247,7 +229,7 @@ inline void with_activation(int64_t count, int64_t rows, bool gated, float* out,
     thread_local std::vector<float> gate_up;
     gate_up.resize(count * rows);
     multiply(gate_up.data());
-    silu_and_mul({gate_up.data(), count, rows}, rows / 2, out);
+    activate_rows<Silu>({gate_up.data(), count, rows}, rows / 2, true, out);
 }
 
 void linear_packed(const PackedWeight* weight, Rows x, const RmsNorm* norm, const float* bias, int32_t gated,
@@ -273,38 +255,7 @@ void rms_norm(Rows x, const RmsNorm* norm, float* out) {
     });
 }
 
-// N rows of the weight times M rows of x.
-template <int M, int N>
-inline void dot_float(const float* weight, int64_t columns, const float* x, int64_t x_stride, float (&out)[M][N]) {
-    F8 acc[M][N];
-    LS_UNROLL
-    for (int m = 0; m < M; m++) {
-        LS_UNROLL
-        for (int n = 0; n < N; n++) acc[m][n] = all(0);
-    }
-    int64_t i = 0;
-    for (; i + 8 <= columns; i += 8) {
-        F8 w[N];
-        LS_UNROLL
-        for (int n = 0; n < N; n++) w[n] = load(weight + n * columns + i);
-        LS_UNROLL
-        for (int m = 0; m < M; m++) {
-            F8 numbers = load(x + m * x_stride + i);
-            LS_UNROLL
-            for (int n = 0; n < N; n++) acc[m][n] = fma(w[n], numbers, acc[m][n]);
-        }
-    }
-    LS_UNROLL
-    for (int m = 0; m < M; m++) {
-        LS_UNROLL
-        for (int n = 0; n < N; n++) out[m][n] = sum(acc[m][n]);
-    }
-    for (; i < columns; i++) {
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < N; n++) out[m][n] += weight[n * columns + i] * x[m * x_stride + i];
-    }
-}
-
+// Some rows of x times some rows of the weight at a time, as many as stay in the caches.
 struct FloatProduct {
     const float* weight;
     int64_t rows, columns;
@@ -312,31 +263,86 @@ struct FloatProduct {
     const float* bias;
     float* out;
 
-    template <int M, int N>
-    void write(int64_t row, int64_t first) const {
-        float results[M][N];
-        dot_float<M, N>(weight + row * columns, columns, x.data + first * x.stride, x.stride, results);
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < N; n++)
-                out[(first + m) * rows + row + n] = results[m][n] + (bias == nullptr ? 0 : bias[row + n]);
+    void run() const {
+        int64_t tiles = (rows + N - 1) / N;
+        parallel_for(tiles, grain_of(tiles, N * columns * x.count),
+                     [&](int64_t begin, int64_t end) { multiply_rows(N * begin, std::min(N * end, rows)); });
     }
 
-    template <int N>
-    void write_rows(int64_t row, int64_t first, int64_t stop) const {
-        for (; first + 4 <= stop; first += 4) write<4, N>(row, first);
-        for (; first < stop; first++) write<1, N>(row, first);
+    void multiply_rows(int64_t begin, int64_t end) const {  // of the weight
+        int64_t some = std::max<int64_t>(L2_FLOATS / columns_at_once() / N, 1) * N;
+        for (int64_t first = 0; first < x.count; first += X_ROWS)
+            for (int64_t row = begin; row < end; row += some)
+                multiply(row, std::min(row + some, end), first, std::min(first + X_ROWS, x.count));
     }
 
-    void run(int64_t begin, int64_t end) const {
-        for (int64_t first = 0; first < x.count; first += PANEL) {
-            int64_t stop = std::min(first + PANEL, x.count), row = begin;
-            if (x.count == 1) {
-                for (; row + 4 <= end; row += 4) write<1, 4>(row, 0);
+    // Whether the next rows of the weight are read ahead: few rows of x leave no time to wait for them.
+    bool prefetches() const { return x.count <= PANEL && N * columns <= MAX_AHEAD; }
+
+    int64_t columns_at_once() const {
+        if (x.count <= TILE_ROWS) return columns;
+        int64_t parts = (std::min(PANEL, x.count) * columns + L1_FLOATS - 1) / L1_FLOATS;
+        return (columns + parts * LANES - 1) / (parts * LANES) * LANES;
+    }
+
+    // Rows [begin, end) of the weight, rows [first, stop) of x.
+    void multiply(int64_t begin, int64_t end, int64_t first, int64_t stop) const {
+        thread_local std::vector<float> waiting;  // sums of the columns so far: [tile, row of x, N, LANES]
+        int64_t tiles = (end - begin + N - 1) / N, width = columns_at_once();
+        if (width < columns) waiting.resize(tiles * (stop - first) * N * LANES);
+        for (int64_t column = 0; column < columns; column += width) {
+            for (int64_t some = first; some < stop; some += PANEL) {
+                for (int64_t tile = 0; tile < tiles; tile++) {
+                    float* sums = waiting.data() + (tile * (stop - first) + some - first) * N * LANES;
+                    Tile part{*this, begin + tile * N, some, column, std::min(width, columns - column), sums};
+                    in_tiles(some, std::min(some + PANEL, stop), part);
+                }
             }
-            for (; row + 2 <= end; row += 2) write_rows<2>(row, first, stop);
-            for (; row < end; row++) write_rows<1>(row, first, stop);
         }
     }
+
+    struct Tile {
+        const FloatProduct& product;
+        int64_t row, first, column, count;
+        float* waiting;
+
+        template <int M>
+        void run(int64_t x_row) const {
+            const FloatProduct& p = product;
+            const float *x[M], *w[N];
+            LS_UNROLL
+            for (int m = 0; m < M; m++) x[m] = p.x.data + (x_row + m) * p.x.stride + column;
+            LS_UNROLL
+            for (int n = 0; n < N; n++) w[n] = p.weight + std::min(row + n, p.rows - 1) * p.columns + column;
+            Sums<M> sums;
+            float* place = waiting + (x_row - first) * N * LANES;
+            column == 0 ? clear<M>(sums) : load_sums<M>(place, sums);
+            if (x_row == 0 && p.prefetches()) {
+                add_products_and_prefetch<M>(x, w, count, N * p.columns, sums);
+            } else {
+                add_products<M>(x, w, count, sums);
+            }
+            column + count == p.columns ? write<M>(x_row, sums) : save_sums<M>(place, sums);
+        }
+
+        template <int M>
+        void write(int64_t x_row, const Sums<M>& sums) const {
+            bool is_whole = row + N <= product.rows;
+            LS_UNROLL
+            for (int m = 0; m < M; m++) {
+                float results[N];
+                float* to = product.out + (x_row + m) * product.rows + row;
+                store_row_sums<M>(is_whole ? to : results, sums, m);
+                if (!is_whole) std::copy(results, results + product.rows - row, to);
+                if (product.bias != nullptr) add_bias(to);
+            }
+        }
+
+        void add_bias(float* to) const {
+            int64_t width = std::min<int64_t>(N, product.rows - row);
+            for (int64_t n = 0; n < width; n++) to[n] += product.bias[row + n];
+        }
+    };
 };
 
 void linear_float(const float* weight, int64_t rows, int64_t columns, Rows x, const RmsNorm* norm, const float* bias,
@@ -348,10 +354,7 @@ void linear_float(const float* weight, int64_t rows, int64_t columns, Rows x, co
         x = {normed.data(), x.count, columns};
     }
     with_activation(x.count, rows, gated, out, [&](float* to) {
-        FloatProduct product{weight, rows, columns, x, bias, to};
-        int64_t fours = (rows + 3) / 4;
-        parallel_for(fours, grain_of(fours, 4 * columns * x.count),
-                     [&](int64_t begin, int64_t end) { product.run(4 * begin, std::min(4 * end, rows)); });
+        FloatProduct{weight, rows, columns, x, bias, to}.run();
     });
 }
 

@@ -52,6 +52,10 @@ inline F8 scale_by(F8 x, float y) { return {vmulq_n_f32(x.a, y), vmulq_n_f32(x.b
 inline F8 min(F8 x, F8 y) { return {vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
 inline F8 max(F8 x, F8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
 inline F8 abs(F8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
+inline F8 with_sign_of(F8 x, F8 y) {
+    uint32x4_t sign = vdupq_n_u32(0x80000000);
+    return {vbslq_f32(sign, x.a, y.a), vbslq_f32(sign, x.b, y.b)};
+}
 inline float sum(F8 x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
 inline float max_of(F8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 // Sums start at the bits of 1.5 * 2^23. Their float value is then that number plus the sum, exact below 2^22, and a
@@ -159,6 +163,10 @@ inline F8 scale_by(F8 x, float y) { return {_mm256_mul_ps(x.v, _mm256_set1_ps(y)
 inline F8 min(F8 x, F8 y) { return {_mm256_min_ps(x.v, y.v)}; }
 inline F8 max(F8 x, F8 y) { return {_mm256_max_ps(x.v, y.v)}; }
 inline F8 abs(F8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
+inline F8 with_sign_of(F8 x, F8 y) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(_mm256_and_ps(sign, x.v), _mm256_andnot_ps(sign, y.v))};
+}
 inline float sum(F8 x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -299,6 +307,7 @@ inline F8 scale_by(F8 x, float y) { return each([&](int i) { return x.v[i] * y; 
 inline F8 min(F8 x, F8 y) { return each([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
 inline F8 max(F8 x, F8 y) { return each([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
 inline F8 abs(F8 x) { return each([&](int i) { return std::fabs(x.v[i]); }); }
+inline F8 with_sign_of(F8 x, F8 y) { return each([&](int i) { return std::copysign(y.v[i], x.v[i]); }); }
 inline float sum(F8 x) {
     float halves[4];
     for (int i = 0; i < 4; i++) halves[i] = x.v[i] + x.v[i + 4];
@@ -356,6 +365,82 @@ inline void dot_int8(I8 (&acc)[M], const int8_t* codes, const int8_t* const (&x)
 
 #endif
 
+// Lanes sum products of float32 numbers; TILE_ROWS rows times four are as many sums as there are registers for.
+#if LS_NEON_DOT
+
+struct Lanes {
+    float32x4_t v;
+};
+constexpr int64_t LANES = 4;
+constexpr int TILE_ROWS = 4;
+inline Lanes no_lanes() { return {vdupq_n_f32(0)}; }
+inline Lanes load_lanes(const float* p) { return {vld1q_f32(p)}; }
+inline void store_lanes(float* p, Lanes x) { vst1q_f32(p, x.v); }
+inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {vfmaq_f32(sum.v, x.v, y.v)}; }
+inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
+    vst1q_f32(p, vpaddq_f32(vpaddq_f32(x0.v, x1.v), vpaddq_f32(x2.v, x3.v)));
+}
+
+#elif LS_AVX512_VNNI
+
+struct Lanes {
+    __m512 v;
+};
+constexpr int64_t LANES = 16;
+constexpr int TILE_ROWS = 4;
+inline Lanes no_lanes() { return {_mm512_setzero_ps()}; }
+inline Lanes load_lanes(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store_lanes(float* p, Lanes x) { _mm512_storeu_ps(p, x.v); }
+inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {_mm512_fmadd_ps(x.v, y.v, sum.v)}; }
+inline __m128 folded(Lanes x) {
+    __m256 low = _mm512_castps512_ps256(x.v), high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1));
+    __m256 both = _mm256_add_ps(low, high);
+    return _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+}
+
+#elif LS_AVX2
+
+struct Lanes {
+    __m256 v;
+};
+constexpr int64_t LANES = 8;
+constexpr int TILE_ROWS = 3;
+inline Lanes no_lanes() { return {_mm256_setzero_ps()}; }
+inline Lanes load_lanes(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline void store_lanes(float* p, Lanes x) { _mm256_storeu_ps(p, x.v); }
+inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {_mm256_fmadd_ps(x.v, y.v, sum.v)}; }
+inline __m128 folded(Lanes x) { return _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)); }
+
+#else
+
+using Lanes = F8;
+constexpr int64_t LANES = 8;
+constexpr int TILE_ROWS = 2;
+inline Lanes no_lanes() { return all(0); }
+inline Lanes load_lanes(const float* p) { return load(p); }
+inline void store_lanes(float* p, Lanes x) { store(p, x); }
+inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
+    const Lanes all_four[] = {x0, x1, x2, x3};
+    for (int i = 0; i < 4; i++) p[i] = sum(all_four[i]);
+}
+
+#endif
+
+#if LS_AVX2
+
+inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
+    __m128 low = _mm_hadd_ps(folded(x0), folded(x1)), high = _mm_hadd_ps(folded(x2), folded(x3));
+    _mm_storeu_ps(p, _mm_hadd_ps(low, high));
+}
+
+#endif
+
+inline Lanes load_lanes(const float* p, int64_t count) {  // the first `count`, then zeros
+    float values[LANES] = {};
+    std::memcpy(values, p, count * sizeof(float));
+    return load_lanes(values);
+}
+
 // e^x with a relative error below 2e-7; results below e^-87 are 0 or close to it.
 inline F8 exp(F8 x) {
     x = min(max(x, all(-87.0f)), all(88.0f));
@@ -370,6 +455,22 @@ inline F8 exp(F8 x) {
     poly = fma(poly, rest, all(1.6666665459e-1f));
     poly = fma(poly, rest, all(5.0000001201e-1f));
     return times_power_of_2(fma(poly, rest * rest, rest + all(1.0f)), power);
+}
+
+// With an absolute error below 2e-7; Abramowitz and Stegun, 7.1.26.
+inline F8 erf(F8 x) {
+    F8 t = all(1) / fma(abs(x), 0.3275911f, all(1));
+    F8 poly = all(1.061405429f);
+    poly = fma(poly, t, all(-1.453152027f));
+    poly = fma(poly, t, all(1.421413741f));
+    poly = fma(poly, t, all(-0.284496736f));
+    poly = fma(poly, t, all(0.254829592f));
+    return with_sign_of(x, all(1) - poly * t * exp(all(0) - x * x));
+}
+
+inline F8 tanh(F8 x) {
+    F8 e = exp(all(2) * x);  // at most e^88
+    return all(1) - all(2) / (e + all(1));
 }
 
 }  // namespace

@@ -1,12 +1,14 @@
 // All kernels for one set of instructions. setup.py compiles this file once for each, with its name in LS_VARIANT.
 
+#include "activation.h"
 #include "attention.h"
 #include "kernels.h"
 #include "linear.h"
+#include "rotary.h"
 
 namespace lightserve {
 
 extern const Kernels LS_VARIANT;
-const Kernels LS_VARIANT = {linear_packed, linear_float, rms_norm, silu_and_mul, rotary_write_kv, token_attention};
+const Kernels LS_VARIANT = {linear_packed, linear_float, rms_norm, activate, rotary_write_kv, attention};
 
 }  // namespace lightserve
