@@ -34,10 +34,11 @@ CONFIG = {
 FLAGS: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu", "data_type": "float32"},
     "packed": {"device": "cpu", "data_type": "float32", "quantization": "w4"},
+    "packed, 8 bits": {"device": "cpu", "data_type": "float32", "quantization": "w4", "packed_input_bits": 8},
     "deterministic": {"device": "cpu", "data_type": "float32", "deterministic": True},
     "cuda": {"device": "cuda", "data_type": "bfloat16", "deterministic": True},
 }
-MARKS = {name: [needs_library] for name in ("cpu", "packed")} | {"cuda": [pytest.mark.gpu]}
+MARKS = {name: [needs_library] for name in ("cpu", "packed", "packed, 8 bits")} | {"cuda": [pytest.mark.gpu]}
 each_kind = pytest.mark.parametrize(
     "flags", [pytest.param(flags, id=name, marks=MARKS.get(name, [])) for name, flags in FLAGS.items()]
 )

@@ -28,6 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "load_format",
         "trust_remote_code",
         "quantization_config",
+        "packed_input_bits",
         "chat_template",
         "default_chat_template_kwargs",
         "generation_config",

@@ -21,7 +21,7 @@ def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str
         config.tp,
         config.pp,
         __version__,
-        _digest(config_digest(model.config.hf), factors),
+        _digest(config_digest(model.config.hf), factors, config.packed_input_bits),
         computed,
         _digest(model.model_kv_layout, BLOCK_TOKENS),
         config.deterministic,

@@ -162,6 +162,7 @@ class ModelWorker:
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
             lora=lora_args(config),
+            packed_input_bits=config.packed_input_bits,
             merged_adapter=merged_adapter(config),
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):

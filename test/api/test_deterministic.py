@@ -14,12 +14,14 @@ import pytest
 
 from test.api.server import ServerProcess, running_server
 from test.ops.cases import needs_library
-from test.real_model import PROMPTS
+from test.real_model import PROMPTS, transformers_smollm2
 
 pytestmark = [pytest.mark.slow, needs_library]
 
 DEFAULT_FLAGS = ("--device", "cpu", "--quantization", "gguf")  # what a CPU does with the default model
 ASKED = PROMPTS[-3][:250]
+QUESTIONS = ["What is the capital of France?", "Hello", "What is the capital of Italy?", "Who are you?"]
+ANSWER_TOKENS = 20
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,19 @@ def test_results_do_not_depend_on_chunks_or_the_size_of_the_pool(server: ServerP
         answers = list(clients.map(lambda prompt: logprobs(other, prompt), (ASKED, *PROMPTS[:5])))
 
     assert answers == expected
+
+
+def test_greedy_answers_are_those_of_transformers(server: ServerProcess) -> None:
+    import torch
+
+    model = transformers_smollm2()
+    for question in QUESTIONS:
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": ANSWER_TOKENS}
+        status, response = server.post("/v1/chat/completions", body | {"return_token_ids": True})
+        assert status == 200, response
+
+        prompt = torch.tensor([response["prompt_token_ids"]])
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS, do_sample=False
+        )
+        assert response["choices"][0]["token_ids"] == whole[0, prompt.shape[1] :].tolist(), question

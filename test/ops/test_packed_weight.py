@@ -71,10 +71,23 @@ def test_a_packed_product_of_numbers_that_need_no_rounding_is_exact(
 
 
 @pytest.mark.parametrize(("kind", "group", "has_offsets"), FORMATS)
-def test_a_packed_product_of_a_row_does_not_depend_on_the_rows_beside_it(
+def test_inputs_of_15_bits_make_a_packed_product_nearly_exact(
     variant: str, kind: type[QuantizedWeight], group: int, has_offsets: bool
 ) -> None:
-    weight, x = pack(quantized(kind, group, has_offsets)), randn(19, COLUMNS)
+    weight, x = pack(quantized(kind, group, has_offsets), input_bits=15), randn(5, COLUMNS)
+
+    out = multiply(weight, x)
+
+    expected = torch.nn.functional.linear(x, weight.dequantize())
+    assert (out - expected).norm() < 2e-4 * expected.norm()  # 8 bits: up to 0.01
+
+
+@pytest.mark.parametrize("input_bits", [8, 15])
+@pytest.mark.parametrize(("kind", "group", "has_offsets"), FORMATS)
+def test_a_packed_product_of_a_row_does_not_depend_on_the_rows_beside_it(
+    variant: str, kind: type[QuantizedWeight], group: int, has_offsets: bool, input_bits: int
+) -> None:
+    weight, x = pack(quantized(kind, group, has_offsets), input_bits), randn(19, COLUMNS)
     alone = torch.cat([multiply(weight, row[None]) for row in x])
 
     for rows in (2, 3, 4, 7, 16, 19):

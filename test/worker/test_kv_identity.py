@@ -56,6 +56,7 @@ def make(folder: Path, changes: dict[str, Any] | None = None, **options: Any) ->
         ({"kv_dtype": "int8"}, {}, False),
         ({"deterministic": True}, {}, False),
         ({"quantization": "int8"}, {}, False),
+        ({"packed_input_bits": 8}, {}, False),
         ({}, {"rope_theta": 20000.0}, False),
         ({}, {"rope_scaling": PHI3["rope_scaling"] | {"attention_factor": 2.0}}, False),  # type: ignore[operator]
         ({}, {"num_key_value_heads": 1}, False),

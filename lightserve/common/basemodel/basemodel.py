@@ -70,6 +70,7 @@ class ModelArgs:
     kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
     pooling: PoolingConfig | None = None  # what the model computes instead of text
     lora: LoraArgs | None = None  # None: the model takes no adapters
+    packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
 
 
@@ -272,12 +273,12 @@ class TpPartBaseModel:
     def _new_weights(
         self, device: torch.device, lora: LoraPool | None = None, of_all_stages: bool = False
     ) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        methods = linear_method_factory(self.config), experts_method_factory(self.config)
-        quantizes_kv = self.args.kv_dtype is not None
+        linears = linear_method_factory(self.config, self.args.packed_input_bits)
+        experts, quantizes_kv = experts_method_factory(self.config), self.args.kv_dtype is not None
         parallel, specs = self.args.parallel, self.own_layer_specs
         if of_all_stages:
             parallel, specs = replace(parallel, pp=RankGroup()), self.layer_specs
-        context = WeightContext(parallel, self.args.dtype, device, *methods, quantizes_kv, lora)
+        context = WeightContext(parallel, self.args.dtype, device, linears, experts, quantizes_kv, lora)
         layers = [self.transformer_weight_class(spec, context) for spec in specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
         if self.config.quantization is not None and parallel.pp.size == 1:  # a stage lacks modules of others

@@ -41,6 +41,7 @@ class PackedWeight(ctypes.Structure):
         ("bits", c_int32),
         ("group", c_int32),
         ("scale_bytes", c_int32),
+        ("input_parts", c_int32),
         ("has_min", c_int32),
     )
 

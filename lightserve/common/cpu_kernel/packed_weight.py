@@ -88,7 +88,7 @@ class PackedInt8Weight(Packed, Int8Weight):
     pass
 
 
-def pack(weight: QuantizedWeight) -> QuantizedWeight:
+def pack(weight: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight:
     """In the library's layout; as it is if the library cannot compute with it."""
     if not isinstance(weight, Int4Weight | Int8Weight) or isinstance(weight, Packed) or weight.codes.dim() != 2:
         return weight
@@ -96,11 +96,11 @@ def pack(weight: QuantizedWeight) -> QuantizedWeight:
     group = min(weight.group_size, GROUP)
     if columns % GROUP or group not in (16, GROUP) or weight.group_size % group:
         return weight
-    is_int4 = isinstance(weight, Int4Weight)
+    is_int4, parts = isinstance(weight, Int4Weight), 1 if input_bits == 8 else 2
     tensors = _scales(weight, group)
     codes = torch.cat([*map(_scale_bytes, tensors), _code_bytes(weight)], dim=-1)
     descriptor = _library.PackedWeight(
-        codes.data_ptr(), rows, columns, 4 if is_int4 else 8, group, tensors[0].element_size(), len(tensors) - 1
+        codes.data_ptr(), rows, columns, 4 if is_int4 else 8, group, tensors[0].element_size(), parts, len(tensors) - 1
     )
     kind = PackedInt4Weight if is_int4 else PackedInt8Weight
     return kind(

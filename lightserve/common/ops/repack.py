@@ -24,7 +24,7 @@ class FusesNorm(ABC):
         """
 
 
-Repack = Callable[[QuantizedWeight], QuantizedWeight]
+Repack = Callable[[QuantizedWeight, int], QuantizedWeight]
 
 _REPACKS: dict[str, Repack] = {}  # by backend
 
@@ -39,7 +39,10 @@ def repacks_for(backend: str) -> Callable[[Repack], Repack]:
     return register
 
 
-def repack(weight: QuantizedWeight) -> QuantizedWeight:
-    """``weight`` ``[..., out, in]`` in the layout of the first active backend that has one. Call it after loading."""
+def repack(weight: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight:
+    """``weight`` ``[..., out, in]`` in the layout of the first active backend that has one. Call it after loading.
+
+    ``input_bits``: to which that backend's products may round their inputs, 8 or 15.
+    """
     found = next((_REPACKS[backend] for backend in active_backends() if backend in _REPACKS), None)
-    return weight if found is None else found(weight)
+    return weight if found is None else found(weight, input_bits)

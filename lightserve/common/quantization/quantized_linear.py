@@ -37,8 +37,15 @@ def _product_of(kind: type[QuantizedWeight]) -> Callable[[Tensor, Any, Tensor | 
 class QuantizedLinear(LinearMethod):
     """One weight for all parts of the linear. Each part is converted as soon as its last tensor was read."""
 
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> None:
-        self._spec, self._format, self._dtype = spec, weight_format, dtype
+    def __init__(
+        self,
+        spec: LinearSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat,
+        packed_input_bits: int = 8,
+    ) -> None:
+        self._spec, self._format, self._dtype, self._packed_input_bits = spec, weight_format, dtype, packed_input_bits
         group = weight_format.group_size(spec.in_size)
         self._check(spec, group)
         self._check_order(spec, weight_format)
@@ -111,7 +118,7 @@ class QuantizedLinear(LinearMethod):
                 )
 
     def process_weights_after_loading(self) -> None:
-        self.weight = ops.repack(self._format.finish(self.weight))
+        self.weight = ops.repack(self._format.finish(self.weight), self._packed_input_bits)
         self._drop_order_of_static_groups()
 
     def _drop_order_of_static_groups(self) -> None:

@@ -20,17 +20,28 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.quantization import QuantConfig, Scheme
 
+# Hidden size up to which inputs of packed products keep 15 bits. With 8 bits, logprobs of the ten likeliest tokens are
+# 0.071 off on average for SmolLM2-135M (576), and 0.030 for Qwen2.5-Coder-1.5B (1,536); with 15 bits 0.0006 and 0.0002.
+SMALL_HIDDEN_SIZE = 1024
+
 LinearMethodFactory = Callable[[LinearSpec, torch.dtype, torch.device], LinearMethod]
 ExpertsMethodFactory = Callable[[ExpertsSpec, torch.dtype, torch.device], ExpertsMethod]
 
 
-def linear_method_factory(config: ModelConfig) -> LinearMethodFactory:
+def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = None) -> LinearMethodFactory:
+    """``packed_input_bits`` is the flag; None: as the model's size needs it."""
     quantization = config.quantization
     if quantization is None:
         return UnquantizedLinear
+    input_bits = packed_input_bits or (15 if config.hidden_size <= SMALL_HIDDEN_SIZE else 8)
+
+    def method(scheme: Scheme | None, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+        if scheme is None:
+            return UnquantizedLinear(spec, dtype, device)
+        return QuantizedLinear(spec, dtype, device, format_of(scheme), input_bits)
 
     def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-        methods = [_method(scheme, part, dtype, device) for scheme, part in _runs(spec, quantization)]
+        methods = [method(scheme, part, dtype, device) for scheme, part in _runs(spec, quantization)]
         return methods[0] if len(methods) == 1 else StackedLinear(methods)
 
     return make
@@ -40,12 +51,6 @@ def _runs(spec: LinearSpec, quantization: QuantConfig) -> list[tuple[Scheme | No
     """The linear cut where the scheme of its parts changes."""
     by_scheme = groupby(spec.parts, lambda part: quantization.scheme_of(part.prefix))
     return [(scheme, replace(spec, parts=tuple(parts))) for scheme, parts in by_scheme]
-
-
-def _method(scheme: Scheme | None, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    if scheme is None:
-        return UnquantizedLinear(spec, dtype, device)
-    return QuantizedLinear(spec, dtype, device, format_of(scheme))
 
 
 def float_method_factory(config: ModelConfig) -> LinearMethodFactory:

@@ -14,6 +14,7 @@ struct PackedWeight {
     int32_t bits;         // of a code: 4 (unsigned) or 8 (signed)
     int32_t group;        // columns of a scale: 16 or 32
     int32_t scale_bytes;  // 2: float16, 4: float32
+    int32_t input_parts;  // of 8 bits, to which a number of x is rounded: 1 or 2
     int32_t has_min;      // value = scale * code + minimum; without: scale * (code - 8) with 4 bits, scale * code with 8
 };
 

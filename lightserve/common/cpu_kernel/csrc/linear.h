@@ -21,37 +21,45 @@ constexpr int64_t L1_FLOATS = 10 * 1024;  // of these rows: more columns are mul
 constexpr int64_t L2_FLOATS = 64 * 1024;  // of the weight at a time
 constexpr int64_t MAX_AHEAD = 8 * 1024;   // floats that are read ahead; 4 rows of 8,960 are too many
 
-// x in 8 bits, a scale for each group of 32 numbers
+// x in codes, with a scale for each group of 32 numbers: 8 bits, or 15 bits in two parts of which the first counts 128
 struct QuantizedRows {
-    std::vector<int8_t> codes;
+    std::vector<int8_t> codes;  // [row, part, column]
     std::vector<float> scales;
     std::vector<float> sums, half_sums;  // after rounding, of a group and of its halves
-    int64_t columns, groups;
+    int64_t columns, groups, parts;
 
-    void resize(int64_t count, int64_t width) {
+    void resize(int64_t count, int64_t width, int64_t num_parts) {
         columns = width;
         groups = width / GROUP;
-        codes.resize(count * columns);
+        parts = num_parts;
+        codes.resize(count * parts * columns);
         scales.resize(count * groups);
         sums.resize(count * groups);
         half_sums.resize(2 * count * groups);
     }
 
     void quantize(int64_t row, const float* x) {
+        float largest_code = parts == 1 ? 127.0f : 127.0f * 128;
         for (int64_t g = 0; g < groups; g++, x += GROUP) {
             F8 most_of_four = max(max(abs(load(x)), abs(load(x + 8))), max(abs(load(x + 16)), abs(load(x + 24))));
-            float most = max_of(most_of_four);
-            F8 inverse = all(most > 0 ? 127.0f / most : 0.0f);
-            int8_t* to = codes.data() + row * columns + g * GROUP;
+            float most = max_of(most_of_four), scale = most / largest_code;
+            F8 inverse = all(most > 0 ? largest_code / most : 0.0f);
             int32_t totals[4];
-            for (int i = 0; i < 4; i++) totals[i] = store_bytes(to + 8 * i, round_to_int(load(x + 8 * i) * inverse));
-            float scale = most / 127.0f;
+            for (int i = 0; i < 4; i++)
+                totals[i] = write(row, g * GROUP + 8 * i, round_to_int(load(x + 8 * i) * inverse));
             int64_t at = row * groups + g;
             scales[at] = scale;
             half_sums[2 * at] = scale * static_cast<float>(totals[0] + totals[1]);
             half_sums[2 * at + 1] = scale * static_cast<float>(totals[2] + totals[3]);
             sums[at] = scale * static_cast<float>(totals[0] + totals[1] + totals[2] + totals[3]);
         }
+    }
+
+    int32_t write(int64_t row, int64_t column, I8 numbers) {  // returns their sum
+        int8_t* to = codes.data() + row * parts * columns + column;
+        if (parts == 1) return store_bytes(to, numbers);
+        I8 high = rounded_128th(numbers);
+        return 128 * store_bytes(to, high) + store_bytes(to + columns, minus_128_times(numbers, high));
     }
 };
 
@@ -79,9 +87,9 @@ struct Output {
     int64_t rows;
 };
 
-template <bool INT4, int SCALED, class Scale, bool HAS_MIN>
+template <bool INT4, int SCALED, class Scale, bool HAS_MIN, int PARTS>
 struct Format {
-    using Wide = Format<false, SCALED, float, true>;
+    using Wide = Format<false, SCALED, float, true, PARTS>;
     static constexpr int64_t SCALES = GROUP / SCALED;  // of a row and group
     static constexpr int64_t CODE_BYTES = INT4 ? 128 : 256;
     static constexpr int64_t BYTES = BLOCK * sizeof(Scale) * SCALES * (1 + HAS_MIN) + CODE_BYTES;
@@ -96,12 +104,12 @@ struct Format {
     template <int M>
     static void tile(const uint8_t* block, const QuantizedRows& x, int64_t first, F8 (&out)[M]) {
         F8 totals[M];
-        const int8_t* numbers[M];
+        const int8_t* numbers[PARTS * M];  // the first parts of all rows, then the others
         LS_UNROLL
-        for (int m = 0; m < M; m++) {
-            totals[m] = all(0);
-            numbers[m] = x.codes.data() + (first + m) * x.columns;
-        }
+        for (int m = 0; m < M; m++) totals[m] = all(0);
+        const int8_t* first_row = x.codes.data() + first * PARTS * x.columns;
+        LS_UNROLL
+        for (int i = 0; i < PARTS * M; i++) numbers[i] = first_row + (i % M * PARTS + i / M) * x.columns;
         const int64_t groups = x.groups;
         const float* x_scales = x.scales.data() + first * groups;
         const float* x_sums = (SCALES == 2 ? x.half_sums.data() : x.sums.data()) + first * groups * SCALES;
@@ -113,17 +121,19 @@ struct Format {
             }
             LS_UNROLL
             for (int part = 0; part < SCALES; part++) {
-                I8 acc[M];
+                I8 acc[PARTS * M];
                 const uint8_t* own = codes + part * CODE_BYTES / SCALES;
                 if constexpr (INT4) {
-                    dot_int4<M, SCALED / 4>(acc, own, numbers, part * SCALED);
+                    dot_int4<PARTS * M, SCALED / 4>(acc, own, numbers, part * SCALED);
                 } else {
-                    dot_int8<M, SCALED / 4>(acc, reinterpret_cast<const int8_t*>(own), numbers, part * SCALED);
+                    dot_int8<PARTS * M, SCALED / 4>(acc, reinterpret_cast<const int8_t*>(own), numbers, part * SCALED);
                 }
                 F8 scale = load(scales + part * BLOCK);
                 LS_UNROLL
                 for (int m = 0; m < M; m++) {
-                    totals[m] = fma(scale_by(sum_to_float(acc[m]), x_scales[m * groups + g]), scale, totals[m]);
+                    F8 product = sum_to_float(acc[m]);
+                    if constexpr (PARTS == 2) product = fma(product, 128.0f, sum_to_float(acc[M + m]));
+                    totals[m] = fma(scale_by(product, x_scales[m * groups + g]), scale, totals[m]);
                 }
                 if constexpr (INT4 || HAS_MIN) {
                     F8 least = minima(scales, part, scale);
@@ -134,7 +144,7 @@ struct Format {
                 }
             }
             LS_UNROLL
-            for (int m = 0; m < M; m++) numbers[m] += GROUP;
+            for (int i = 0; i < PARTS * M; i++) numbers[i] += GROUP;
         }
         LS_UNROLL
         for (int m = 0; m < M; m++) out[m] = totals[m];
@@ -201,10 +211,16 @@ struct Format {
     }
 };
 
+template <bool INT4, int SCALED, class Scale, bool HAS_MIN>
+inline void multiply_parts(const PackedWeight& weight, const QuantizedRows& x, int64_t count, Output out) {
+    x.parts == 1 ? Format<INT4, SCALED, Scale, HAS_MIN, 1>::multiply(weight, x, count, out)
+                 : Format<INT4, SCALED, Scale, HAS_MIN, 2>::multiply(weight, x, count, out);
+}
+
 template <bool INT4, int SCALED, bool HAS_MIN>
 inline void multiply_scaled(const PackedWeight& weight, const QuantizedRows& x, int64_t count, Output out) {
-    weight.scale_bytes == 2 ? Format<INT4, SCALED, uint16_t, HAS_MIN>::multiply(weight, x, count, out)
-                            : Format<INT4, SCALED, float, HAS_MIN>::multiply(weight, x, count, out);
+    weight.scale_bytes == 2 ? multiply_parts<INT4, SCALED, uint16_t, HAS_MIN>(weight, x, count, out)
+                            : multiply_parts<INT4, SCALED, float, HAS_MIN>(weight, x, count, out);
 }
 
 template <bool INT4>
@@ -236,7 +252,7 @@ void linear_packed(const PackedWeight* weight, Rows x, const RmsNorm* norm, cons
                    float* out) {
     thread_local QuantizedRows quantized_of_thread;
     QuantizedRows& quantized = quantized_of_thread;  // the helpers' loops see the caller's
-    quantized.resize(x.count, weight->columns);
+    quantized.resize(x.count, weight->columns, weight->input_parts);
     parallel_for(x.count, grain_of(x.count, 8 * weight->columns), [&](int64_t begin, int64_t end) {
         std::vector<float> normed(norm == nullptr ? 0 : weight->columns);
         for (int64_t m = begin; m < end; m++) {

@@ -78,6 +78,14 @@ inline int32_t store_bytes(int8_t* p, I8 x) {
     return vaddvq_s32(vaddq_s32(x.a, x.b));
 }
 
+inline I8 rounded_128th(I8 x) {
+    auto half = [](int32x4_t v) { return vrshrq_n_s32(v, 7); };
+    return {half(x.a), half(x.b)};
+}
+inline I8 minus_128_times(I8 x, I8 y) {
+    return {vsubq_s32(x.a, vshlq_n_s32(y.a, 7)), vsubq_s32(x.b, vshlq_n_s32(y.b, 7))};
+}
+
 // acc[m][row] = codes of 8 rows times 4 * QUADS numbers of x[m] from number `begin` on. Byte b of vector q holds number
 // 4q + b % 4 of row b / 4 in its low half and of row 4 + b / 4 in its high half.
 template <int M, int QUADS>
@@ -193,6 +201,9 @@ inline int32_t store_bytes(int8_t* p, I8 x) {
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
+
+inline I8 rounded_128th(I8 x) { return {_mm256_srai_epi32(_mm256_add_epi32(x.v, _mm256_set1_epi32(64)), 7)}; }
+inline I8 minus_128_times(I8 x, I8 y) { return {_mm256_sub_epi32(x.v, _mm256_slli_epi32(y.v, 7))}; }
 
 inline __m256i four(const int8_t* x) {  // numbers, in every row
     int32_t bits;
@@ -334,6 +345,15 @@ inline int32_t store_bytes(int8_t* p, I8 x) {
         total += x.v[i];
     }
     return total;
+}
+
+inline I8 rounded_128th(I8 x) {
+    for (int32_t& v : x.v) v = (v + 64) >> 7;
+    return x;
+}
+inline I8 minus_128_times(I8 x, I8 y) {
+    for (int i = 0; i < 8; i++) x.v[i] -= 128 * y.v[i];
+    return x;
 }
 
 template <int M, int QUADS>
