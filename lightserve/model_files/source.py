@@ -105,7 +105,7 @@ class GgufSource(ModelSource):
 
     def generation_config(self) -> dict[str, Any]:
         with _damaged_metadata(self.path):
-            return generation_config_from_gguf(self.header)
+            return {**fetch.shipped_generation_config(self.path), **generation_config_from_gguf(self.header)}
 
     def weight_files(self) -> list[Path]:
         return [self.path]

@@ -137,11 +137,11 @@ def running_server(
 ) -> Iterator[ServerProcess]:
     """A server with the default model, unless the flags say otherwise, on a free port. ``env`` extends os.environ.
 
-    The weights of the default model are expanded, so that it generates the text of transformers. ``tls`` is the context
-    for its clients.
+    The weights of the default model are expanded, so that it generates the text of transformers. Its sampling defaults
+    are the API's own. ``tls`` is the context for its clients.
     """
     if not NOT_DEFAULT & {*flags}:
-        flags = ("--quantization", "none", *flags)
+        flags = ("--quantization", "none", "--generation_config", "none", *flags)
     server = start_server(log_path, [sys.executable, *program, "--port", "0", *flags], env)
     server.tls = tls
     try:

@@ -5,6 +5,8 @@ With the default model, whose weights stay packed.
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,3 +79,10 @@ def test_greedy_answers_are_those_of_transformers(server: ServerProcess) -> None
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS, do_sample=False
         )
         assert response["choices"][0]["token_ids"] == whole[0, prompt.shape[1] :].tolist(), question
+
+
+def test_the_default_models_sampling_defaults_are_served(server: ServerProcess) -> None:
+    with urllib.request.urlopen(f"{server.url}/get_server_info") as response:
+        info = json.load(response)
+
+    assert info["sampling_defaults"] == {"temperature": 0.2, "top_p": 0.9}

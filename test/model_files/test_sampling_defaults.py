@@ -10,6 +10,7 @@ import pytest
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import resolve
+from lightserve.model_files.fetch import DEFAULT_MODEL, shipped_generation_config
 from lightserve.model_files.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from lightserve.model_files.source import ModelSource
 from test.model_files.files import save_as_gguf, tiny_model
@@ -108,3 +109,12 @@ def test_a_model_that_does_not_sample_is_greedy_unless_a_request_sets_a_temperat
     assert defaults.fill({}) == {"temperature": 0.0}
     assert defaults.fill({"temperature": 0.5}) == {"temperature": 0.5}
     assert SamplingDefaults().fill({}) == {}
+
+
+def test_the_default_model_has_defaults_that_its_file_lacks(tmp_path: Path) -> None:
+    path = tmp_path / Path(DEFAULT_MODEL.member).name
+    with path.open("wb") as file:
+        file.truncate(DEFAULT_MODEL.file.size)  # no disk space is used
+
+    assert shipped_generation_config(path) == {"temperature": 0.2, "top_p": 0.9}
+    assert shipped_generation_config(path.rename(tmp_path / "other.gguf")) == {}
