@@ -27,7 +27,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.lark_rules import check_rules
 from lightserve.grammar.matcher_cache import MatcherCache
-from lightserve.grammar.vocabulary import GrammarVocabulary
+from lightserve.grammar.vocabulary import GrammarVocabulary, not_possible
 from lightserve.io_struct import GrammarSpec
 from lightserve.json_schema.schema import JsonSchema
 
@@ -107,7 +107,7 @@ def _ll_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
     try:
         return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=eos_ids)
     except ValueError as error:
-        raise InvalidRequestError(f"structured output is not possible with this model's tokenizer: {error}") from error
+        raise not_possible(error) from error
 
 
 def _llguidance(spec: GrammarSpec, added_tokens: frozenset[str]) -> str:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from lightserve.errors import InvalidRequestError
+
 if TYPE_CHECKING:  # a process that only compiles needs no tokenizers
     from lightserve.model_files.tokenizer import Tokenizer
 
@@ -18,7 +20,17 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int = 0, eos_ids: tuple[int, ...] = ()) -> GrammarVocabulary:
-        """``vocab_size`` is the model's. Without ``eos_ids`` it is the tokenizer's end token that ends an output."""
+        """``vocab_size`` is the model's. Without ``eos_ids`` it is the tokenizer's end token that ends an output.
+
+        InvalidRequestError if the tokenizer is Python code: its vocabulary cannot be written down.
+        """
         default = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         size = max(vocab_size, tokenizer.vocab_size)
-        return cls(tokenizer.to_json(), size, eos_ids or default, tokenizer.added_tokens)
+        try:
+            return cls(tokenizer.to_json(), size, eos_ids or default, tokenizer.added_tokens)
+        except ValueError as error:
+            raise not_possible(error) from error
+
+
+def not_possible(error: ValueError) -> InvalidRequestError:
+    return InvalidRequestError(f"structured output is not possible with this model's tokenizer: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import OrderedDict
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -35,7 +36,8 @@ class GrammarCheck:
 
     def prepare(self, tokenizer: Tokenizer) -> None:
         """Start the process before requests come. It reads the vocabulary meanwhile."""
-        self._process_for(tokenizer)
+        with suppress(InvalidRequestError):  # there are no grammars for it: requests with one are told why
+            self._process_for(tokenizer)
 
     async def check(self, tokenizer: Tokenizer, spec: GrammarSpec) -> GrammarSpec:
         """The grammar with the memory that it takes. InvalidRequestError if it cannot be compiled.
