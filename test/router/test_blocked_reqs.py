@@ -48,7 +48,7 @@ class CheckedHistory(History):
         was_ready = {req.req_id for req in self.queue if self.queue.is_ready(req)}
         was_starving, isolates = self.starving(), self.scheduler.is_isolating_crash
         admitted = self.admit(now_s)
-        could_run = [] if isolates else [req for req in sorted(self.queue, key=self.place) if not self.may_wait(req)]
+        could_run = [] if isolates else [req for req in sorted(self.queue, key=self.place) if self.could_run(req)]
         if not could_run or was_starving != self.starving():
             return admitted
         first = could_run[0]
@@ -58,6 +58,10 @@ class CheckedHistory(History):
             passing = [req.req_id for req in admitted if self.place(req) > self.place(first)]
             assert not passing, f"requests {passing} passed request {first.req_id}, which could run"
         return admitted
+
+    def could_run(self, req: Req) -> bool:
+        """A request that need not wait, or that may and does not: then it only lacks room, and is the next."""
+        return not self.may_wait(req) or (self.queue.is_ready(req) and not req.in_flight)
 
     def fits(self, req: Req) -> bool:
         if not self.admission._fits(req):
