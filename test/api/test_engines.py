@@ -84,7 +84,7 @@ def test_two_engines_over_tcp_give_the_same_text_as_one_server(cluster: Cluster,
         found = [answer.result() for answer in clients.ask(bodies())]
 
     assert found == expected
-    assert set(cluster.gateway.processes()) == {"ls-dispatcher", "ls-detokenizer", "ls-httpserver"}
+    assert set(cluster.gateway.processes()) == {"ls-dispatcher", "ls-detokenizer", "ls-httpserver", "ls-grammar"}
     assert set(cluster.engines[0].processes()) == {"ls-router", "ls-worker"}
     listed = get(cluster.gateway, "/debug/requests")["requests"]
     assert len(listed) >= len(bodies())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from test.real_model import PROMPTS, smollm2_tokenizer, transformers_smollm2
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4  # float32 in transformers is up to 1.4e-4 off
 K = 5
 N_NEW = 3
 BATCH = [PROMPTS[i] for i in (0, 4, 8, 9, 16, 17)]  # the last is longer than a step
@@ -28,9 +29,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
+@cache
+def exact_model() -> Any:
+    return deepcopy(transformers_smollm2()).double()
+
+
 def true_logprobs(ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = transformers_smollm2()(torch.tensor([ids])).logits
+        logits: torch.Tensor = exact_model()(torch.tensor([ids])).logits
     return logits[0].log_softmax(-1)
 
 

@@ -43,7 +43,7 @@ def test_the_body_of_a_request_that_is_no_stream_of_events_is_not_kept(tmp_path:
             fake.hold.clear()
             app = build_app(replace(context, journal=Journal("redis://127.0.0.1:1", 60.0)))
             transport = httpx2.ASGITransport(app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 asked = asyncio.create_task(http.post(path, json=BODIES[path]))
                 await until(lambda: bool(fake.received) or asked.done())
 
