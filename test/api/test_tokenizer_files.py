@@ -24,7 +24,12 @@ CHAT = {"messages": [{"role": "user", "content": "Hello, world! 日本"}], "seed
 LONG = {"max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
 
 
-codecs.register_error("replace each byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
+def replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("replace each byte", replace_each_byte)
 
 
 def pieces_of_golden() -> list[Piece]:
