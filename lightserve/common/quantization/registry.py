@@ -20,7 +20,7 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.quantization import QuantConfig, Scheme
 
-# Hidden size up to which inputs of packed products keep 15 bits. With 8 bits, logprobs of the ten likeliest tokens are
+# Hidden size up to which inputs of packed products keep 15 bits. With 8 bits, logprobs of the ten best tokens are
 # 0.071 off on average for SmolLM2-135M (576), and 0.030 for Qwen2.5-Coder-1.5B (1,536); with 15 bits 0.0006 and 0.0002.
 SMALL_HIDDEN_SIZE = 1024
 
