@@ -168,13 +168,18 @@ def test_an_output_may_end_after_a_call_and_white_space(name: str, max_calls: in
         assert allows(name, TWO_CALLS[name] + end, with_markers)
 
 
-@pytest.mark.parametrize("with_markers", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_calls_instead_of_an_answer_may_end_after_white_space_too(name: str, with_markers: bool) -> None:
+def call_or_answer(name: str, with_markers: bool) -> tuple[GrammarSpec, str]:
+    """A grammar of calls or an answer, and calls that it allows."""
     tool_format = TOOL_FORMATS_BY_NAME[name]
     calls = LOOSE.get(name) or TAGGED.get(name) or TWO_CALLS[name]
     before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))
-    spec = GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before)
+    return GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before), calls
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_instead_of_an_answer_may_end_after_white_space_too(name: str, with_markers: bool) -> None:
+    spec, calls = call_or_answer(name, with_markers)
 
     assert [end for end in ENDS if not is_accepted(spec, calls + end, with_markers)] == []
 
@@ -337,10 +342,7 @@ def test_arguments_of_every_kind_follow_their_schema(
 @pytest.mark.parametrize("with_markers", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_may_call_a_tool_or_answer_by_its_grammar(name: str, with_markers: bool) -> None:
-    tool_format = TOOL_FORMATS_BY_NAME[name]
-    calls = LOOSE.get(name) or TAGGED.get(name) or TWO_CALLS[name]
-    before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))
-    spec = GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before)
+    spec, calls = call_or_answer(name, with_markers)
 
     assert is_accepted(spec, calls, with_markers)
     assert is_accepted(spec, '{"answer": 4}', with_markers)
