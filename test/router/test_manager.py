@@ -477,9 +477,12 @@ def test_of_a_burst_as_many_are_served_as_can_run_and_wait(tmp_path: Path) -> No
 
 def test_requests_that_wait_for_kv_memory_count_against_the_limit(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        router.model.stuck_at = 4
+        router.model.may_run.clear()
         for req_id in range(3):
             router.send(msgspec.structs.replace(request(req_id), prompt_ids=[10 + req_id] * 80))
+        await until(lambda: router.num_open == 3)  # before a step ends, or the first is served alone
+        router.model.stuck_at = 4
+        router.model.may_run.set()
         await until(lambda: len(router.model.steps) == 4)  # the KV pool has room for two of them
         assert (router.scheduler.num_running, router.scheduler.num_waiting) == (2, 1)
         for req_id in range(3, 20):
