@@ -95,9 +95,6 @@ setup(
     extras_require={
         "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
-        # KV between engines: --kv_transport mooncake. The wheel without CUDA, also beside a GPU: only host memory is
-        # moved, and it has TCP and RDMA too. 0.3.13 is the first with a timeout for a sender that hangs.
-        "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13,<0.4; sys_platform == 'linux'"],
         "nixl": ["nixl>=1.5,<2"],  # KV between engines by RDMA: --kv_transport nixl
         "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
         "ray": ["ray[serve]>=2.60,<2.62"],  # lightserve deploy

@@ -22,7 +22,7 @@ Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 Role = Literal["normal", "prefill", "decode", "both"]
-KvTransport = Literal["sockets", "nixl", "mooncake"]
+KvTransport = Literal["sockets", "nixl"]
 ROLES = get_args(Role)
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
@@ -539,8 +539,8 @@ class ClusterConfig:
     )
     kv_transport: KvTransport = option(
         "sockets",
-        "how KV gets from engine to engine: through sockets, or read by NIXL or Mooncake, with RDMA where there is "
-        "some (packages nixl and mooncake-transfer-engine-non-cuda); the same on all engines",
+        "how KV gets from engine to engine: through sockets, or read by NIXL (package nixl), with RDMA where there is "
+        "some; the same on all engines",
         "disaggregation_transfer_backend",
     )
     min_split_tokens: int = option(

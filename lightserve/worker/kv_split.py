@@ -31,7 +31,6 @@ from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvMover, Outgoing
 from lightserve.worker.kv_mover.carrier import ReadableMemory
-from lightserve.worker.kv_mover.mooncake import MooncakeMemory
 from lightserve.worker.kv_mover.nixl import NixlMemory
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_staging import SendStaging, Staging, frame_blocks
@@ -239,8 +238,6 @@ class KvSplitArgs(NamedTuple):
 
 def readable_memory(transport: str) -> ReadableMemory | None:
     """None: blocks go through sockets."""
-    if transport == "mooncake":
-        return MooncakeMemory()
     return NixlMemory() if transport == "nixl" else None
 
 

@@ -30,7 +30,7 @@ def test_messages_name_packages_of_the_extra_and_their_versions() -> None:
     declared = [Requirement(line) for line in importlib.metadata.requires("lightserve") or []]
     names = set(advised())
 
-    assert {"gpu", "hf", "mooncake", "nixl", "otlp", "ray"} <= names
+    assert {"gpu", "hf", "nixl", "otlp", "ray"} <= names
     for extra in names:
         of_extra = [one for one in declared if one.marker and one.marker.evaluate({"extra": extra})]
         pip, install, *packages = shlex.split(install_command(extra))

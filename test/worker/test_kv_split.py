@@ -94,7 +94,7 @@ def new_certificate(folder: Path) -> PeerContexts:
     return read_kv_certificate(str(folder))
 
 
-PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-non-cuda"}  # by transport: the receiver reads
+PACKAGES = {"nixl": "nixl"}  # by transport: the receiver reads
 NEEDS = {
     name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install {package}")
     for name, package in PACKAGES.items()

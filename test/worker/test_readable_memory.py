@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 BYTES = 1 << 26
 LONG_S = 60.0
 IDLE_S = 2.0
-MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+MODULES = {"nixl": "nixl._api"}
 SENDER = f"""
 import sys, torch
 from lightserve.worker.kv_split import readable_memory
@@ -139,19 +139,3 @@ def test_a_sender_that_hangs_while_it_is_read_ends_the_read_and_the_memory_is_wr
     late.value.wait()
     assert bytes(place[-1:]) == b"\7"
     target.open(HOST, sender.introduction).close()
-
-
-@NEEDS["mooncake"]
-def test_mooncake_does_not_look_for_a_process_that_died_at_the_address_of_another() -> None:
-    """It remembers what it has found at an address, and ports are used again."""
-    (source, blocks), (target, place) = registered("mooncake", 4096), registered("mooncake", 4096)
-    now = source.introduction(HOST)
-    before = bytes(16) + now[16:]
-    blocks[:] = bytes(range(256)) * 16
-
-    first, second, third = (target.open(HOST, one) for one in (before, now, now))
-    third.read([address_of(blocks)], [place])
-
-    assert place == blocks
-    assert first._engine is not second._engine  # type: ignore[attr-defined]
-    assert second._engine is third._engine  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """What carries blocks of KV between workers of different engines.
 
-``sockets.py`` is the mover for TCP and unix sockets. With a ``ReadableMemory`` (``carrier.py``) as in ``nixl.py`` and
-``mooncake.py``, the receiver reads the blocks of its frames from the memory of the sender, by RDMA where there is some.
+``sockets.py`` is the mover for TCP and unix sockets. With a ``ReadableMemory`` (``carrier.py``) as in ``nixl.py``,
+the receiver reads the blocks of its frames from the memory of the sender, by RDMA where there is some.
 Another mover is a class with these methods, which ``make_kv_split`` makes.
 """
 
