@@ -47,3 +47,15 @@ def test_an_error_of_the_reader_is_raised(device: str) -> None:
 
     with pytest.raises(OSError, match="deleted"):
         read()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_work_after_copies_sees_all_of_them(device: str) -> None:
+    target, tensor = torch.zeros(1000, 1000, device=device), torch.ones(1000, 1000)
+    sums: list[float] = []
+
+    with Upload() as upload:
+        upload.copy(target, tensor)
+        upload.after_copies(lambda: sums.append(float(target.sum())))
+
+    assert sums == [tensor.numel()]

@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
+from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, RmsNormWeight, TpPartBaseModel
+from lightserve.common.basemodel.layer_weights.loader import load_weights
 from lightserve.common.parallel import Parallel
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.models.registry import get_model_class
+from test.models.architectures.case import build as build_tiny
+from test.models.architectures.cases import CASES
 from test.models.session import Session
-from test.models.tiny import HF_CONFIGS, build_hf, checkpoint_of
+from test.models.tiny import HF_CONFIGS, build_hf, build_model, checkpoint_of
 
 Tensors = Iterator[CheckpointTensor]
 NORM = "model.layers.1.input_layernorm.weight"
@@ -137,6 +140,27 @@ def test_a_tied_head_in_the_checkpoint_is_not_reported(log: pytest.LogCaptureFix
     build(hf, checkpoint_of(hf))
 
     assert not log.text
+
+
+def test_a_layer_is_completed_when_its_last_tensor_was_read() -> None:
+    """Layers that are packed need memory until then."""
+    tiny = build_tiny(CASES["gemma"])
+    model = build_model(tiny.config_json, tiny.checkpoint())
+    weight = model.layer_weights[0].att_norm
+    assert isinstance(weight, RmsNormWeight)
+    norms = []
+
+    def read() -> Tensors:
+        layer_by_layer = sorted(tiny.checkpoint(), key=lambda tensor: "layers.0." not in tensor.name)
+        for tensor in layer_by_layer:
+            if "layers.0." not in tensor.name:
+                norms.append(weight.tensor.clone())
+            yield tensor
+
+    load_weights([model.pre_post_weight, *model.layer_weights], read(), model.config.num_layers)
+
+    expected = tiny.tensors["model.layers.0.input_layernorm.weight"] + 1
+    torch.testing.assert_close(norms[0], expected)
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)

@@ -23,6 +23,7 @@ class Upload:
         self._threads: ThreadPoolExecutor | None = None  # None while all targets are on the CPU
         self._room = threading.BoundedSemaphore(MAX_WAITING)
         self._copies: list[Future[None]] = []
+        self._after_copies: list[Callable[[], None]] = []
         self._lanes = threading.local()
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
@@ -38,6 +39,13 @@ class Upload:
             receive(tensor)
         else:
             self._submit(device, lambda: self._lane.convert(device, tensor, receive))
+
+    def after_copies(self, work: Callable[[], None]) -> None:
+        """Call ``work`` once all tensors so far are copied: at once on the CPU, otherwise on exit."""
+        if self._threads is None:
+            work()
+        else:
+            self._after_copies.append(work)
 
     def _submit(self, device: torch.device, work: Callable[[], None]) -> None:
         if self._threads is None:
@@ -57,6 +65,8 @@ class Upload:
         if kind is None:
             for copy in self._copies:
                 copy.result()
+            for work in self._after_copies:
+                work()
 
     def _open_lane(self, device: torch.device) -> None:
         torch.set_num_threads(1)  # for this thread: the lanes are parallel enough

@@ -38,8 +38,8 @@ def load_weights(
     with Upload() as upload:
         for name, tensor, file in checkpoint:
             if name in wanted:
-                for piece in wanted.pop(name):
-                    _fill(piece, tensor, file, upload)
+                for layer, piece in wanted.pop(name):
+                    layer.fill(piece, tensor, file, upload)
             elif name in others:
                 others.discard(name)
             elif name in used:
@@ -50,8 +50,6 @@ def load_weights(
     _check_no_layer_is_unused(unused, used, num_layers)
     if unused:
         logger.warning("the checkpoint has tensors that are not used: %s", _listed(_with_files(unused)))
-    for layer in layers:
-        layer.process_weights_after_loading()
 
 
 def check_weights(
@@ -66,7 +64,7 @@ def check_weights(
     unused: dict[str, str] = {}
     for name, tensor, file in tensor_metadata:
         if name in wanted:
-            for piece in wanted.pop(name):
+            for _, piece in wanted.pop(name):
                 _check(piece, tensor, file)
         elif name not in used:
             unused[name] = file
@@ -98,12 +96,32 @@ def _randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.random_(generator=generator)
 
 
-def _pieces_by_name(layers: Iterable[LayerWeight]) -> dict[str, list[Piece]]:
+class _LoadingLayer:
+    """A layer whose pieces are filled one by one, in any order."""
+
+    def __init__(self, weight: LayerWeight, num_pieces: int) -> None:
+        self._weight = weight
+        self._num_left = num_pieces
+
+    def fill(self, piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
+        """Copy or convert the tensor. After the last one the weights of the layer are completed.
+
+        A layer is not completed later than that, because some weights need memory from their first piece to their last.
+        """
+        _fill(piece, tensor, file, upload)
+        self._num_left -= 1
+        if not self._num_left:
+            upload.after_copies(self._weight.process_weights_after_loading)
+
+
+def _pieces_by_name(layers: Iterable[LayerWeight]) -> dict[str, list[tuple[_LoadingLayer, Piece]]]:
     """Several weights may be parts of one tensor: a checkpoint may store q, k and v together."""
-    by_name: dict[str, list[Piece]] = defaultdict(list)
+    by_name: dict[str, list[tuple[_LoadingLayer, Piece]]] = defaultdict(list)
     for layer in layers:
-        for piece in layer.pieces():
-            by_name[piece.name].append(piece)
+        pieces = list(layer.pieces())
+        loading = _LoadingLayer(layer, len(pieces))
+        for piece in pieces:
+            by_name[piece.name].append((loading, piece))
     return by_name
 
 
