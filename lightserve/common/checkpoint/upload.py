@@ -51,9 +51,14 @@ class Upload:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(device,))
         self._room.acquire()
-        copy = self._threads.submit(work)
+        launched = torch.cuda.current_stream(device).record_event()  # steps may still read the weights
+        copy = self._threads.submit(self._run_after, launched, work)
         copy.add_done_callback(lambda _: self._room.release())
         self._copies.append(copy)
+
+    def _run_after(self, event: torch.cuda.Event, work: Callable[[], None]) -> None:
+        self._lane.wait(event)
+        work()
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +91,10 @@ class _Lane:
         self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._free_events = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
         self._current = 0
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let what this lane does next wait for ``event``."""
+        self._stream.wait_event(event)
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
         """Copy in chunks along the first dimension; the copy is complete on return."""
