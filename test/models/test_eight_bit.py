@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.parallel import ParallelSizes, connect_ranks
-from lightserve.common.quantization import LinearMethod, QuantizedLinear, StackedLinear, UnquantizedLinear, eight_bit
+from lightserve.common.quantization import (
+    LinearMethod,
+    LinearPart,
+    LinearSpec,
+    QuantizedLinear,
+    StackedLinear,
+    UnquantizedLinear,
+    eight_bit,
+)
 from lightserve.errors import CheckpointError
 from lightserve.models.registry import get_model_class
 from test.models.architectures.case import build as build_tiny
@@ -98,6 +106,30 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, model: Ca
     assert isinstance(ours.layer_weights[0].o_proj.method, QuantizedLinear)
     assert isinstance(ours.pre_post_weight.lm_head.method, UnquantizedLinear)
     assert_same_logits(ours, hf)
+
+
+def spec_of(*parts: LinearPart) -> LinearSpec:
+    return LinearSpec(parts, 256, slice(0, 256))
+
+
+SHUFFLED = torch.arange(256).view(2, 2, 64).transpose(1, 2).flatten()  # within blocks of 128
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_whole"),
+    [
+        (spec_of(LinearPart("q", 256, slice(0, 256)), LinearPart("k", 200, slice(0, 200))), True),
+        (spec_of(LinearPart("q", 192, slice(0, 192)), LinearPart("k", 256, slice(0, 256))), False),
+        (spec_of(LinearPart("q", 512, slice(128, 256))), True),
+        (spec_of(LinearPart("q", 512, slice(64, 192))), False),
+        (spec_of(LinearPart("q", 256, SHUFFLED)), True),
+        (spec_of(LinearPart("q", 256, SHUFFLED.flip(0).roll(1))), False),
+        (spec_of(LinearPart("qkv", 256, slice(0, 64)), LinearPart("qkv", 256, slice(64, 256))), True),
+        (spec_of(LinearPart("head", 200, slice(0, 200), padding=56)), False),
+    ],
+)
+def test_blocks_of_rows_are_whole_if_each_has_one_scale_in_the_checkpoint(spec: LinearSpec, is_whole: bool) -> None:
+    assert eight_bit.has_whole_blocks(spec) == is_whole
 
 
 def _run_rank(rank: int, size: int, folder: str) -> None:

@@ -89,8 +89,9 @@ def test_keys_without_large_biases_are_left_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "w4"])
 def test_rows_of_a_quantised_weight_are_scaled_exactly(kind: str) -> None:
-    spec = LinearSpec((LinearPart("q", 4, slice(0, 4)),), 64, slice(0, 64), has_bias=True)
+    spec = LinearSpec((LinearPart("q", 4, slice(0, 4)),), 64, slice(0, 64), has_bias=True, scales_rows=True)
     method = QuantizedLinear(spec, torch.float32, torch.device("cpu"), OnLoadFormat(OnLoadScheme(kind)))
+    method.restore_weights_before_loading()
     method.weight.copy_(quantize(torch.randn(4, 64), type(method.weight), 32 if kind == "w4" else None))
     factors = torch.tensor([1.0, 4.0, 0.25, 1.0])
     expected = method.weight.dequantize() * factors[:, None]

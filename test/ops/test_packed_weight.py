@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.cpu_kernel._library import BACKEND, library
-from lightserve.common.cpu_kernel.packed_weight import Packed, pack
+from lightserve.common.cpu_kernel.packed_weight import Packed, empty_packed, pack
 from lightserve.common.ops import Int4Weight, Int8Weight, QuantizedWeight
 from test.ops.cases import randn
 
@@ -144,3 +144,28 @@ def test_threads_that_share_a_product_do_not_change_it() -> None:
 
 def test_an_empty_input_gives_an_empty_product() -> None:
     assert multiply(pack(quantized(Int4Weight, 32, has_offsets=True)), randn(0, COLUMNS)).shape == (0, ROWS)
+
+
+def test_another_weight_is_packed_into_the_same_memory() -> None:
+    first, second = (quantized(Int4Weight, 32, has_offsets=True, spread=spread) for spread in (1.0, 2.0))
+    packed = empty_packed(first)
+    assert packed is not None
+    address = packed.codes.data_ptr()
+
+    for weight in (first, second, first):
+        packed.store_(weight)
+
+        assert torch.equal(packed.dequantize(), pack(weight).dequantize())
+        assert packed.descriptor.data == packed.codes.data_ptr() == address
+
+
+def test_memory_grows_for_scales_that_need_float32_and_the_descriptor_knows_it() -> None:
+    narrow, wide = (quantized(Int8Weight, 32, has_offsets=False, spread=spread) for spread in (1.0, 1e8))
+    packed, x = empty_packed(narrow), randn(3, COLUMNS)
+    assert packed is not None
+
+    for weight in (narrow, wide, narrow, wide):
+        packed.store_(weight)
+
+        assert torch.equal(multiply(packed, x), multiply(pack(weight), x))
+        assert packed.nbytes == pack(weight).nbytes

@@ -140,6 +140,23 @@ def test_a_product_reads_every_tile_in_either_way(
     assert_close(out, expected_of(rows, weight, None), torch.float32)
 
 
+def test_shared_scales_are_loaded_row_by_row_into_the_same_memory() -> None:
+    weight = eight_bit_weight(40, 128, FP8, "cpu", group=64)
+    assert isinstance(weight, ops.Fp8Weight)
+    shared = weight.share_scales(16)
+    places = shared.codes.data_ptr(), shared.scales.data_ptr()
+    other = eight_bit_weight(40, 128, FP8, "cpu", group=64)
+    other = replace(other, scales=(other.scales[:3] * 2).repeat_interleave(16, 0)[:40])
+
+    loaded = shared.for_loading()
+    loaded.copy_(other)
+    shared.store_(loaded)
+
+    assert torch.equal(shared.dequantize(), other.dequantize())
+    assert (shared.codes.data_ptr(), shared.scales.data_ptr()) == places
+    assert loaded.codes.data_ptr() == shared.codes.data_ptr()  # they have the same layout
+
+
 def test_weights_of_a_block_of_rows_may_share_their_scales() -> None:
     device = device_of("triton")
     weight = eight_bit_weight(80, 128, FP8, device, group=64)
@@ -152,7 +169,6 @@ def test_weights_of_a_block_of_rows_may_share_their_scales() -> None:
     assert shared.scales.shape == (5, 2)
     assert torch.equal(shared.dequantize(), weight.dequantize())
     assert torch.equal(shared.rows(slice(3, 40)).dequantize(), weight.dequantize()[3:40])
-    assert replace(weight, scales=torch.rand_like(blocks)).share_scales(16).rows_per_scale == 1
     rows = rows_of(randn(3, 128, device=device), RowQuant(FP8, 64))
     for backend in ("triton", ops.batch_invariant("triton")):
         out = ops.linear_quantized_rows.impls[backend](*rows, shared, None, torch.float32)

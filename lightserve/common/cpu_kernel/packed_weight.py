@@ -26,20 +26,36 @@ Product = Callable[..., Tensor]
 BLOCK = 8  # rows
 GROUP = 32  # columns
 QUADS = GROUP // 4  # of columns whose products are summed by one instruction
+HALF_BYTES = 2  # of a scale in float16
 HALF_ERROR = 2.0**-10  # relative, up to which scales are stored in float16; rounding the input costs 5 times as much
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Packed(QuantizedWeight, ops.FusesNorm):
-    """``codes`` holds scales and minima too, uint8 ``[blocks, groups, bytes]``; ``scales`` is empty."""
+    """``codes`` holds scales and minima too, uint8 ``[blocks, groups, bytes]``; ``scales`` is empty.
+
+    Another weight is stored in the same memory. It moves only when scales need float32 for the first time, and only the
+    descriptor has its address.
+    """
 
     size: tuple[int, int]
     descriptor: _library.PackedWeight
     address: int  # of the descriptor
+    usual: QuantizedWeight  # the weight in the usual layout, on the meta device
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.size
+
+    def for_loading(self) -> QuantizedWeight:
+        return _empty_like(self.usual, self.device)
+
+    def store_(self, loaded: QuantizedWeight) -> None:
+        tensors = _scales(loaded, self.group_size)
+        self.descriptor.scale_bytes = tensors[0].element_size()
+        self.codes.resize_(*self.codes.shape[:2], sum(_part_sizes(self.descriptor)))
+        self.descriptor.data = self.codes.data_ptr()
+        torch.cat([*map(_scale_bytes, tensors), _code_bytes(loaded)], dim=-1, out=self.codes)
 
     @property
     def group_size(self) -> int:
@@ -88,29 +104,41 @@ class PackedInt8Weight(Packed, Int8Weight):
     pass
 
 
-def pack(weight: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight:
-    """In the library's layout; as it is if the library cannot compute with it."""
-    if not isinstance(weight, Int4Weight | Int8Weight) or isinstance(weight, Packed) or weight.codes.dim() != 2:
-        return weight
-    rows, columns = weight.shape
-    group = min(weight.group_size, GROUP)
-    if columns % GROUP or group not in (16, GROUP) or weight.group_size % group:
-        return weight
-    is_int4, parts = isinstance(weight, Int4Weight), 1 if input_bits == 8 else 2
-    tensors = _scales(weight, group)
-    codes = torch.cat([*map(_scale_bytes, tensors), _code_bytes(weight)], dim=-1)
-    descriptor = _library.PackedWeight(
-        codes.data_ptr(), rows, columns, 4 if is_int4 else 8, group, tensors[0].element_size(), parts, len(tensors) - 1
-    )
+def empty_packed(usual: QuantizedWeight, input_bits: int = 8) -> Packed | None:
+    """Memory for weights like ``usual`` in the library's layout; None: the library cannot compute with them."""
+    if not isinstance(usual, Int4Weight | Int8Weight) or isinstance(usual, Packed) or usual.codes.dim() != 2:
+        return None
+    rows, columns = usual.shape
+    group = min(usual.group_size, GROUP)
+    if columns % GROUP or group not in (16, GROUP) or usual.group_size % group:
+        return None
+    is_int4, parts, has_min = isinstance(usual, Int4Weight), 1 if input_bits == 8 else 2, usual.offsets is not None
+    descriptor = _library.PackedWeight(0, rows, columns, 4 if is_int4 else 8, group, HALF_BYTES, parts, has_min)
+    codes = torch.empty(-(-rows // BLOCK), columns // GROUP, sum(_part_sizes(descriptor)), dtype=torch.uint8)
     kind = PackedInt4Weight if is_int4 else PackedInt8Weight
     return kind(
         codes=codes,
         scales=torch.empty(0),
-        input_quant=weight.input_quant,
+        input_quant=usual.input_quant,
         size=(rows, columns),
         descriptor=descriptor,
         address=ctypes.addressof(descriptor),
+        usual=_empty_like(usual, torch.device("meta")),
     )
+
+
+def _empty_like(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    has_offsets = weight.offsets is not None
+    return type(weight).empty(weight.shape, weight.group_size, device, has_offsets=has_offsets)
+
+
+def pack(weight: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight:
+    """In the library's layout; as it is if the library cannot compute with it."""
+    packed = empty_packed(weight, input_bits)
+    if packed is None:
+        return weight
+    packed.store_(weight)
+    return packed
 
 
 def _scales(weight: QuantizedWeight, group: int) -> list[Tensor]:
@@ -165,7 +193,7 @@ def _unpack(weight: Packed, rows: Tensor) -> QuantizedWeight:
     blocks, count, lanes = weight.codes[rows // BLOCK], torch.arange(len(rows)), rows % BLOCK
     of_group, dtype = GROUP // described.group, torch.float16 if described.scale_bytes == 2 else torch.float32
     shape = blocks.shape[:2]
-    parts = blocks.split_with_sizes(_part_sizes(described, blocks.shape[-1]), dim=-1)
+    parts = blocks.split_with_sizes(_part_sizes(described), dim=-1)
     scales, *minima = (
         part.contiguous().view(dtype).view(*shape, of_group, BLOCK)[count, :, :, lanes].float().flatten(1)
         for part in parts[:-1]
@@ -179,11 +207,10 @@ def _unpack(weight: Packed, rows: Tensor) -> QuantizedWeight:
     return Int4Weight(codes=packed, scales=scales, offsets=minima[0] + 8 * scales if minima else None)
 
 
-def _part_sizes(described: _library.PackedWeight, total: int) -> list[int]:
-    """Bytes of scales, minima and codes."""
+def _part_sizes(described: _library.PackedWeight) -> list[int]:
+    """Bytes of scales, minima and codes, in a group of a block."""
     scales = GROUP // described.group * BLOCK * described.scale_bytes
-    sizes = [scales] * (1 + described.has_min)
-    return [*sizes, total - sum(sizes)]
+    return [*[scales] * (1 + described.has_min), BLOCK * GROUP * described.bits // 8]
 
 
 def _define_products(lib: ctypes.CDLL) -> None:
@@ -205,7 +232,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
 
     for op in (ops.linear_int4, ops.linear_int8):
         op.impl(BACKEND)(product_of(op.impls[ops.REFERENCE]))
-    ops.repacks_for(BACKEND)(pack)
+    ops.packs_for(BACKEND)(empty_packed)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -85,7 +85,7 @@ from lightserve.common.ops.quantized_weight import (
     pack_int4,
 )
 from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, has_backend, use_backend
-from lightserve.common.ops.repack import FusesNorm, repack, repacks_for
+from lightserve.common.ops.repack import FusesNorm, empty_packed, packs_for
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
@@ -154,6 +154,7 @@ __all__ = [
     "batch_invariant",
     "best_of_parts",
     "context_attention",
+    "empty_packed",
     "experts",
     "gelu",
     "gelu_and_mul",
@@ -178,14 +179,13 @@ __all__ = [
     "max_lora_groups",
     "norm_rotary_write_kv",
     "pack_int4",
+    "packs_for",
     "place_tokens",
     "quantize_rows",
     "read_kv",
     "relu",
     "relu2",
     "relu2_and_mul",
-    "repack",
-    "repacks_for",
     "rms_norm",
     "rotary",
     "rotary_write_kv",

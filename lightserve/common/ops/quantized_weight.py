@@ -74,6 +74,18 @@ class QuantizedWeight(ABC):
     def _empty_scales(cls, shape: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=cls.scale_dtype, device=device)
 
+    def for_loading(self) -> QuantizedWeight:
+        """Memory in the usual layout, into which the parts of a checkpoint are copied before ``store_``.
+
+        It is the memory of this weight where this has that layout.
+        """
+        if self.input_scale is not None:
+            self.input_scale.zero_()  # the largest of the parts counts
+        return self
+
+    def store_(self, loaded: QuantizedWeight) -> None:  # noqa: B027  the usual layout needs nothing
+        """Overwrite with ``loaded``, which is what ``for_loading`` returned."""
+
     @property
     def group_size(self) -> int:
         return self.shape[-1] // self.scales.shape[-1]
@@ -225,10 +237,20 @@ class Fp8Weight(QuantizedWeight):
         return replace(self, scales=self.float_scales(), rows_per_scale=1).rows(rows)
 
     def share_scales(self, rows: int) -> Self:
-        """The same weight with a scale for each ``rows`` rows, if they have the same; else this weight."""
-        scales = self.scales[..., ::rows, :].contiguous()
-        shared = replace(self, scales=scales, rows_per_scale=rows)
-        return shared if torch.equal(shared.float_scales(), self.scales) else self
+        """The same weight with a scale for each ``rows`` rows, which must have the same."""
+        return replace(self, scales=self.scales[..., ::rows, :].contiguous(), rows_per_scale=rows)
+
+    def for_loading(self) -> QuantizedWeight:
+        QuantizedWeight.for_loading(self)
+        if self.rows_per_scale == 1:
+            return self
+        *leading, _, groups = self.scales.shape
+        scales = self.scales.new_empty(*leading, self.codes.shape[-2], groups)
+        return replace(self, scales=scales, rows_per_scale=1)
+
+    def store_(self, loaded: QuantizedWeight) -> None:
+        if self.rows_per_scale > 1:
+            self.scales.copy_(loaded.scales[..., :: self.rows_per_scale, :])
 
     def _valid(self, bits: Tensor) -> Tensor:
         return torch.where(bits & 0x7F == 0x7F, bits ^ 1, bits)  # not NaN

@@ -24,25 +24,25 @@ class FusesNorm(ABC):
         """
 
 
-Repack = Callable[[QuantizedWeight, int], QuantizedWeight]
+EmptyPacked = Callable[[QuantizedWeight, int], QuantizedWeight | None]
 
-_REPACKS: dict[str, Repack] = {}  # by backend
+_LAYOUTS: dict[str, EmptyPacked] = {}  # by backend
 
 
-def repacks_for(backend: str) -> Callable[[Repack], Repack]:
+def packs_for(backend: str) -> Callable[[EmptyPacked], EmptyPacked]:
     """Register the layout of a backend. Its products must take the usual layout as well."""
 
-    def register(function: Repack) -> Repack:
-        _REPACKS[backend] = function
+    def register(function: EmptyPacked) -> EmptyPacked:
+        _LAYOUTS[backend] = function
         return function
 
     return register
 
 
-def repack(weight: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight:
-    """``weight`` ``[..., out, in]`` in the layout of the first active backend that has one. Call it after loading.
+def empty_packed(usual: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight | None:
+    """Memory for weights like ``usual``, in the layout of the first active backend that has one.
 
-    ``input_bits``: to which that backend's products may round their inputs, 8 or 15.
+    None: they keep the usual layout. ``input_bits``: to which that backend's products may round their inputs, 8 or 15.
     """
-    found = next((_REPACKS[backend] for backend in active_backends() if backend in _REPACKS), None)
-    return weight if found is None else found(weight, input_bits)
+    layout = next((_LAYOUTS[backend] for backend in active_backends() if backend in _LAYOUTS), None)
+    return None if layout is None else layout(usual, input_bits)

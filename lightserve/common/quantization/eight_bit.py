@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightserve.common.checkpoint.piece import FLOATS
 from lightserve.common.ops import Fp8Weight, InputQuant, Int8Weight, QuantizedWeight
+from lightserve.common.quantization.linear_method import LinearSpec
 from lightserve.common.quantization.weight_format import RawTensor, WeightFormat, reads
 from lightserve.model_files.quantization.eight_bit import BLOCK, EightBitScheme
 
@@ -84,8 +85,19 @@ class EightBitFormat(WeightFormat):
         has_offsets = self._scheme.has_zero_points
         return self._kind.empty(shape, group_size, device, has_offsets=has_offsets, input_quant=input_quant)
 
-    def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
+    def in_final_layout(self, weight: QuantizedWeight, spec: LinearSpec) -> QuantizedWeight:
         """Kernels of a GPU read one scale per block. Ranks and fused linears may cut blocks of rows."""
         if not isinstance(weight, Fp8Weight) or self._scheme.scales != "block" or weight.device.type != "cuda":
             return weight
-        return weight.share_scales(BLOCK)
+        return weight.share_scales(BLOCK) if has_whole_blocks(spec) and not spec.scales_rows else weight
+
+
+def has_whole_blocks(spec: LinearSpec) -> bool:
+    """Whether each ``BLOCK`` rows of this rank's weight are of one block of rows in the checkpoint."""
+    prefixes = [part.prefix for part in spec.parts]
+    blocks = torch.full((spec.out_size, 2), -1)  # of each row: its linear, and the block of rows there
+    for part, own in spec.parts_with_rows():
+        blocks[own, 0] = prefixes.index(part.prefix)
+        blocks[own, 1] = torch.arange(part.out_size)[part.rows] // BLOCK
+    first = blocks[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(blocks)]
+    return torch.equal(blocks, first)

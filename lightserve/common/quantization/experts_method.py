@@ -95,8 +95,11 @@ class ExpertsMethod(ABC):
     def stored_size(self) -> StoredSize:
         return size_of_pieces(self.pieces())
 
+    def restore_weights_before_loading(self) -> None:  # noqa: B027  most need nothing
+        """Called before the pieces are filled, for the first time or again. Tensors that steps read must not move."""
+
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
-        """Called once all pieces are filled. A method may repack its tensors here."""
+        """Called once all pieces are filled. What is derived from them is written to the memory of the load before."""
 
     @abstractmethod
     def kernel_key(self) -> Hashable:

@@ -47,6 +47,7 @@ class LinearSpec:
     adds_bias: bool = True  # on this rank; False: another rank adds it
     is_transposed: bool = False  # the checkpoint stores the weight as [in, out]
     is_vocab: bool = False  # the rows are tokens, and the method must also look them up (``embed``)
+    scales_rows: bool = False  # rows are multiplied by factors after each load (``scale_rows``)
 
     @property
     def out_size(self) -> int:
@@ -133,14 +134,20 @@ class LinearMethod(ABC):
         return None
 
     def scale_rows(self, factors: Tensor) -> None:
-        """Multiply each row of the weight and its bias by a power of 2, before ``process_weights_after_loading``."""
+        """Multiply each row of the weight and its bias by a power of 2, before ``process_weights_after_loading``.
+
+        Only for a ``LinearSpec`` with ``scales_rows``.
+        """
         raise NotImplementedError
 
     def stored_size(self) -> StoredSize:
         return size_of_pieces(self.pieces())
 
+    def restore_weights_before_loading(self) -> None:  # noqa: B027  most need nothing
+        """Called before the pieces are filled, for the first time or again. Tensors that steps read must not move."""
+
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
-        """Called once all pieces are filled. A method may repack its tensors here."""
+        """Called once all pieces are filled. What is derived from them is written to the memory of the load before."""
 
     def kernel_key(self) -> Hashable:
         """Equal for methods that launch the same kernels."""

@@ -84,6 +84,10 @@ class QuantizedExperts(ExpertsMethod):
         num_weights = math.prod(self.w13.shape) + math.prod(self.w2.shape)
         return StoredSize(self.w13.nbytes + self.w2.nbytes + biases, num_weights)
 
+    def restore_weights_before_loading(self) -> None:
+        for weight in (self.w13, self.w2):
+            weight.for_loading()  # experts have the usual layout
+
     def pieces(self) -> Iterator[Piece]:
         if self._spec.layout is ExpertsLayout.EACH:
             return self._each()

@@ -28,10 +28,29 @@ PRODUCTS: dict[type[QuantizedWeight], Callable[[Tensor, Any, Tensor | None], Ten
 }
 
 
+META = torch.device("meta")
+
+
 @cache
 def _product_of(kind: type[QuantizedWeight]) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
     """A backend's layout of a kind is a subclass of it."""
     return next(PRODUCTS[base] for base in kind.__mro__ if base in PRODUCTS)
+
+
+class _Loading:
+    """A linear between its first piece and its last. Several threads load parts."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.weight = weight  # in the usual layout
+        self.order: Tensor | None = None  # the ``input_order`` of the parts so far
+        self._lock = threading.Lock()
+
+    def has_order(self, order: Tensor) -> bool:
+        """Whether ``order`` is that of all parts so far."""
+        with self._lock:
+            if self.order is None:
+                self.order = order
+            return torch.equal(self.order, order)
 
 
 class QuantizedLinear(LinearMethod):
@@ -49,21 +68,34 @@ class QuantizedLinear(LinearMethod):
         group = weight_format.group_size(spec.in_size)
         self._check(spec, group)
         self._check_order(spec, weight_format)
-        self.weight = weight_format.empty((spec.out_size, spec.num_columns), group or spec.num_columns, device)
-        self._zero_padding()
+        self.weight = self._empty(group or spec.num_columns, device)
+        self._loading: _Loading | None = None  # from the first piece to the last
         # Which input each column of the weight multiplies; None: the columns have the order of the inputs.
         self.input_order: Tensor | None = None
-        self._order_lock = threading.Lock()  # several threads load parts
+        self._is_loaded = False
         has_bias = spec.has_bias and spec.adds_bias
         self.bias = torch.zeros(spec.out_size, dtype=dtype, device=device) if has_bias else None
 
-    def _zero_padding(self) -> None:
+    def _empty(self, group: int, device: torch.device) -> QuantizedWeight:
+        """Memory in the layout that the products read."""
+        shape = self._spec.out_size, self._spec.num_columns
+        if device.type == "cpu":
+            packed = ops.empty_packed(self._format.empty(shape, group, META), self._packed_input_bits)
+            if packed is not None:
+                return packed
+        return self._format.in_final_layout(self._format.empty(shape, group, device), self._spec)
+
+    def restore_weights_before_loading(self) -> None:
+        loaded = self.weight.for_loading()
         for rows in self._spec.padding():
-            padding = self.weight.rows(rows)
-            padding.codes.view(torch.uint8).zero_()
-            padding.scales.zero_()
-            if padding.offsets is not None:
-                padding.offsets.zero_()
+            _zero(loaded.rows(rows))
+        self._loading = _Loading(loaded)
+
+    @property
+    def _loaded(self) -> QuantizedWeight:
+        """The weight that is being loaded, in the usual layout."""
+        assert self._loading is not None, "a load begins with restore_weights_before_loading"
+        return self._loading.weight
 
     @staticmethod
     def _check(spec: LinearSpec, group: int | None) -> None:
@@ -96,43 +128,48 @@ class QuantizedLinear(LinearMethod):
             converted = self._format.convert(raw).columns(self._spec.columns)
             self._set_order(self._format.input_order(raw))
             is_cut = self._format.has_row_per_output
-            self.weight.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
+            self._loaded.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
-            self.weight.rows(own).randomize_(generator, DUMMY_STD)
+            self._loaded.rows(own).randomize_(generator, DUMMY_STD)
 
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         yield from raw_pieces(part, self._format, raw_tensors, consumer)
 
     def _set_order(self, order: Tensor | None) -> None:
-        if order is None:
-            return
-        with self._order_lock:
-            if self.input_order is None:
-                self.input_order = order
-            elif not torch.equal(self.input_order, order):
-                first = self._spec.parts[0].prefix
-                raise CheckpointError(
-                    f"it has another act-order than {first}, whose input is the same; use another checkpoint"
-                )
+        assert self._loading is not None
+        if order is not None and not self._loading.has_order(order):
+            first = self._spec.parts[0].prefix
+            raise CheckpointError(
+                f"it has another act-order than {first}, whose input is the same; use another checkpoint"
+            )
 
     def process_weights_after_loading(self) -> None:
-        self.weight = ops.repack(self._format.finish(self.weight), self._packed_input_bits)
-        self._drop_order_of_static_groups()
+        assert self._loading is not None
+        self.weight.store_(self._loading.weight)
+        if self._loading.order is not None:
+            self._store_order(self._loading.order)
+        self._loading, self._is_loaded = None, True
 
-    def _drop_order_of_static_groups(self) -> None:
+    def _store_order(self, order: Tensor) -> None:
         """Files with static groups say act-order, but have their inputs in order."""
-        order = self.input_order
-        if order is not None and torch.equal(order, torch.arange(len(order), device=order.device)):
-            self.input_order = None
+        if self.input_order is not None:
+            self.input_order.copy_(order)
+        elif not torch.equal(order, torch.arange(len(order), device=order.device)):
+            if self._is_loaded:
+                raise CheckpointError(
+                    f"{self._spec.parts[0].prefix} has act-order, but the weights before had none; start another "
+                    "server for this checkpoint"
+                )
+            self.input_order = order
 
     def bias_of_rows(self) -> Tensor | None:
-        has_row_scales = self.weight.scales.dtype == torch.float32
+        has_row_scales = self._loaded.scales.dtype == torch.float32
         return self.bias if has_row_scales else None
 
     def scale_rows(self, factors: Tensor) -> None:
-        for tensor in (self.weight.scales, self.weight.offsets):
+        for tensor in (self._loaded.scales, self._loaded.offsets):
             if tensor is not None:
                 tensor *= factors[:, None]
         if self.bias is not None:
@@ -234,9 +271,20 @@ class StackedLinear(LinearMethod):
     def stored_size(self) -> StoredSize:
         return total_size(method.stored_size() for method in self.methods)
 
+    def restore_weights_before_loading(self) -> None:
+        for method in self.methods:
+            method.restore_weights_before_loading()
+
     def process_weights_after_loading(self) -> None:
         for method in self.methods:
             method.process_weights_after_loading()
 
     def kernel_key(self) -> Hashable:
         return (type(self), *(method.kernel_key() for method in self.methods))
+
+
+def _zero(weight: QuantizedWeight) -> None:
+    weight.codes.view(torch.uint8).zero_()
+    weight.scales.zero_()
+    if weight.offsets is not None:
+        weight.offsets.zero_()

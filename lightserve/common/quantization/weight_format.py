@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightserve.common.checkpoint.piece import ANY_SIZE, FLOATS, Piece, whole
 from lightserve.common.ops import QuantizedWeight
-from lightserve.common.quantization.linear_method import LinearPart
+from lightserve.common.quantization.linear_method import LinearPart, LinearSpec
 from lightserve.errors import CheckpointError
 from lightserve.model_files.quantization import Scheme
 
@@ -57,8 +57,8 @@ class WeightFormat(ABC):
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
         """Memory for what ``convert`` returns, or for a part of it: whole groups. ``device`` may be ``meta``."""
 
-    def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """The weight of a rank in its final form, once all of it was loaded."""
+    def in_final_layout(self, weight: QuantizedWeight, spec: LinearSpec) -> QuantizedWeight:
+        """Memory that products of ``spec`` read, from that of ``empty``. No weight was loaded yet."""
         return weight
 
 

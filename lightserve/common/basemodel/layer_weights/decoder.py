@@ -75,8 +75,15 @@ class DecoderLayerWeight(TransformerLayerWeight):
     def _init_attention(self, spec: LayerSpec, context: WeightContext) -> None:
         at, names, hidden, is_transposed = spec.prefix, spec.names, spec.hidden_size, spec.is_transposed
         width = spec.num_heads * spec.head_dim
-        self.qkv_proj = ColumnWeight(_qkv(spec), hidden, context, bias=spec.qkv_bias, is_transposed=is_transposed)
         self._keys_to_scale = _keys_to_scale(spec, context)
+        self.qkv_proj = ColumnWeight(
+            _qkv(spec),
+            hidden,
+            context,
+            bias=spec.qkv_bias,
+            is_transposed=is_transposed,
+            scales_rows=self._keys_to_scale is not None,
+        )
         self.q_norm = qk_norm_weight(f"{at}.{names.q_norm}", spec.num_heads, spec, context)
         self.k_norm = qk_norm_weight(f"{at}.{names.k_norm}", spec.num_kv_heads, spec, context)
         self.sinks = SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None

@@ -65,6 +65,9 @@ class ExpertsWeight(Weight):
     def stored_size(self) -> StoredSize:
         return self.method.stored_size()
 
+    def restore_weights_before_loading(self) -> None:
+        self.method.restore_weights_before_loading()
+
     def process_weights_after_loading(self) -> None:
         self.method.process_weights_after_loading()
 

@@ -40,6 +40,9 @@ class LinearWeight(Weight):
     def stored_size(self) -> StoredSize:
         return self.method.stored_size()
 
+    def restore_weights_before_loading(self) -> None:
+        self.method.restore_weights_before_loading()
+
     def process_weights_after_loading(self) -> None:
         self.method.process_weights_after_loading()
 
@@ -105,9 +108,11 @@ class ColumnWeight(LinearWeight):
         *,
         bias: bool = False,
         is_transposed: bool = False,
+        scales_rows: bool = False,
     ) -> None:
         parts = tuple(block.part_of(context.tp) for block in blocks)
-        spec = LinearSpec(parts, in_size, slice(0, in_size), has_bias=bias, is_transposed=is_transposed)
+        columns = slice(0, in_size)
+        spec = LinearSpec(parts, in_size, columns, has_bias=bias, is_transposed=is_transposed, scales_rows=scales_rows)
         super().__init__(spec, context, takes_lora=True)
 
     def mm(self, x: Tensor) -> Tensor:

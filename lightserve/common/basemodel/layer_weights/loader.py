@@ -76,6 +76,7 @@ def check_weights(
 def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
     """Random weights of the right shapes, the same at every start."""
     for layer in layers:
+        layer.restore_weights_before_loading()
         for piece in layer.pieces():
             if piece.into is not None:
                 _randomize(piece.into, torch.Generator(piece.into.device).manual_seed(seed))
@@ -101,13 +102,15 @@ class _LoadingLayer:
 
     def __init__(self, weight: LayerWeight, num_pieces: int) -> None:
         self._weight = weight
-        self._num_left = num_pieces
+        self._num_pieces = self._num_left = num_pieces
 
     def fill(self, piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
         """Copy or convert the tensor. After the last one the weights of the layer are completed.
 
         A layer is not completed later than that, because some weights need memory from their first piece to their last.
         """
+        if self._num_left == self._num_pieces:
+            self._weight.restore_weights_before_loading()
         _fill(piece, tensor, file, upload)
         self._num_left -= 1
         if not self._num_left:

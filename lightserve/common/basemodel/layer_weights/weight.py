@@ -74,8 +74,11 @@ class Weight(ABC):
     def stored_size(self) -> StoredSize:
         return size_of_pieces(self.pieces())
 
+    def restore_weights_before_loading(self) -> None:  # noqa: B027  most need nothing
+        """Called before the pieces are filled, for the first time or again. Tensors that steps read must not move."""
+
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
-        """Called once all pieces are filled."""
+        """Called once all pieces are filled. What is derived from them is written to the memory of the load before."""
 
 
 class WeightGroup:
@@ -91,6 +94,10 @@ class WeightGroup:
 
     def stored_size(self) -> StoredSize:
         return total_size(member.stored_size() for member in self._members())
+
+    def restore_weights_before_loading(self) -> None:
+        for member in self._members():
+            member.restore_weights_before_loading()
 
     def process_weights_after_loading(self) -> None:
         for member in self._members():
