@@ -219,19 +219,34 @@ class TpPartBaseModel:
         lora = self.args.lora
         self.lora = None if lora is None else LoraPool(lora, self.args.dtype, self.device)
         self.pre_post_weight, self.layer_weights = self._new_weights(self.device, self.lora)
-        layers = [self.pre_post_weight, *self.layer_weights]
-        scales = self._kv_scales()
-        if self.args.checkpoint is None:
-            fill_dummy(layers)
-        else:
-            checkpoint = scales.removed_from(self.merged_checkpoint(self.args.checkpoint))
-            load_weights(layers, checkpoint, self.config.num_layers, self._names_of_all_stages())
         if self.args.kv_dtype == "fp8":
-            warn_of_large_keys(self.layer_weights)
+            scales = self._kv_scales()
             for spec, weight in zip(self.own_layer_specs, self.layer_weights, strict=True):
                 weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
+        if self.args.checkpoint is None:
+            fill_dummy([self.pre_post_weight, *self.layer_weights])
+        else:
+            self.load_weights(self.args.checkpoint)
         if self.lora is not None:
             self.lora.allocate()
+
+    def load_weights(self, checkpoint: Iterable[CheckpointTensor]) -> None:
+        """Write a checkpoint into the weights, for the first time or again.
+
+        Every tensor stays where the first load put it, so captured graphs compute with the new weights. The KV cache is
+        that of the weights before, and so are the factors of adapters that were loaded before (``key_scaling.py``).
+        Raises CheckpointError for a checkpoint that does not fit. Then some weights are those of the new checkpoint and
+        others are not: no step may run until another load succeeds.
+        """
+        layers, scales = [self.pre_post_weight, *self.layer_weights], self._kv_scales()
+        tensors = scales.removed_from(self.merged_checkpoint(checkpoint))
+        load_weights(layers, tensors, self.config.num_layers, self._names_of_all_stages())
+        if self.args.kv_dtype != "fp8":
+            return
+        warn_of_large_keys(self.layer_weights)
+        for spec, weight in zip(self.own_layer_specs, self.layer_weights, strict=True):
+            assert weight.kv_scales is not None
+            weight.kv_scales.copy_(scales.of_layer(spec, self.tp))
 
     def merged_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """``adapt_checkpoint``, with the adapter that is merged into the weights."""

@@ -53,6 +53,13 @@ class LinearLora:
             return None
         return self.weights, self._pool.rows
 
+    def set_row_factors(self, factors: Tensor) -> None:
+        """Adapters that were filled before have the factors of the weights before."""
+        if self.row_factors is None:
+            self.row_factors = factors
+        else:
+            self.row_factors.copy_(factors)
+
     def allocate(self, slots: Tensor) -> None:
         ends = [own.stop for _, own in self.spec.parts_with_rows()]
         self.weights = ops.LoraWeights(*self.matrices(slots), tuple(ends))

@@ -49,15 +49,14 @@ def scale_keys(qkv: LinearMethod, layout: KeyLayout, lora: LinearLora | None = N
         return 1.0
     keys = slice(heads * dim, (heads + kv_heads) * dim)
     factors = key_factors(bias[keys].float().view(kv_heads, dim), rotary_dim)
-    largest = float(factors.max())
-    if largest == 1:
-        return largest
     of_rows = torch.ones_like(bias, dtype=torch.float32)
     of_rows[: keys.start] = factors.repeat_interleave(heads // kv_heads, dim=0).flatten()
     of_rows[keys] = 1 / factors.flatten()
-    qkv.scale_rows(of_rows)
+    largest = float(factors.max())
+    if largest > 1:
+        qkv.scale_rows(of_rows)
     if lora is not None:
-        lora.row_factors = of_rows
+        lora.set_row_factors(of_rows)
     return largest
 
 
