@@ -30,6 +30,7 @@ LightserveError
     ├── UnavailableError           503: loading, draining or dead
     ├── DeadlineError              504: the request's deadline has passed
     ├── WorkerDiedError            503
+    ├── WorkerCallError            500: a call to the model workers failed, besides steps
     ├── OptionError                at start only: a flag or a value in --config
     └── ModelFilesError            at start only: one line that names the file, the problem and the remedy
         ├── UnsupportedModelTypeError
@@ -229,6 +230,10 @@ class DeadlineError(ServerError):
 
 class WorkerDiedError(ServerError):
     status = 503
+
+
+class WorkerCallError(ServerError):
+    """A rank failed in a call of worker_calls.py, or the ranks disagree."""
 
 
 class ModelFilesError(ServerError):

@@ -4,7 +4,7 @@
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
     httpserver ──GetTimelines, StartProfile, StopProfile──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
     httpserver ──LoadAdapter, UnloadAdapter, ListAdapters──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
-    router ──Step, ProfileCommand, LoraLoad──▶ model worker ──StepResult, ProfileResult, LoraLoaded──▶ router
+    router ──Step, and the requests of worker_calls.py──▶ model worker ──StepResult, and their replies──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
 With --dp, a dispatcher stands where the router stands, and speaks to the routers of several engines:
@@ -367,6 +367,13 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         return [*(StepRow(req_id, [slot]) for req_id, slot in decodes), *self.chunks]
 
 
+class CompileGrammar(msgspec.Struct, frozen=True):
+    """Compile a grammar before a request with it enters."""
+
+    grammar: GrammarSpec
+    eos_ids: tuple[int, ...]
+
+
 class ProfileCommand(msgspec.Struct, frozen=True):
     """Start a profile of this worker, or end it and write it to files."""
 
@@ -388,9 +395,6 @@ class LoraLoaded(msgspec.Struct, frozen=True):
     """The reply to a LoraLoad."""
 
     error: str = ""  # why the adapter cannot be used
-
-
-LOWER_TIER_METHODS = ("lookup", "fetch", "flush")  # of a worker; each has a connection of its own
 
 
 class KvLookup(msgspec.Struct, frozen=True):
@@ -443,9 +447,6 @@ class KvLoaded(msgspec.Struct, frozen=True):
 
     seconds: float  # that copying took
     is_valid: bool = True  # if not, the slots hold anything
-
-
-KV_INBOX_METHODS = ("next_received", "cancel")  # of a worker; each has a connection of its own
 
 
 class KvReceived(msgspec.Struct, frozen=True, array_like=True):

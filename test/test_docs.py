@@ -17,7 +17,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
-from lightserve import io_struct
+from lightserve import io_struct, worker_calls
 from lightserve.benchmark.simulated_replicas import arguments as comparison_arguments
 from lightserve.cli.completion.flags import all_commands
 from lightserve.cluster.tcp.keys import generate
@@ -47,7 +47,7 @@ from lightserve.simulate.tiers import arguments as tiers_arguments
 from lightserve.utils.kv_secret import KV_CERTIFICATE
 from lightserve.utils.metrics import METRICS
 from lightserve.utils.process import ChildConfig
-from lightserve.worker import rpc
+from lightserve.worker_calls import WorkerCall
 from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
 
@@ -253,8 +253,21 @@ def test_the_page_on_processes_names_every_message_of_a_channel() -> None:
 
     for channel, union in CHANNELS.items():
         assert rows[channel] == {message.__name__ for message in get_args(union)}, channel
-    of_workers = {name for name, value in vars(rpc).items() if getattr(value, "__module__", "") == io_struct.__name__}
-    assert rows["router to worker and back"] == of_workers
+
+
+def messages_in(message_type: Any) -> set[str]:
+    """The structs of a type, which may be a list of them."""
+    types = get_args(message_type) or (message_type,)
+    return {one.__name__ for one in types if getattr(one, "__module__", "") == io_struct.__name__}
+
+
+def test_the_page_on_processes_names_every_call_to_workers_and_its_messages() -> None:
+    calls = [value for value in vars(worker_calls).values() if isinstance(value, WorkerCall)]
+    section = section_of(ROOT / "docs" / "processes.md", "Calls to workers")
+    rows = re.findall(r"^\| `(\w+)`.*? \| (.*?) \| (.*?) \| .*\|$", section, flags=re.MULTILINE)
+    named = {name: tuple(set(re.findall(r"`(\w+)`", cell)) for cell in cells) for name, *cells in rows}
+
+    assert named == {call.name: (messages_in(call.request), messages_in(call.reply)) for call in calls}
 
 
 def test_the_page_on_scaling_names_the_files_of_keygen(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "utils.process": {"errors", "config", "io_struct", "utils"},
     "config": {"errors", "utils"},
     "io_struct": {"errors", "utils.int_arrays", "utils.spelling"},
+    "worker_calls": {"errors", "io_struct", "utils"},
     "model_files": {"errors", "io_struct", "utils"},
     "model_files.lora": {"errors", "model_files.safetensors_header"},
     "model_files.safetensors_header": {"errors"},
@@ -63,8 +64,8 @@ LAYERS: dict[str, set[str]] = {
     "models.registry": {"errors", "model_files", "common.basemodel"},
     "router.kv_identity": {*GROUND, "cluster.tcp", "model_files"},
     "router.static_prompts": {*GROUND, "model_files"},
-    "router": {*GROUND, "cluster.tcp", "common.kv.token_slots", "model_files.lora"},
-    "worker": {*GROUND, "common", "grammar", "models", "model_files"},
+    "router": {*GROUND, "cluster.tcp", "common.kv.token_slots", "model_files.lora", "worker_calls"},
+    "worker": {*GROUND, "common", "grammar", "models", "model_files", "worker_calls"},
     "detokenization": {*GROUND, "model_files"},
     "httpserver.wire": {"errors", "io_struct", "utils"},
     "httpserver.logprobs": {"io_struct"},
@@ -182,6 +183,7 @@ LAYERS: dict[str, set[str]] = {
         "simulate",
         "tools",
         "worker",
+        "worker_calls",
     },
 }
 TORCH_FREE = [
@@ -216,6 +218,7 @@ TORCH_FREE = [
     "utils.metrics",
     "utils.process",
     "utils.progress",
+    "worker_calls",
 ]
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 

@@ -28,7 +28,6 @@ import torch
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.io_struct import GenerateReq, GenerationParams, Step
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.model_client import decode_result
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
@@ -37,8 +36,9 @@ from lightserve.utils.channel import make_decoder
 from lightserve.utils.codec import encode
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
-from lightserve.worker.rpc import GetResult, decode_step
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.sampler import Sampler
+from lightserve.worker_calls import RUN
 
 PARTS = ("plan", "send", "receive", "pack", "collect", "reply", "read", "report")
 ROUTER, WORKER = ("plan", "report"), ("pack", "collect")
@@ -122,7 +122,7 @@ class Host:
 
     def _launch(self, command: bytes) -> GetResult:
         with self.timed("receive"):
-            step = decode_step(command)
+            step = RUN.decode_request(command)
         with self.timed("pack"):
             self._batch.apply(self._collector.take_updates())
             self._update(step)
@@ -147,7 +147,7 @@ class Host:
         with self.timed("reply"):
             reply = encode(result)
         with self.timed("read"):
-            result = decode_result(reply)
+            result = RUN.decode_reply(reply)
         with self.timed("report"):
             self.scheduler.complete_step()
             self._reporter.report(result)

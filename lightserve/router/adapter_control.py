@@ -14,12 +14,13 @@ from lightserve.io_struct import (
     ToDetokenization,
     UnloadAdapter,
 )
-from lightserve.router.adapter_loader import AdapterLoader, AdapterWorkers
+from lightserve.router.adapter_loader import AdapterLoader
 from lightserve.router.adapter_registry import AdapterRegistry, RegisteredAdapter, not_found
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import AnyScheduler
 from lightserve.utils.channel import Sender
+from lightserve.worker_calls import WorkerCaller
 
 DISABLED = "this server has no LoRA adapters; start it with --lora_modules or --lora_dir"
 
@@ -32,7 +33,7 @@ class AdapterControl:
         self._registry = AdapterRegistry([], None)
         self._loader: AdapterLoader | None = None  # None: the workers take no adapters
 
-    def enable(self, config: WorkerConfig, workers: AdapterWorkers) -> None:
+    def enable(self, config: WorkerConfig, workers: WorkerCaller) -> None:
         """Load the adapters of --lora_modules, as many as host memory may hold."""
         (scheduler,) = self._scheduler.groups  # adapters are refused with several
         self._registry = AdapterRegistry(config.lora_modules, config.lora_dir)
@@ -41,7 +42,7 @@ class AdapterControl:
         for adapter in list(self._registry)[: config.num_cpu_loras]:
             self._loader.acquire(adapter).add_done_callback(lambda _, one=adapter: self._release(one))  # type: ignore[misc]
 
-    def use_workers(self, workers: AdapterWorkers) -> list[Req]:
+    def use_workers(self, workers: WorkerCaller) -> list[Req]:
         """Continue with new workers. Returns the requests that must wait until their adapters are loaded again."""
         if self._loader is None:
             return []

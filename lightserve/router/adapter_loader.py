@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from lightserve.errors import AdapterError
 from lightserve.io_struct import LoraLoad, LoraLoaded
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.scheduler import Scheduler
 from lightserve.utils.logger import init_logger
+from lightserve.worker_calls import LOAD_LORA, WorkerCaller
 
 logger = init_logger(__name__)
-
-
-class AdapterWorkers(Protocol):
-    def load_lora(self, command: LoraLoad) -> asyncio.Future[LoraLoaded | None]: ...
 
 
 OnFailed = Callable[[RegisteredAdapter, str], None]  # an adapter cannot be loaded, for this reason
@@ -42,7 +38,7 @@ class AdapterLoader:
         self._slots.on_leave = self.release
         self._capacity = capacity
         self._on_failed = on_failed
-        self._workers: AdapterWorkers | None = None
+        self._workers: WorkerCaller | None = None
         self._entries: dict[int, _Entry] = {}  # by id, the least recently used first
         self._loading: _Entry | None = None
 
@@ -64,7 +60,7 @@ class AdapterLoader:
             del self._entries[lora_id]
         self._load_next()
 
-    def use_workers(self, workers: AdapterWorkers) -> None:
+    def use_workers(self, workers: WorkerCaller) -> None:
         """New workers have no adapters: load all that requests need again."""
         self._workers = workers
         self._loading = None
@@ -89,14 +85,15 @@ class AdapterLoader:
                 return
             self._load(self._workers, entry, dropped)
 
-    def _load(self, workers: AdapterWorkers, entry: _Entry, dropped: list[int]) -> None:
+    def _load(self, workers: WorkerCaller, entry: _Entry, dropped: list[int]) -> None:
         try:
             entry.adapter.check_unchanged()
         except AdapterError as error:
             self._fail(entry, str(error))
             return
         self._loading = entry
-        reply = workers.load_lora(LoraLoad(entry.adapter.lora_id, str(entry.adapter.folder), dropped))
+        command = LoraLoad(entry.adapter.lora_id, str(entry.adapter.folder), dropped)
+        reply = workers.call(LOAD_LORA, command)
         reply.add_done_callback(lambda done: self._on_reply(workers, entry, done.result()))
 
     def _make_room(self) -> list[int] | None:
@@ -114,7 +111,7 @@ class AdapterLoader:
             self._slots.loaded.discard(lora_id)
         return dropped
 
-    def _on_reply(self, workers: AdapterWorkers, entry: _Entry, reply: LoraLoaded | None) -> None:
+    def _on_reply(self, workers: WorkerCaller, entry: _Entry, reply: LoraLoaded | None) -> None:
         if workers is not self._workers or reply is None:  # they are lost; the next ones load it again
             return
         self._loading = None

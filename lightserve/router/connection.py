@@ -14,43 +14,44 @@ from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
 from lightserve.router.loop_stream import LoopStream
+from lightserve.worker_calls import RUN
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
 CONNECT_S = 30.0  # a worker that listens answers at once; one that takes so long hangs
 
 
 class RankConnection(NamedTuple):
-    """A connection to a rank, for one method of its worker."""
+    """A connection to a rank, for one call of worker_calls.py."""
 
     connection: Any
     fileno: int  # a lost connection has none
-    call: Any  # the method: it sends the command, and returns a reply that comes later
+    call: Any  # sends a request, and returns a reply that comes later
 
 
-RankConnections = Mapping[str, Sequence[RankConnection]]  # to all ranks, by method
+RankConnections = Mapping[str, Sequence[RankConnection]]  # to all ranks, by the name of the call
 
 
-async def connect_ranks(socket_paths: Sequence[str], methods: Sequence[str]) -> RankConnections:
-    """Workers accept connections in the order of ``methods``.
+async def connect_ranks(socket_paths: Sequence[str]) -> RankConnections:
+    """Connect for every call that the workers serve.
 
-    Raises TimeoutError if a worker accepts and does not answer.
+    Raises TimeoutError if a worker accepts and does not answer, and other OSErrors if it refuses.
     """
     loop = asyncio.get_running_loop()
-    handshakes = [_Handshake(path, methods, loop) for path in socket_paths]
+    handshakes = [_Handshake(rank, path, loop) for rank, path in enumerate(socket_paths)]
     executor = ThreadPoolExecutor(len(handshakes), thread_name_prefix="connect")
     ranks = [loop.run_in_executor(executor, handshake.run) for handshake in handshakes]
     executor.shutdown(wait=False)
     await asyncio.wait(ranks, timeout=CONNECT_S, return_when=asyncio.FIRST_EXCEPTION)
-    error = _first_error(ranks)
+    error = _first_error(ranks) or _difference(handshakes)
     while not all(rank.done() for rank in ranks):
         for handshake in handshakes:
             handshake.end()  # again: it may just have begun the next connection
         await asyncio.wait(ranks, timeout=0.1)
     await asyncio.gather(*ranks, return_exceptions=True)
     if error is not None:
-        close_all(loop, [rank for handshake in handshakes for rank in handshake.connected])
+        close_all(loop, [rank for handshake in handshakes for rank in handshake.connected.values()])
         raise error
-    return {name: [handshake.connected[at] for handshake in handshakes] for at, name in enumerate(methods)}
+    return {name: [handshake.connected[name] for handshake in handshakes] for name in handshakes[0].connected}
 
 
 def _first_error(ranks: Sequence[asyncio.Future[None]]) -> BaseException | None:
@@ -59,6 +60,15 @@ def _first_error(ranks: Sequence[asyncio.Future[None]]) -> BaseException | None:
             return error
     hanging = next((number for number, rank in enumerate(ranks) if not rank.done()), None)
     return None if hanging is None else TimeoutError(f"model worker {hanging} did not answer within {CONNECT_S:g} s")
+
+
+def _difference(handshakes: Sequence[_Handshake]) -> ConnectionError | None:
+    calls = [set(handshake.connected) for handshake in handshakes]
+    for rank, served in enumerate(calls):
+        if served != calls[0]:
+            names = ", ".join(sorted(served ^ calls[0]))
+            return ConnectionError(f"model workers 0 and {rank} do not serve the same calls: only one has {names}")
+    return None
 
 
 def close_all(loop: asyncio.AbstractEventLoop, ranks: Iterable[RankConnection]) -> None:
@@ -77,16 +87,18 @@ def close_all(loop: asyncio.AbstractEventLoop, ranks: Iterable[RankConnection]) 
 class _Handshake:
     """Connects to one rank, in a thread: rpyc waits for the answers of the worker."""
 
-    def __init__(self, path: str, methods: Sequence[str], loop: asyncio.AbstractEventLoop) -> None:
-        self.connected: list[RankConnection] = []
+    def __init__(self, rank: int, path: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.connected: dict[str, RankConnection] = {}  # by the name of the call
+        self._rank = rank
         self._path = path
-        self._methods = methods
         self._loop = loop
         self._waiting: socket.socket | None = None  # for an answer of the worker
 
     def run(self) -> None:
-        for method in self._methods:
-            self.connected.append(self._connect(method))
+        """Connect for steps first: then the worker says what else it serves."""
+        for name in self._connect(RUN.name):
+            if name != RUN.name:
+                self._connect(name)
 
     def end(self) -> None:
         """Make ``run`` fail, if it waits for an answer."""
@@ -94,9 +106,10 @@ class _Handshake:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _connect(self, method: str) -> RankConnection:
-        """Without compression: rpyc would spend 1.5 ms on the step of an 8,000-token prompt, and some on large batches.
+    def _connect(self, name: str) -> tuple[str, ...]:
+        """Returns the names of all calls that the worker serves.
 
+        Without compression: rpyc would spend 1.5 ms on the step of an 8,000-token prompt, and some on large batches.
         The root of a connection and its method are asked for here, and nothing is waited for later.
         """
         sock = self._waiting = socket.socket(socket.AF_UNIX)
@@ -104,9 +117,13 @@ class _Handshake:
             sock.settimeout(CONNECT_S)
             sock.connect(self._path)
             connection = connect_channel(Channel(LoopStream(sock, self._loop), compress=False), config=RPYC_CONFIG)
-            rank = RankConnection(connection, sock.fileno(), rpyc.async_(getattr(connection.root, method)))
+            call = rpyc.async_(connection.root.call)
+            served: tuple[str, ...] | str = connection.root.connect(name)
+            if isinstance(served, str):
+                raise ConnectionRefusedError(f"model worker {self._rank} refuses a connection: {served}")
         except BaseException:
             sock.close()
             raise
         self._waiting = None
-        return rank
+        self.connected[name] = RankConnection(connection, sock.fileno(), call)
+        return served

@@ -6,56 +6,45 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
-from lightserve.io_struct import KV_INBOX_METHODS, KvReceived
-from lightserve.router.connection import RankConnections
+from lightserve.io_struct import KvReceived
 from lightserve.router.rank_calls import RankCalls
+from lightserve.utils.logger import init_logger
+from lightserve.worker_calls import CANCEL_RECEIVE, RECEIVE_KV
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[KvReceived]).decode
+logger = init_logger(__name__)
 
 
 class KvInboxClient:
     """Every rank has a call open, which returns when it has ended a ticket. A ticket ends when all ranks have."""
 
-    def __init__(self, connections: RankConnections, addresses: list[str]) -> None:
+    def __init__(self, calls: RankCalls, addresses: list[str]) -> None:
+        """``addresses`` of the workers, by rank."""
         self.addresses = addresses
         self.on_received: Callable[[KvReceived], None] = lambda _: None
-        received, cancels = (connections[method] for method in KV_INBOX_METHODS)
-        self._ranks: list[RankCalls[list[KvReceived] | None]] = [RankCalls([rank], _first, None) for rank in received]
-        self._cancels: RankCalls[None] = RankCalls(cancels, lambda _: None, None)
+        self._calls = calls
         self._ended: dict[int, list[int]] = {}  # by ticket: blocks that have come, of each rank that has ended it
 
     def start(self) -> None:
-        for rank in self._ranks:
+        for rank in range(len(self.addresses)):
             self._wait(rank)
 
     def cancel(self, ticket: int) -> None:
-        self._cancels.call(_encode(ticket))
+        self._calls.call(CANCEL_RECEIVE, ticket)
 
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.close()
-        self._cancels.close()
+    def _wait(self, rank: int) -> None:
+        self._calls.call(RECEIVE_KV, None, ranks=[rank]).add_done_callback(partial(self._on_reply, rank))
 
-    def _wait(self, rank: RankCalls[list[KvReceived] | None]) -> None:
-        rank.call(b"").add_done_callback(partial(self._on_reply, rank))
-
-    def _on_reply(
-        self, rank: RankCalls[list[KvReceived] | None], reply: asyncio.Future[list[KvReceived] | None]
-    ) -> None:
+    def _on_reply(self, rank: int, reply: asyncio.Future[list[KvReceived] | None]) -> None:
+        if (error := reply.exception()) is not None:
+            logger.error("no KV of other engines can be received: %s", error)
+            return
         received = reply.result()
         if received is None:  # the workers are lost
             return
         self._wait(rank)
-        for one in received:
-            counts = self._ended.setdefault(one.ticket, [])
-            counts.append(one.num_blocks)
-            if len(counts) == len(self._ranks):
-                del self._ended[one.ticket]
-                self.on_received(KvReceived(one.ticket, min(counts)))
-
-
-def _first(replies: list[bytes | None]) -> list[KvReceived] | None:
-    return None if replies[0] is None else _decode(replies[0])
+        for ended in received:
+            counts = self._ended.setdefault(ended.ticket, [])
+            counts.append(ended.num_blocks)
+            if len(counts) == len(self.addresses):
+                del self._ended[ended.ticket]
+                self.on_received(KvReceived(ended.ticket, min(counts)))

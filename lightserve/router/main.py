@@ -26,13 +26,13 @@ from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import Policy, make_policy
-from lightserve.router.profile_client import ProfileClient
 from lightserve.router.scheduler import LockstepScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
+from lightserve.worker_calls import WorkerCaller
 
 logger = init_logger(__name__)
 
@@ -63,9 +63,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
         ranks, addresses = config.worker.answering_ranks, _kv_addresses(child_config, generation)
-        return await RpycModelClient.connect(
-            paths, report_lost, engine.lora_slots > 0, engine.host_kv, ranks, addresses
-        )
+        return await RpycModelClient.connect(paths, report_lost, ranks, addresses)
 
     workers = await connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
@@ -76,13 +74,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     if server is not None:
         server.link.on_join = manager.cached_blocks
     _pin_static_prompts(manager, config, engine)
-    profiled = _ProfiledWorkers(child_config, manager)
-    await profiled.connect(child_config.generation)
+    _enable_profiles(child_config, manager, workers)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
-        tasks.create_task(_handle_launcher(launcher, manager, connect, profiled, server))
+        tasks.create_task(_handle_launcher(launcher, manager, connect, child_config, server))
         if server is not None:
             tasks.create_task(server.run())
 
@@ -115,34 +112,21 @@ def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any
     return inbox, Sender(child_config.from_engine(engine, epoch))
 
 
-class _ProfiledWorkers:
-    """The connection for profiles to the present workers, if --profile_dir is set."""
-
-    def __init__(self, child_config: ChildConfig, manager: RouterManager) -> None:
-        self._child_config = child_config
-        self._manager = manager
-        self._client: ProfileClient | None = None
-
-    async def connect(self, generation: int) -> None:
-        """After all other connections to these workers."""
-        config = self._child_config.config
-        folder = config.launch.profile_dir
-        if folder is None:
-            return
-        if config.cluster.dp > 1:  # every engine writes a profile of its own
-            folder = f"{folder}/engine-{self._child_config.engine}"
-        if self._client is not None:
-            self._client.close()
-        paths = [self._child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
-        self._client = await ProfileClient.connect(paths)
-        self._manager.profiles.enable(folder, self._client)
+def _enable_profiles(child_config: ChildConfig, manager: RouterManager, workers: WorkerCaller) -> None:
+    """Of these workers, if --profile_dir is set."""
+    folder = child_config.config.launch.profile_dir
+    if folder is None:
+        return
+    if child_config.config.cluster.dp > 1:  # every engine writes a profile of its own
+        folder = f"{folder}/engine-{child_config.engine}"
+    manager.profiles.enable(folder, workers)
 
 
 async def _handle_launcher(
     launcher: LauncherConnection,
     manager: RouterManager,
     connect: Callable[[int], Awaitable[RpycModelClient]],
-    profiled: _ProfiledWorkers,
+    child_config: ChildConfig,
     server: EngineEndpoint | None,
 ) -> None:
     """Connect whenever the launcher has replaced lost workers, and end with all requests when it drains the engine."""
@@ -158,7 +142,7 @@ async def _handle_launcher(
                 workers = await connect(message.generation)
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
-                await profiled.connect(message.generation)
+                _enable_profiles(child_config, manager, workers)
             except (EOFError, OSError) as error:
                 logger.warning("cannot connect to the new workers of generation %d: %s", message.generation, error)
                 launcher.send(WorkersLost(message.generation, str(error), caused_by_request=False))

@@ -39,7 +39,6 @@ from lightserve.io_struct import (
     http_process_of,
 )
 from lightserve.router.adapter_control import AdapterControl
-from lightserve.router.adapter_loader import AdapterWorkers
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.model_client import ModelClient
 from lightserve.router.pinned_prompts import PinnedPrompts
@@ -53,6 +52,7 @@ from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts
+from lightserve.worker_calls import WorkerCaller
 
 logger = init_logger(__name__)
 
@@ -128,7 +128,7 @@ class RouterManager:
         self.metrics.values["http_process_restarts_total"] += 1
         self.steps.wake()
 
-    def reload_adapters(self, workers: AdapterWorkers) -> None:
+    def reload_adapters(self, workers: WorkerCaller) -> None:
         """Load the adapters of waiting requests into new workers. The requests wait for that."""
         for req in self.adapters.use_workers(workers):
             loading = self.adapters.loading_of(req)

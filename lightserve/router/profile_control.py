@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lightserve.io_struct import (
     ProfileCommand,
@@ -29,6 +28,7 @@ from lightserve.router.timeline import TimelineRing
 from lightserve.utils.channel import Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.trace_recorder import TraceRecorder
+from lightserve.worker_calls import PROFILE, WorkerCaller
 
 logger = init_logger(__name__)
 
@@ -37,10 +37,7 @@ STOP_TIMEOUT_S = 300.0  # of a worker, and of joining the parts
 DISABLED = "profiles are off; start the server with --profile_dir DIR"
 NOT_RUNNING = "no profile is running; POST /start_profile starts one"
 RUNNING = "a profile is running already; POST /stop_profile ends it"
-
-
-class ProfiledWorkers(Protocol):
-    async def run(self, command: ProfileCommand, timeout_s: float) -> list[ProfileResult]: ...
+LOST = ProfileResult(error="the model workers were lost")
 
 
 @dataclass(slots=True)
@@ -54,14 +51,14 @@ class _Profile:
 class ProfileControl:
     def __init__(self, steps: StepLoop, timelines: TimelineRing, replies: Sender[ToDetokenization]) -> None:
         self._folder: ProfileFolder | None = None  # None: profiles are off
-        self._workers: ProfiledWorkers | None = None
+        self._workers: WorkerCaller | None = None
         self._steps = steps
         self._timelines = timelines
         self._replies = replies
         self._queue: asyncio.Queue[StartProfile | StopProfile] = asyncio.Queue()
         self._profile: _Profile | None = None
 
-    def enable(self, folder: str, workers: ProfiledWorkers) -> None:
+    def enable(self, folder: str, workers: WorkerCaller) -> None:
         """Call it again when the workers were replaced."""
         self._folder = self._folder or ProfileFolder(folder)
         self._workers = workers
@@ -105,34 +102,30 @@ class ProfileControl:
         self._profile = None
         return await self._stop(folder, workers, profile)
 
-    async def _start(self, folder: ProfileFolder, workers: ProfiledWorkers, message: StartProfile) -> ProfileReply:
+    async def _start(self, folder: ProfileFolder, workers: WorkerCaller, message: StartProfile) -> ProfileReply:
         path = folder.new_profile()
-        results = await workers.run(ProfileCommand(), START_TIMEOUT_S)
-        if errors := _errors(results):
-            return ProfileReply(0, 500, errors)
+        result = await workers.call(PROFILE, ProfileCommand(), START_TIMEOUT_S) or LOST
+        if result.error:
+            return ProfileReply(0, 500, result.error)
         now = time.monotonic()
         recorder = self._steps.recorder = TraceRecorder("router")
         self._profile = _Profile(path, recorder, now, now + message.max_seconds)
         return ProfileReply(0)
 
-    async def _stop(self, folder: ProfileFolder, workers: ProfiledWorkers, profile: _Profile) -> ProfileReply:
+    async def _stop(self, folder: ProfileFolder, workers: WorkerCaller, profile: _Profile) -> ProfileReply:
         self._steps.recorder = None
         prefix = folder.part_prefix(profile.path)
         try:
-            results = await workers.run(ProfileCommand(prefix), STOP_TIMEOUT_S)
+            result = await workers.call(PROFILE, ProfileCommand(prefix), STOP_TIMEOUT_S) or LOST
             add_request_tracks(profile.recorder, self._timelines.snapshots(), profile.started_s, time.monotonic())
             own = f"{prefix}-router.part"
             await asyncio.to_thread(profile.recorder.write, own)
-            error = await _merge(profile.path, [own, *(path for result in results for path in result.paths)])
+            error = await _merge(profile.path, [own, *result.paths])
         finally:
             folder.remove_parts()
         if error:
             return ProfileReply(0, 500, f"the profile could not be written: {error}")
-        return ProfileReply(0, message=_errors(results), path=str(profile.path))
-
-
-def _errors(results: list[ProfileResult]) -> str:
-    return "; ".join(dict.fromkeys(result.error for result in results if result.error))
+        return ProfileReply(0, message=result.error, path=str(profile.path))
 
 
 async def _merge(path: Path, parts: list[str]) -> str:

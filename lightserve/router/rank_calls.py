@@ -1,77 +1,141 @@
-"""Calls of one method on every rank of a model, beside the steps."""
+"""The router's calls to all ranks of a model, beside its steps. See worker_calls.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from lightserve.router.connection import RankConnection, close_all
+import msgspec
 
-T = TypeVar("T")
-Join = Callable[[list[bytes | None]], T]
+from lightserve.errors import WorkerCallError
+from lightserve.router.connection import RankConnection, RankConnections, close_all
+from lightserve.utils.codec import encode
+from lightserve.worker_calls import WorkerCall
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 
-class RankCalls(Generic[T]):
-    """A connection to every rank of its own, which a thread serves there: no step waits behind a call.
+@dataclass(slots=True, eq=False)
+class PendingCall(Generic[Reply]):
+    call: WorkerCall[Any, Reply]
+    ranks: Sequence[int]
+    result: asyncio.Future[Reply | None]
+    replies: dict[int, Reply | WorkerCallError] = field(default_factory=dict)  # that are back, by rank
 
-    ``join`` makes the result of a call from the replies of all ranks, None for one that raised an exception.
-    ``lost`` is the result if a rank is lost.
-    """
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.replies]
 
-    def __init__(self, ranks: Sequence[RankConnection], join: Join[T], lost: T) -> None:
-        self._join = join
-        self._lost = lost
+
+class RankCalls:
+    def __init__(self, connections: RankConnections) -> None:
+        """``connections``: for every call of the workers but steps."""
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[asyncio.Future[T], list[bytes | None]] = {}  # replies that are back
-        self._ranks = ranks
-        for rank, (_, fileno, _) in enumerate(ranks):
-            self._loop.add_reader(fileno, self._read, rank)
+        self._connections = connections
+        self._lost: set[str] = set()  # calls without a connection to every rank
+        self._pending: set[PendingCall[Any]] = set()
+        for name, ranks in connections.items():
+            for rank in ranks:
+                self._loop.add_reader(rank.fileno, self._read, name, rank)
 
-    def call(self, command: bytes) -> asyncio.Future[T]:
-        """Resolves when all ranks have replied, or one is lost."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting[future] = []
-        for rank, (_, _, call) in enumerate(self._ranks):
-            try:
-                call(command).add_callback(partial(self._on_reply, future))
-            except EOFError:  # rpyc has closed the socket: another one may get its number soon
-                self._on_lost(rank)
-                break
-        return future
+    def serves(self, call: WorkerCall[Any, Any]) -> bool:
+        return call.name in self._connections
+
+    def call(
+        self,
+        call: WorkerCall[Request, Reply],
+        request: Request,
+        timeout_s: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> asyncio.Future[Reply | None]:
+        """As WorkerCaller says. ``ranks`` are called; None: all."""
+        if not self.serves(call):
+            served = ", ".join(self._connections) or "none"
+            raise WorkerCallError(f"the model workers do not serve the call {call.name!r}; they serve: {served}")
+        ranks = range(len(self._connections[call.name])) if ranks is None else ranks
+        pending: PendingCall[Reply] = PendingCall(call, ranks, self._loop.create_future())
+        self._pending.add(pending)
+        if call.name in self._lost:
+            self._end_as_lost(call.name)
+            return pending.result
+        if timeout_s is not None:
+            timer = self._loop.call_later(timeout_s, self._on_timeout, pending, timeout_s)
+            pending.result.add_done_callback(lambda _: timer.cancel())
+        self._send(pending, encode(request))
+        return pending.result
 
     def close(self) -> None:
-        close_all(self._loop, self._ranks)
-        self._resolve_all()
+        for ranks in self._connections.values():
+            close_all(self._loop, ranks)
+        for name in self._connections:
+            self._end_as_lost(name)
 
-    def _read(self, rank: int) -> None:
+    def _send(self, pending: PendingCall[Any], request: bytes) -> None:
+        name = pending.call.name
+        for rank in pending.ranks:
+            connected = self._connections[name][rank]
+            try:
+                connected.call(request).add_callback(partial(self._on_reply, pending, rank))
+            except EOFError:  # rpyc has closed the socket: another one may get its number soon
+                self._on_lost(name, connected)
+                return
+
+    def _read(self, name: str, connected: RankConnection) -> None:
         try:
-            while self._ranks[rank].connection.poll(0):
+            while connected.connection.poll(0):
                 pass
         except EOFError:
-            self._on_lost(rank)
+            self._on_lost(name, connected)
 
-    def _on_reply(self, future: asyncio.Future[T], reply: Any) -> None:
-        replies = self._waiting.get(future)
-        if replies is None:
+    def _on_reply(self, pending: PendingCall[Any], rank: int, reply: Any) -> None:
+        pending.replies[rank] = _decoded(pending.call, rank, reply)
+        self._end_if_complete(pending)
+
+    def _on_timeout(self, pending: PendingCall[Any], timeout_s: float) -> None:
+        for rank in pending.missing:
+            pending.replies[rank] = _error(pending.call, rank, f"it did not reply within {timeout_s:g} s")
+        self._end_if_complete(pending)
+
+    def _end_if_complete(self, pending: PendingCall[Any]) -> None:
+        if pending.missing or pending not in self._pending:
             return
-        replies.append(None if reply.error else reply.value)
-        if len(replies) == len(self._ranks):
-            del self._waiting[future]
-            _resolve(future, self._join(replies))
+        self._pending.remove(pending)
+        if pending.result.done():  # the caller has cancelled it
+            return
+        try:
+            pending.result.set_result(pending.call.joined([pending.replies[rank] for rank in pending.ranks]))
+        except WorkerCallError as error:
+            pending.result.set_exception(error)
 
-    def _on_lost(self, rank: int) -> None:
+    def _on_lost(self, name: str, connected: RankConnection) -> None:
         """The connection for steps is lost too, and its owner reports that."""
-        self._loop.remove_reader(self._ranks[rank].fileno)
-        self._resolve_all()
+        self._loop.remove_reader(connected.fileno)
+        self._end_as_lost(name)
 
-    def _resolve_all(self) -> None:
-        for future in self._waiting:
-            _resolve(future, self._lost)
-        self._waiting.clear()
+    def _end_as_lost(self, name: str) -> None:
+        self._lost.add(name)
+        for pending in [pending for pending in self._pending if pending.call.name == name]:
+            self._pending.remove(pending)
+            if not pending.result.done():
+                pending.result.set_result(None)
 
 
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():  # the caller may have cancelled it
-        future.set_result(result)
+def _decoded(call: WorkerCall[Any, Reply], rank: int, reply: Any) -> Reply | WorkerCallError:
+    try:
+        value: bytes | str = reply.value
+    except Exception as error:  # of rpyc: handlers raise nothing
+        return _error(call, rank, type(error).__name__)
+    if isinstance(value, str):
+        return _error(call, rank, value)
+    try:
+        return call.decode_reply(value)
+    except msgspec.DecodeError as error:
+        return _error(call, rank, f"the reply is not of the type {call.reply}: {error}")
+
+
+def _error(call: WorkerCall[Any, Any], rank: int, message: str) -> WorkerCallError:
+    return WorkerCallError(f"model worker {rank}: {call.name}: {message}")

@@ -8,12 +8,13 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-from lightserve.io_struct import EngineReady, GrammarSpec, KvLoaded, KvReceived, Step, StepResult
+from lightserve.io_struct import CompileGrammar, EngineReady, GrammarSpec, KvLoaded, KvReceived, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.utils.trace_recorder import TraceRecorder
+from lightserve.worker_calls import COMPILE_GRAMMAR, WAIT_FOR_LOAD
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 
@@ -83,10 +84,14 @@ class StepLoop:
         self.wake()
 
     def compile_grammar(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
-        """Have the workers compile a grammar; None if there are none: new ones compile it when the request enters."""
-        if not self.has_workers or self._model.is_lost:
+        """Have the workers compile a grammar, so that the first step of its request does not wait.
+
+        None if there are no workers: new ones compile it when the request enters. The future resolves in any case: if
+        the grammar is wrong, the request fails when it enters.
+        """
+        if not self.has_workers or self._model.is_lost or not self._model.serves(COMPILE_GRAMMAR):
             return None
-        return self._model.compile_grammar(grammar, self._engine.eos_token_ids)
+        return self._model.call(COMPILE_GRAMMAR, CompileGrammar(grammar, self._engine.eos_token_ids))
 
     def check_workers(self) -> None:
         """Have the workers replaced if the connection is closed or a step does not end."""
@@ -172,7 +177,8 @@ class StepLoop:
         self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens, sending_s))
         self._reporter.metrics.step(count)
         for load in step.loads:
-            self._model.wait_for_load(load.load_id).add_done_callback(partial(self._on_loaded, load.load_id))
+            loaded = self._model.call(WAIT_FOR_LOAD, load.load_id)
+            loaded.add_done_callback(partial(self._on_loaded, load.load_id))
 
     def _on_loaded(self, load_id: int, reply: asyncio.Future[KvLoaded | None]) -> None:
         if self._scheduler.tiers is not None:

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
-from lightserve.io_struct import KV_INBOX_METHODS, LOWER_TIER_METHODS, EngineReady, StartupPhase, StartupProgress
+from lightserve.io_struct import EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
-from lightserve.worker.rpc import KvInboxRpc, KvLoadRpc, LowerTierRpc, RunProfile, StepServer
+from lightserve.worker.call_handlers import call_handlers
+from lightserve.worker.rpc import Launch, StepServer
+
+if TYPE_CHECKING:
+    from lightserve.worker.profiler import WorkerProfiler
 
 STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
@@ -51,7 +55,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             if child_config.role != "normal":
                 worker.add_kv_split(_split_args(child_config))
         link = worker.model.hidden_state_link
-        run_profile = _profiler(child_config, lambda: link.received_s)
+        profiler = _profiler(child_config, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
@@ -73,13 +77,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             kv_identity=worker.kv_identity,
         )
     )
-    load_lora = None if worker.loras is None else worker.loras.load
-    others: list[Any] = [] if worker.host_tier is None else [KvLoadRpc(worker.host_tier.wait)]
-    if worker.lower_tiers is not None:
-        others += [LowerTierRpc(worker.lower_tiers) for _ in LOWER_TIER_METHODS]
-    if worker.kv_split.receiver is not None:
-        others += [KvInboxRpc(worker.kv_split.receiver) for _ in KV_INBOX_METHODS]
-    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora, others)
+    launch = worker.launch if profiler is None else profiler.launch
+    server.serve(launch, worker.pipeline_depth, call_handlers(worker, profiler))
 
 
 def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
@@ -98,7 +97,9 @@ def _split_args(child_config: ChildConfig) -> Any:
     return KvSplitArgs(child_config.role, address, secret, rank, tls, cluster.kv_transport)
 
 
-def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, float] | None]) -> RunProfile | None:
+def _profiler(
+    child_config: ChildConfig, launch: Launch, last_wait: Callable[[], tuple[float, float] | None]
+) -> WorkerProfiler | None:
     """None without --profile_dir: then nothing of the profiler is imported."""
     if child_config.config.launch.profile_dir is None:
         return None
@@ -107,7 +108,7 @@ def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, fl
 
     trace = TorchTrace()
     trace.prepare()
-    return WorkerProfiler(child_config.index, trace, last_wait).run
+    return WorkerProfiler(child_config.index, launch, trace, last_wait)
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:

@@ -11,7 +11,8 @@ from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, St
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.profiler import WorkerProfiler
-from lightserve.worker.rpc import GetResult, StepServer
+from lightserve.worker.rpc import GetResult, StepServer, handler
+from lightserve.worker_calls import PROFILE
 
 CONTEXT_LEN = 8192
 VOCAB_SIZE = 32_000  # of a model whose files do not say it
@@ -108,11 +109,14 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
         )
     )
     launch_config = child_config.config.launch
-    profiler = None if launch_config.profile_dir is None else WorkerProfiler(child_config.index)
     worker = worker_class(launch_config.null_step_ms / 1e3, vocab_size)
     worker.token_s = launch_config.null_token_us / 1e6
     worker.pooling = pooling_limits
-    server.serve(worker.launch, run_profile=None if profiler is None else profiler.run)
+    if launch_config.profile_dir is None:
+        server.serve(worker.launch)
+    else:
+        profiler = WorkerProfiler(child_config.index, worker.launch)
+        server.serve(profiler.launch, handlers=[handler(PROFILE, profiler.run)])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import ModelFilesError
 from lightserve.io_struct import (
     Embedding,
-    GrammarSpec,
     NewReq,
     PoolingLimits,
     ReqFailed,
@@ -85,9 +84,6 @@ class PoolingWorker(ModelWorker):
     def _run_warm_up_steps(self) -> None:
         for step in _warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len):
             self.run(step)
-
-    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-        """There is no text."""
 
     def reset(self) -> None:
         self._batch.clear()

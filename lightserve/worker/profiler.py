@@ -9,7 +9,7 @@ from typing import Protocol
 from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult
 from lightserve.utils.logger import init_logger
 from lightserve.utils.trace_recorder import TraceRecorder
-from lightserve.worker.rpc import GetResult, Launch, ModelRpc
+from lightserve.worker.rpc import GetResult, Launch
 
 logger = init_logger(__name__)
 
@@ -28,31 +28,38 @@ class DeviceTrace(Protocol):
 class WorkerProfiler:
     """Only one thread calls ``run``. While no profile runs, steps are launched as if it did not exist."""
 
-    def __init__(self, rank: int, device_trace: DeviceTrace | None = None, last_wait: LastWait = lambda: None) -> None:
+    def __init__(
+        self, rank: int, launch: Launch, device_trace: DeviceTrace | None = None, last_wait: LastWait = lambda: None
+    ) -> None:
         """``last_wait``: when the last launch waited for the pipeline stage before."""
+        self._launch = self._plain_launch = launch
         self._last_wait = last_wait
         self._name = f"model worker {rank}"
         self._rank = rank
         self._device_trace = device_trace
         self._recorder: TraceRecorder | None = None
 
-    def run(self, rpc: ModelRpc, command: ProfileCommand) -> ProfileResult:
+    def launch(self, step: Step) -> GetResult:
+        """Launch a step, and record it while a profile runs."""
+        return self._launch(step)
+
+    def run(self, command: ProfileCommand) -> ProfileResult:
         try:
-            return self._start(rpc) if command.prefix is None else self._stop(rpc, command.prefix)
+            return self._start() if command.prefix is None else self._stop(command.prefix)
         except Exception as error:  # a profile that fails must not end the worker
             logger.warning("the profile failed: %s", error, exc_info=error)
             return ProfileResult(error=f"{self._name}: {type(error).__name__}: {error}")
 
-    def _start(self, rpc: ModelRpc) -> ProfileResult:
-        self._end(rpc)  # the router may have lost the end of the last one
+    def _start(self) -> ProfileResult:
+        self._end()  # the router may have lost the end of the last one
         if self._device_trace is not None:
             self._device_trace.start()
         self._recorder = TraceRecorder(self._name)
-        rpc.launch = _recorded(rpc.launch, self._recorder, self._last_wait)
+        self._launch = _recorded(self._plain_launch, self._recorder, self._last_wait)
         return ProfileResult()
 
-    def _stop(self, rpc: ModelRpc, prefix: str) -> ProfileResult:
-        recorder = self._end(rpc)
+    def _stop(self, prefix: str) -> ProfileResult:
+        recorder = self._end()
         if recorder is None:
             return ProfileResult(error=f"{self._name} was started after the profile")
         paths = [f"{prefix}-worker-{self._rank}.part"]
@@ -62,9 +69,9 @@ class WorkerProfiler:
         recorder.write(paths[0])
         return ProfileResult(paths)
 
-    def _end(self, rpc: ModelRpc) -> TraceRecorder | None:
+    def _end(self) -> TraceRecorder | None:
         recorder, self._recorder = self._recorder, None
-        rpc.launch = rpc.plain_launch
+        self._launch = self._plain_launch
         return recorder
 
 

@@ -1,70 +1,79 @@
-"""The worker's end of rpyc: steps come in as bytes, results go out as bytes."""
+"""The worker's end of rpyc: requests come in as bytes, replies go out as bytes. See worker_calls.py."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import (
-    GrammarSpec,
-    KvFetch,
-    KvFetched,
-    KvFlush,
-    KvFlushed,
-    KvLoaded,
-    KvLookup,
-    KvReceived,
-    LoraLoad,
-    LoraLoaded,
-    ProfileCommand,
-    ProfileResult,
-    Step,
-    StepResult,
-)
-from lightserve.utils.codec import encode, make_decode
+from lightserve.io_struct import Step, StepResult
+from lightserve.utils.codec import encode
+from lightserve.utils.logger import init_logger
+from lightserve.worker_calls import RUN, WorkerCall
+
+logger = init_logger(__name__)
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
 GetResult = Callable[[], StepResult]
 Launch = Callable[[Step], GetResult]  # starts a step, and returns a function that waits for its result
-CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
-LoadLora = Callable[[LoraLoad], LoraLoaded]  # reads an adapter into host memory
-WaitForLoad = Callable[[int], KvLoaded]  # waits for the end of a load of KV
+Handle = Callable[[bytes], bytes | str]  # returns the reply to a request, or the error as text
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 
-class LowerTierCalls(Protocol):
-    def lookup(self, command: KvLookup) -> list[int]: ...
-
-    def fetch(self, command: KvFetch) -> KvFetched: ...
-
-    def flush(self, command: KvFlush) -> KvFlushed: ...
+class CallHandler(NamedTuple):
+    name: str  # of the call
+    handle: Handle
 
 
-class KvInboxCalls(Protocol):
-    def next_received(self) -> list[KvReceived]: ...
+def handler(call: WorkerCall[Request, Reply], function: Callable[[Request], Reply]) -> CallHandler:
+    """Serve a call with this function, in a thread of its own."""
 
-    def cancel(self, ticket: int) -> None: ...
+    def handle(request: bytes) -> bytes | str:
+        try:
+            return encode(function(call.decode_request(request)))
+        except Exception as error:  # a call that fails must not end the worker
+            logger.warning("the call %s failed: %s", call.name, error, exc_info=error)
+            return f"{type(error).__name__}: {error}"
 
-
-RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
-
-decode_step = make_decode(Step)
-_decode_profile = make_decode(ProfileCommand)
-_decode_lora = make_decode(LoraLoad)
-_decode_load_id = _decode_ticket = make_decode(int)
-_decode_lookup, _decode_fetch, _decode_flush = make_decode(KvLookup), make_decode(KvFetch), make_decode(KvFlush)
-_decode_grammar = make_decode(tuple[GrammarSpec, tuple[int, ...]])
+    return CallHandler(call.name, handle)
 
 
-class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
+class RouterConnection(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
+    """A connection of the router, which first names the call that it is for."""
+
+    def __init__(self, handles: Mapping[str, Handle], unconnected: set[str]) -> None:
+        """``unconnected``: the calls without a connection. All connections share the set."""
+        self.name = ""
+        self._handles = handles
+        self._unconnected = unconnected
+
+    def exposed_connect(self, name: str) -> tuple[str, ...] | str:
+        """The names of all calls that the worker serves, or why it refuses the connection."""
+        if name not in self._handles:
+            return f"there is no call {name!r}; there are {', '.join(self._handles)}"
+        try:
+            self._unconnected.remove(name)
+        except KeyError:
+            return f"the call {name!r} has a connection already"
+        self.name = name
+        return tuple(self._handles)
+
+    def exposed_call(self, request: bytes) -> bytes | str:
+        return self._handles[self.name](request) if self.name else "the connection has named no call"
+
+
+class StepConnection:
     """Serves the connection for steps with as many threads as steps may be in flight.
 
     One thread waits for a result while another reads the next step. Only the thread that holds ``_launching`` reads and
@@ -73,18 +82,15 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 
     def __init__(self, launch: Launch) -> None:
         self.failure: BaseException | None = None
-        self.launch = launch  # a profile replaces it for a while
-        self.plain_launch = launch
+        self._launch = launch
+        self._connection: Any = None
         self._launching = threading.Lock()
         self._thread = threading.local()
 
-    def on_connect(self, connection: Any) -> None:
-        self._connection = connection
-
-    def exposed_run(self, command: bytes) -> bytes:
+    def run(self, request: bytes) -> bytes:
         try:
             began_s = time.monotonic()
-            collect = self.launch(decode_step(command))
+            collect = self._launch(RUN.decode_request(request))
             launch_s = time.monotonic() - began_s
             self._let_others_launch()
             return encode(msgspec.structs.replace(collect(), launch_s=launch_s))
@@ -93,20 +99,21 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
             self._connection.close()
             return b""
 
-    def serve(self) -> None:
+    def serve(self, connection: Any) -> None:
         """Until the router closes the connection or a step fails."""
+        self._connection = connection
         try:
-            while not self._connection.closed:
+            while not connection.closed:
                 self._launching.acquire()
                 self._thread.is_launching = True
                 try:
-                    self._connection.serve(None)
+                    connection.serve(None)
                 finally:
                     self._let_others_launch()
         except EOFError:  # either side has closed it
             pass
         except RuntimeError:  # rpyc releases its lock twice if another thread closes it while this one sends
-            if not self._connection.closed:
+            if not connection.closed:
                 raise
 
     def _let_others_launch(self) -> None:
@@ -115,136 +122,51 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
             self._launching.release()
 
 
-class GrammarRpc(rpyc.Service):  # type: ignore[misc]
-    """Serves the connection for grammars."""
-
-    def __init__(self, compile_grammar: CompileGrammar) -> None:
-        self._compile_grammar = compile_grammar
-
-    def exposed_compile_grammar(self, command: bytes) -> None:
-        self._compile_grammar(*_decode_grammar(command))
-
-
-class LoraRpc(rpyc.Service):  # type: ignore[misc]
-    """Serves the connection for adapters, if there is one."""
-
-    def __init__(self, load_lora: LoadLora) -> None:
-        self._load_lora = load_lora
-
-    def exposed_load_lora(self, command: bytes) -> bytes:
-        return encode(self._load_lora(_decode_lora(command)))
-
-
-class KvLoadRpc(rpyc.Service):  # type: ignore[misc]
-    """Serves the connection for loads of KV, if there is one."""
-
-    def __init__(self, wait_for_load: WaitForLoad) -> None:
-        self._wait_for_load = wait_for_load
-
-    def exposed_wait_for_load(self, load_id: bytes) -> bytes:
-        return encode(self._wait_for_load(_decode_load_id(load_id)))
-
-
-class LowerTierRpc(rpyc.Service):  # type: ignore[misc]
-    """Serves a connection for the KV tiers below host memory. There is one for each method, so that none waits."""
-
-    def __init__(self, tiers: LowerTierCalls) -> None:
-        self._tiers = tiers
-
-    def exposed_lookup(self, command: bytes) -> bytes:
-        return encode(self._tiers.lookup(_decode_lookup(command)))
-
-    def exposed_fetch(self, command: bytes) -> bytes:
-        return encode(self._tiers.fetch(_decode_fetch(command)))
-
-    def exposed_flush(self, command: bytes) -> bytes:
-        return encode(self._tiers.flush(_decode_flush(command)))
-
-
-class KvInboxRpc(rpyc.Service):  # type: ignore[misc]
-    """Serves a connection for KV that other engines send. There is one for each method, so that none waits."""
-
-    def __init__(self, inbox: KvInboxCalls) -> None:
-        self._inbox = inbox
-
-    def exposed_next_received(self, _: bytes) -> bytes:
-        return encode(self._inbox.next_received())
-
-    def exposed_cancel(self, ticket: bytes) -> bytes:
-        self._inbox.cancel(_decode_ticket(ticket))
-        return b""
-
-
-class ProfileRpc(rpyc.Service):  # type: ignore[misc]
-    """Serves the connection for profiles, if there is one."""
-
-    def __init__(self, run_profile: RunProfile, rpc: ModelRpc) -> None:
-        self._run_profile = run_profile
-        self._rpc = rpc
-
-    def exposed_profile(self, command: bytes) -> bytes:
-        return encode(self._run_profile(self._rpc, _decode_profile(command)))
-
-
-def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-    """For workers without grammars."""
-
-
 class StepServer:
-    """Listens on a unix socket for the only router.
-
-    Its first connection is for steps, its second for grammars. The next ones are for adapters, for ``others`` of
-    ``serve`` (KV tiers and KV of other engines) and for profiles, if the server has them.
-    """
+    """Listens on a unix socket for the only router, which opens a connection for each call in any order."""
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(16)  # more than the router has connections
+        self._listener.listen(32)  # more than the router has connections
+        self._for_steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def serve(
-        self,
-        launch: Launch,
-        depth: int = 1,
-        compile_grammar: CompileGrammar = ignore_grammar,
-        run_profile: RunProfile | None = None,
-        load_lora: LoadLora | None = None,
-        others: Sequence[rpyc.Service] = (),
-    ) -> None:
+    def serve(self, launch: Launch, depth: int = 1, handlers: Sequence[CallHandler] = ()) -> None:
         """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails.
 
-        ``others`` have a connection and a thread each, in this order, between those for adapters and for profiles.
+        Each of ``handlers`` serves the connection for its call in a thread of its own: a step never waits behind it.
         """
-        connected, _ = self._listener.accept()
-        rpc = ModelRpc(launch)
-        rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
-        threads = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
-        services: list[rpyc.Service] = [GrammarRpc(compile_grammar)]
-        if load_lora is not None:
-            services.append(LoraRpc(load_lora))
-        services += others
-        if run_profile is not None:
-            services.append(ProfileRpc(run_profile, rpc))
-        accepting = threading.Thread(target=self._serve_others, args=(services,), daemon=True)
-        for thread in (*threads, accepting):
+        steps = StepConnection(launch)
+        handles: dict[str, Handle] = {RUN.name: steps.run, **dict(handlers)}
+        threading.Thread(target=self._accept, args=(handles,), daemon=True).start()
+        connection = self._for_steps.get()
+        threads = [threading.Thread(target=steps.serve, args=(connection,), daemon=True) for _ in range(depth - 1)]
+        for thread in threads:
             thread.start()
-        rpc.serve()
+        steps.serve(connection)
         for thread in threads:
             thread.join()
         with suppress(OSError):  # not every system can shut a listener down
-            self._listener.shutdown(socket.SHUT_RDWR)  # a thread may still wait for a connection
-        if rpc.failure is not None:
-            raise rpc.failure
+            self._listener.shutdown(socket.SHUT_RDWR)  # a thread still waits for connections
+        if steps.failure is not None:
+            raise steps.failure
 
-    def serve_grammars(self, compile_grammar: CompileGrammar) -> None:
-        self._serve_others([GrammarRpc(compile_grammar)])
-
-    def _serve_others(self, services: list[rpyc.Service]) -> None:
-        """Each in a thread of its own: a step never waits behind a compilation or a profile."""
-        for service in services:
+    def _accept(self, handles: Mapping[str, Handle]) -> None:
+        unconnected = set(handles)
+        while True:
             try:
-                connected, _ = self._listener.accept()
+                sock, _ = self._listener.accept()
             except OSError:  # shut down
                 return
-            connection = service._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
-            threading.Thread(target=connection.serve_all, daemon=True).start()
+            service = RouterConnection(handles, unconnected)
+            threading.Thread(target=self._serve_connection, args=(sock, service), daemon=True).start()
+
+    def _serve_connection(self, sock: socket.socket, service: RouterConnection) -> None:
+        connection = service._connect(Channel(SocketStream(sock), compress=False), RPYC_CONFIG)
+        with suppress(EOFError):  # the router has closed it
+            while not (service.name or connection.closed):
+                connection.serve(None)
+            if service.name == RUN.name:
+                self._for_steps.put(connection)
+            else:
+                connection.serve_all()

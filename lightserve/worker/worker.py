@@ -16,7 +16,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import (
-    GrammarSpec,
+    CompileGrammar,
     HostKvSize,
     KvCopy,
     NewReq,
@@ -280,12 +280,12 @@ class ModelWorker:
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
-    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-        """Compile a grammar before a request with it enters. From any thread."""
+    def compile_grammar(self, command: CompileGrammar) -> None:
+        """From any thread."""
         if not self.model.pp.is_last:
             return  # only the last stage samples
         with suppress(InvalidRequestError):  # the request fails with the error when it enters
-            self._grammars.compile_grammar(grammar, eos_ids)
+            self._grammars.compile_grammar(command.grammar, command.eos_ids)
 
     def _update_batch(self, step: Step) -> None:
         self._batch.free(step)

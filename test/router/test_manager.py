@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +27,6 @@ from lightserve.io_struct import (
     GrammarSpec,
     HostKvSize,
     HttpProcessLost,
-    KvLoaded,
     ParentPart,
     ReleaseParents,
     ReqFailed,
@@ -48,6 +48,7 @@ from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.block_hash import block_keys
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.int_arrays import int32s, int64s
+from lightserve.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from test.waiting import DEADLINE_S, until
 
 EOS = 2
@@ -83,15 +84,16 @@ class FakeModel:
         self._tasks.append(task)
         return task
 
-    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+    def serves(self, call: WorkerCall[Any, Any]) -> bool:
+        return call is COMPILE_GRAMMAR
+
+    def call(self, call: WorkerCall[Any, Any], request: Any, timeout_s: float | None = None) -> asyncio.Future[Any]:
+        assert self.serves(call)
         self.compiled.append(asyncio.get_running_loop().create_future())
         return self.compiled[-1]
 
     lower_tiers = None
     kv_inbox = None
-
-    def wait_for_load(self, load_id: int) -> asyncio.Future[KvLoaded | None]:
-        raise AssertionError("there are no KV tiers")
 
     def close(self) -> None: ...
 

@@ -18,8 +18,6 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
     GrammarSpec,
-    LoraLoad,
-    LoraLoaded,
     NewReq,
     SamplingParams,
     Step,
@@ -28,21 +26,12 @@ from lightserve.io_struct import (
     Token,
     TokenOut,
 )
-from lightserve.router.lora_client import FAILED
 from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.codec import encode
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.process import ChildConfig
-from lightserve.worker.rpc import (
-    RPYC_CONFIG,
-    CompileGrammar,
-    Launch,
-    LoadLora,
-    ModelRpc,
-    StepServer,
-    decode_step,
-    ignore_grammar,
-)
+from lightserve.worker.rpc import RPYC_CONFIG, Launch, RouterConnection, StepConnection, StepServer
+from lightserve.worker_calls import RUN
 from test.waiting import DEADLINE_S, until
 
 
@@ -70,17 +59,6 @@ def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
 async def client_of(paths: list[str], restart_requests: list[tuple[str, bool]] | None = None) -> RpycModelClient:
     requests = [] if restart_requests is None else restart_requests
     return await RpycModelClient.connect(paths, lambda reason, caused: requests.append((reason, caused)))
-
-
-def loading(tmp_path: Path, *loads: LoadLora) -> list[str]:
-    """Ranks that run steps at once; each loads adapters in its own way."""
-    paths = []
-    for rank, load_lora in enumerate(loads):
-        path = str(tmp_path / f"worker-{rank}")
-        args = (StepServer(path).serve, in_order(echo), 1, ignore_grammar, None, load_lora)
-        threading.Thread(target=args[0], args=args[1:], daemon=True).start()
-        paths.append(path)
-    return paths
 
 
 def within_deadline(work: Coroutine[Any, Any, None]) -> None:
@@ -235,7 +213,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
         outs = await asyncio.gather(*futures)
 
         assert not is_lost
-        assert [encode(step) for step in seen] == [encode(decode_step(encode(step))) for step in steps]
+        assert [encode(step) for step in seen] == [encode(RUN.decode_request(encode(step))) for step in steps]
         assert [out.tokens[0].token.id for out in outs] == [0, 1, 2]
         client.close()
 
@@ -342,34 +320,33 @@ def test_a_failing_worker_reports_to_its_own_process_and_fails_the_steps_in_flig
     within_deadline(scenario())
 
 
-class HangsUp:
-    """A worker whose socket can be closed under it."""
+class RecordingServer(StepServer):
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.sockets: list[socket.socket] = []  # the first one is for steps
+
+    def _serve_connection(self, sock: socket.socket, service: RouterConnection) -> None:
+        self.sockets.append(sock)
+        super()._serve_connection(sock, service)
+
+
+class HangsUp(RecordingServer):
+    """A worker whose connection for steps can be closed under it."""
 
     def __init__(self, path: str) -> None:
+        super().__init__(path)
         self.path = path
         self.may_launch = threading.Event()
         self.may_launch.set()
-        self._listener = StepServer(path)
-        self._connected: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self.serve, args=(self._launch,))
         self._thread.start()
-
-    def _serve(self) -> None:
-        self._connected.append(self._listener._listener.accept()[0])
-        rpc = ModelRpc(self._launch)
-        rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
-        threading.Thread(target=self._listener.serve_grammars, args=(self.compile_grammar,), daemon=True).start()
-        rpc.serve()
-
-    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-        self.may_launch.wait(DEADLINE_S)
 
     def _launch(self, step: Step) -> Callable[[], StepResult]:
         self.may_launch.wait(DEADLINE_S)
         return partial(echo, step)
 
     def hang_up(self) -> None:
-        self._connected[0].shutdown(socket.SHUT_RDWR)
+        self.sockets[0].shutdown(socket.SHUT_RDWR)
         self.may_launch.set()
         self._thread.join(DEADLINE_S)
 
@@ -418,12 +395,13 @@ def test_a_worker_ends_quietly_if_the_connection_is_closed_while_it_sends() -> N
             connection._cleanup()  # as in another thread that finds the router gone, just before this one sends
 
     ours, theirs = socket.socketpair()
-    rpc = ModelRpc(in_order(echo))
-    connection = rpc._connect(LateChannel(SocketStream(theirs), compress=False), RPYC_CONFIG)
+    steps = StepConnection(in_order(echo))
+    service = RouterConnection({}, set())
+    connection = service._connect(LateChannel(SocketStream(theirs), compress=False), RPYC_CONFIG)
     router = connect_channel(Channel(SocketStream(ours), compress=False))
     router.async_request(consts.HANDLE_PING, b"")
 
-    rpc.serve()
+    steps.serve(connection)
 
     assert connection.closed
 
@@ -499,140 +477,27 @@ def test_a_worker_that_accepts_and_does_not_answer_is_given_up_and_blocks_nothin
             sock.close()
 
 
-def test_no_connection_is_left_if_one_of_the_workers_cannot_be_reached(tmp_path: Path) -> None:
-    closed = threading.Event()
-    server = StepServer(str(tmp_path / "worker-0"))
+def test_a_second_router_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        paths = served(tmp_path, echo)
+        client = await client_of(paths)
 
-    def serve() -> None:
-        server.serve(in_order(echo))
-        closed.set()
+        with pytest.raises(ConnectionRefusedError, match=r"model worker 0 .* the call 'run' has a connection already"):
+            await client_of(paths)
+
+        assert (await client.run(Step([StepRow(1, [7])]))).tokens[0].token.id == 7
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_no_connection_is_left_if_one_of_the_workers_cannot_be_reached(tmp_path: Path) -> None:
+    server = RecordingServer(str(tmp_path / "worker-0"))
 
     async def scenario() -> None:
         with pytest.raises(FileNotFoundError):
             await client_of([str(tmp_path / "worker-0"), str(tmp_path / "nobody")])
-        await until(closed.is_set)
+        await until(lambda: bool(server.sockets) and all(sock.fileno() == -1 for sock in server.sockets))
 
-    threading.Thread(target=serve, daemon=True).start()
-    within_deadline(scenario())
-
-
-DIGITS = GrammarSpec("regex", "[0-9]+é")
-
-
-def compiling(tmp_path: Path, *compiles: CompileGrammar) -> list[str]:
-    """Ranks that run steps at once; each compiles grammars in its own way."""
-    paths = []
-    for rank, compile_grammar in enumerate(compiles):
-        path = str(tmp_path / f"worker-{rank}")
-        args = (StepServer(path).serve, in_order(echo), 1, compile_grammar)
-        threading.Thread(target=args[0], args=args[1:], daemon=True).start()
-        paths.append(path)
-    return paths
-
-
-def test_a_grammar_is_compiled_when_every_rank_has_compiled_it_and_steps_run_meanwhile(tmp_path: Path) -> None:
-    may_end = [threading.Event(), threading.Event()]
-    compiled: list[tuple[int, GrammarSpec, tuple[int, ...]]] = []
-
-    def rank(number: int) -> CompileGrammar:
-        def compile_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-            assert may_end[number].wait(DEADLINE_S)
-            compiled.append((number, grammar, eos_ids))
-
-        return compile_grammar
-
-    async def scenario() -> None:
-        client = await client_of(compiling(tmp_path, rank(0), rank(1)))
-        future = client.compile_grammar(DIGITS, (3, 4))
-
-        for i in range(3):  # no step waits for the compilation
-            assert (await client.run(Step([StepRow(1, [i])]))).tokens[0].token.id == i
-        may_end[0].set()
-        await until(lambda: len(compiled) == 1)
-        assert (await client.run(Step([StepRow(1, [9])]))).tokens[0].token.id == 9
-        assert not future.done()
-        may_end[1].set()
-        await future
-
-        assert compiled == [(0, DIGITS, (3, 4)), (1, DIGITS, (3, 4))]
-        client.close()
-
-    within_deadline(scenario())
-
-
-def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled(tmp_path: Path) -> None:
-    def compile_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-        if grammar.text == "(":
-            raise ValueError("an error of the compiler")
-
-    async def scenario() -> None:
-        client = await client_of(compiling(tmp_path, compile_grammar))
-
-        await client.compile_grammar(GrammarSpec("regex", "("), ())
-        await client.compile_grammar(DIGITS, ())
-
-        assert not client.is_lost
-        client.close()
-
-    within_deadline(scenario())
-
-
-def test_a_worker_without_grammars_prepares_at_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        client = await client_of(compiling(tmp_path, ignore_grammar))
-
-        await client.compile_grammar(DIGITS, ())
-
-        client.close()
-
-    within_deadline(scenario())
-
-
-@pytest.mark.parametrize("how", ["closed", "process died"])
-def test_a_grammar_in_preparation_resolves_when_the_workers_are_given_up(tmp_path: Path, how: str) -> None:
-    may_end = threading.Event()
-
-    def compile_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
-        may_end.wait(DEADLINE_S)
-
-    async def scenario() -> None:
-        client = await client_of(compiling(tmp_path, compile_grammar))
-        compiled = client.compile_grammar(DIGITS, ())
-        if how == "closed":
-            client.close()
-        else:
-            for rank in client._grammars._calls._ranks:
-                rank.connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
-
-        await compiled
-        if how != "closed":
-            await client.compile_grammar(DIGITS, ())
-        may_end.set()
-        client.close()
-
-    within_deadline(scenario())
-
-
-def test_an_adapter_is_loaded_when_every_rank_has_it_and_the_first_error_counts(tmp_path: Path) -> None:
-    def rank_0(command: LoraLoad) -> LoraLoaded:
-        return LoraLoaded("wrong shape" if command.path == "/misshapen" else "")
-
-    def rank_1(command: LoraLoad) -> LoraLoaded:
-        if command.path == "/unreadable":
-            raise OSError("an error that no rank expects")
-        return LoraLoaded()
-
-    async def scenario() -> None:
-        client = await RpycModelClient.connect(
-            loading(tmp_path, rank_0, rank_1), lambda reason, caused_by_request: None, True
-        )
-
-        assert await client.load_lora(LoraLoad(1, "/good")) == LoraLoaded()
-        assert await client.load_lora(LoraLoad(2, "/misshapen")) == LoraLoaded("wrong shape")
-        assert await client.load_lora(LoraLoad(3, "/unreadable")) == LoraLoaded(FAILED)
-        assert await client.load_lora(LoraLoad(4, "/good")) == LoraLoaded()
-
-        assert not client.is_lost
-        client.close()
-
+    threading.Thread(target=server.serve, args=(in_order(echo),), daemon=True).start()
     within_deadline(scenario())

@@ -25,6 +25,7 @@ from lightserve.router import profile_folder
 from lightserve.router.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.request_tracks import add_request_tracks
 from lightserve.utils.trace_recorder import TraceRecorder
+from lightserve.worker_calls import PROFILE, WorkerCall
 from test.router.test_manager import Router, check, request
 
 HOUR_S = 3600.0
@@ -35,18 +36,25 @@ class FakeWorkers:
 
     def __init__(self) -> None:
         self.error = ""
+        self.are_lost = False
         self.commands: list[ProfileCommand] = []
 
-    async def run(self, command: ProfileCommand, timeout_s: float) -> list[ProfileResult]:
-        self.commands.append(command)
-        if self.error:
-            return [ProfileResult(error=self.error)]
-        if command.prefix is None:
-            return [ProfileResult()]
+    def call(self, call: WorkerCall[Any, Any], request: Any, timeout_s: float | None = None) -> asyncio.Future[Any]:
+        assert call is PROFILE
+        self.commands.append(request)
+        result = asyncio.get_running_loop().create_future()
+        result.set_result(self._profile(request.prefix))
+        return result
+
+    def _profile(self, prefix: str | None) -> ProfileResult | None:
+        if self.are_lost:
+            return None
+        if self.error or prefix is None:
+            return ProfileResult(error=self.error)
         recorder = TraceRecorder("model worker 0")
         recorder.add("launch", time.monotonic(), time.monotonic())
-        recorder.write(f"{command.prefix}-worker-0.part")
-        return [ProfileResult([f"{command.prefix}-worker-0.part"])]
+        recorder.write(f"{prefix}-worker-0.part")
+        return ProfileResult([f"{prefix}-worker-0.part"])
 
 
 async def ask(router: Router, message: StartProfile | StopProfile) -> ProfileReply:
@@ -128,11 +136,27 @@ def test_a_worker_that_cannot_start_a_profile_refuses_it(tmp_path: Path) -> None
     async def scenario(router: Router) -> None:
         workers = FakeWorkers()
         router.manager.profiles.enable(str(tmp_path / "profiles"), workers)
-        workers.error = "the model workers were lost"
+        workers.error = "no profiler"
 
         assert (await ask(router, StartProfile(1, HOUR_S))).status == 500
         workers.error = ""
         assert (await ask(router, StartProfile(2, HOUR_S))).status == 200
+
+    check(scenario, tmp_path)
+
+
+def test_a_profile_of_lost_workers_has_the_router_and_says_what_is_missing(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        workers = FakeWorkers()
+        router.manager.profiles.enable(str(tmp_path / "profiles"), workers)
+        await ask(router, StartProfile(1, HOUR_S))
+        workers.are_lost = True
+        stopped = await ask(router, StopProfile(2))
+        started = await ask(router, StartProfile(3, HOUR_S))
+
+        assert (stopped.status, started.status) == (200, 500)
+        assert stopped.message == started.message == "the model workers were lost"
+        assert events_of(stopped.path)
 
     check(scenario, tmp_path)
 

@@ -20,7 +20,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.grammar import compiler as compiler_module
 from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.grammar.specs import choice_grammar, schema_grammar
-from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
+from lightserve.io_struct import CompileGrammar, FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
 from lightserve.utils.memory import allocated_bytes
@@ -410,7 +410,7 @@ def test_a_request_does_not_wait_for_the_compilation_of_other_grammars(
 
 
 def test_a_grammar_that_does_not_compile_is_an_error_of_its_request_alone(llm: LLM) -> None:
-    llm.worker.compile_grammar(GrammarSpec("regex", "("), (EOS,))
+    llm.worker.compile_grammar(CompileGrammar(GrammarSpec("regex", "("), (EOS,)))
 
     with pytest.raises(InvalidRequestError, match="cannot be used"):
         llm.worker._grammars.compile_grammar(GrammarSpec("regex", "("), (EOS,))

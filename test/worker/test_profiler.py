@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from lightserve.io_struct import ProfileCommand, Step, StepResult, StepRow
+from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult, StepRow
 from lightserve.router.model_client import RpycModelClient
-from lightserve.router.profile_client import LOST, ProfileClient
 from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
-from lightserve.worker.rpc import GetResult, ModelRpc, StepServer
+from lightserve.worker.rpc import GetResult, StepServer, handler
 from lightserve.worker.torch_trace import TorchTrace
+from lightserve.worker_calls import PROFILE
 
 CLOCK_SLACK_US = 500.0  # torch reads a counter of the CPU and converts it
 STEP = Step([StepRow(1, [0, 1, 2])])
@@ -45,22 +45,26 @@ class FailingTrace:
     def stop(self, path: str) -> None: ...
 
 
-Scenario = Callable[[RpycModelClient, ProfileClient], Awaitable[None]]
+Scenario = Callable[[RpycModelClient], Awaitable[None]]
+
+
+async def profile(model: RpycModelClient, command: ProfileCommand) -> ProfileResult:
+    result = await model.call(PROFILE, command, 30)
+    assert result is not None
+    return result
 
 
 def serve(run_dir: Path, device_trace: DeviceTrace | None, scenario: Scenario) -> None:
     path = str(run_dir / "worker")
-    server, profiler = StepServer(path), WorkerProfiler(0, device_trace)
-    thread = threading.Thread(target=server.serve, args=(Worker().launch, 2), kwargs={"run_profile": profiler.run})
+    server, profiler = StepServer(path), WorkerProfiler(0, Worker().launch, device_trace)
+    thread = threading.Thread(target=server.serve, args=(profiler.launch, 2, [handler(PROFILE, profiler.run)]))
     thread.start()
 
     async def run() -> None:
         model = await RpycModelClient.connect([path], lambda reason, caused_by_request: None)
-        profiles = await ProfileClient.connect([path])
         try:
-            await scenario(model, profiles)
+            await scenario(model)
         finally:
-            profiles.close()
             model.close()
 
     asyncio.run(run())
@@ -76,12 +80,12 @@ def read(path: str) -> list[dict[str, Any]]:
 
 
 def test_a_profile_has_the_steps_and_what_torch_did_in_their_thread(tmp_path: Path) -> None:
-    async def scenario(model: RpycModelClient, profiles: ProfileClient) -> None:
+    async def scenario(model: RpycModelClient) -> None:
         await model.run(STEP)
-        (started,) = await profiles.run(ProfileCommand(), 30)
+        started = await profile(model, ProfileCommand())
         await model.run(STEP)
         await model.run(STEP)
-        (stopped,) = await profiles.run(ProfileCommand(str(tmp_path / "p")), 30)
+        stopped = await profile(model, ProfileCommand(str(tmp_path / "p")))
         await model.run(STEP)
 
         assert started.error == stopped.error == ""
@@ -100,22 +104,22 @@ def test_a_profile_has_the_steps_and_what_torch_did_in_their_thread(tmp_path: Pa
 
 
 def test_steps_are_launched_as_before_when_no_profile_runs(tmp_path: Path) -> None:
-    worker, profiler = Worker(), WorkerProfiler(0)
-    plain = worker.launch
-    rpc = ModelRpc(plain)
+    worker = Worker()
+    profiler = WorkerProfiler(0, worker.launch)
 
-    profiler.run(rpc, ProfileCommand())
-    during = rpc.launch
-    profiler.run(rpc, ProfileCommand(str(tmp_path / "p")))
+    before = profiler.launch(STEP)
+    profiler.run(ProfileCommand())
+    during = profiler.launch(STEP)
+    profiler.run(ProfileCommand(str(tmp_path / "p")))
 
-    assert during is not plain
-    assert rpc.launch is plain
+    assert before == profiler.launch(STEP) == worker._collect
+    assert during != worker._collect
 
 
 def test_a_profiler_that_fails_does_not_end_the_worker(tmp_path: Path) -> None:
-    async def scenario(model: RpycModelClient, profiles: ProfileClient) -> None:
-        (started,) = await profiles.run(ProfileCommand(), 30)
-        (stopped,) = await profiles.run(ProfileCommand(str(tmp_path / "p")), 30)
+    async def scenario(model: RpycModelClient) -> None:
+        started = await profile(model, ProfileCommand())
+        stopped = await profile(model, ProfileCommand(str(tmp_path / "p")))
 
         assert started.error == "model worker 0: RuntimeError: no profiler"
         assert "was started after the profile" in stopped.error
@@ -125,23 +129,13 @@ def test_a_profiler_that_fails_does_not_end_the_worker(tmp_path: Path) -> None:
 
 
 def test_a_part_that_cannot_be_written_is_an_error_and_the_next_profile_works(tmp_path: Path) -> None:
-    async def scenario(model: RpycModelClient, profiles: ProfileClient) -> None:
-        await profiles.run(ProfileCommand(), 30)
-        (stopped,) = await profiles.run(ProfileCommand(str(tmp_path / "missing" / "p")), 30)
-        await profiles.run(ProfileCommand(), 30)
-        (again,) = await profiles.run(ProfileCommand(str(tmp_path / "p")), 30)
+    async def scenario(model: RpycModelClient) -> None:
+        await profile(model, ProfileCommand())
+        stopped = await profile(model, ProfileCommand(str(tmp_path / "missing" / "p")))
+        await profile(model, ProfileCommand())
+        again = await profile(model, ProfileCommand(str(tmp_path / "p")))
 
         assert "FileNotFoundError" in stopped.error
         assert again.error == ""
-
-    serve(tmp_path, None, scenario)
-
-
-def test_lost_workers_end_the_wait_for_a_profile(tmp_path: Path) -> None:
-    async def scenario(model: RpycModelClient, profiles: ProfileClient) -> None:
-        profiles.close()
-        (result,) = await profiles.run(ProfileCommand(), 30)
-
-        assert result.error == LOST
 
     serve(tmp_path, None, scenario)

@@ -1,0 +1,40 @@
+"""What a model worker does for each call of worker_calls.py. A call that it has no handler for cannot be made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightserve.worker.rpc import CallHandler, handler
+from lightserve.worker_calls import (
+    CANCEL_RECEIVE,
+    COMPILE_GRAMMAR,
+    FETCH_KV,
+    FLUSH_KV,
+    LOAD_LORA,
+    LOOKUP_KV,
+    PROFILE,
+    RECEIVE_KV,
+    WAIT_FOR_LOAD,
+)
+
+if TYPE_CHECKING:  # torch
+    from lightserve.worker.profiler import WorkerProfiler
+    from lightserve.worker.worker import ModelWorker
+
+
+def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[CallHandler]:
+    handlers: list[CallHandler] = []
+    if worker.pooling is None:
+        handlers.append(handler(COMPILE_GRAMMAR, worker.compile_grammar))
+    if worker.loras is not None:
+        handlers.append(handler(LOAD_LORA, worker.loras.load))
+    if worker.host_tier is not None:
+        handlers.append(handler(WAIT_FOR_LOAD, worker.host_tier.wait))
+    if (tiers := worker.lower_tiers) is not None:
+        handlers += [handler(LOOKUP_KV, tiers.lookup), handler(FETCH_KV, tiers.fetch), handler(FLUSH_KV, tiers.flush)]
+    if (receiver := worker.kv_split.receiver) is not None:
+        handlers.append(handler(RECEIVE_KV, lambda _: receiver.next_received()))
+        handlers.append(handler(CANCEL_RECEIVE, receiver.cancel))
+    if profiler is not None:
+        handlers.append(handler(PROFILE, profiler.run))
+    return handlers
