@@ -2,7 +2,7 @@
 
 Every call has its own connection to every rank, which names the call when it is opened. A thread serves it there, so a
 call delays neither steps nor other calls. A new call is an entry here and a handler in worker/call_handlers.py; then
-``call`` of router/model_client.py can make it.
+``call`` of router/workers/client.py can make it.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from lightserve.io_struct import (
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
-from lightserve.router.model_client import RpycModelClient
 from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import Policy, make_policy
 from lightserve.router.scheduler import LockstepScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.stats import ThroughputLog
+from lightserve.router.workers.client import RpycModelClient
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child

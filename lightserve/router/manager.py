@@ -1,7 +1,7 @@
 """The router: it receives requests, ends them when they are aborted or late, and sends heartbeats.
 
 A request passes these files in order: manager.py accepts it and queues it in scheduler/, step_loop.py sends the steps
-that the scheduler plans through model_client.py to the workers, and reporter.py sends the tokens to the detokenizer.
+that the scheduler plans through workers/client.py to the workers, and reporter.py sends the tokens to the detokenizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from lightserve.io_struct import (
 )
 from lightserve.router.adapter_control import AdapterControl
 from lightserve.router.adapter_registry import RegisteredAdapter
-from lightserve.router.model_client import ModelClient
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
@@ -49,6 +48,7 @@ from lightserve.router.scheduler import AnyScheduler, Scheduler
 from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
+from lightserve.router.workers.client import ModelClient
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts

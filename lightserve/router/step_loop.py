@@ -9,10 +9,10 @@ from functools import partial
 from typing import NamedTuple
 
 from lightserve.io_struct import CompileGrammar, EngineReady, GrammarSpec, KvLoaded, KvReceived, Step, StepResult
-from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
+from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
 from lightserve.worker_calls import COMPILE_GRAMMAR, WAIT_FOR_LOAD
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult, StepRow
-from lightserve.router.model_client import RpycModelClient
+from lightserve.router.workers.client import RpycModelClient
 from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler
 from lightserve.worker.torch_trace import TorchTrace

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from lightserve.errors import WorkerCallError
-from lightserve.router.connection import RankConnection, RankConnections, close_all
+from lightserve.router.workers.connection import RankConnection, RankConnections, close_all
 from lightserve.utils.codec import encode
 from lightserve.worker_calls import WorkerCall
 

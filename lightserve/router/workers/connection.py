@@ -13,7 +13,7 @@ import rpyc
 from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
-from lightserve.router.loop_stream import LoopStream
+from lightserve.router.workers.loop_stream import LoopStream
 from lightserve.worker_calls import RUN
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}

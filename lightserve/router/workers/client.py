@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup, Step, StepResult
-from lightserve.router.connection import RankConnections, close_all, connect_ranks
-from lightserve.router.kv_inbox_client import KvInboxClient
 from lightserve.router.kv_tiers.lower import LowerTierClient
-from lightserve.router.rank_calls import RankCalls
+from lightserve.router.workers.calls import RankCalls
+from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks
+from lightserve.router.workers.kv_inbox import KvInboxClient
 from lightserve.utils.codec import encode
 from lightserve.worker_calls import FETCH_KV, FLUSH_KV, LOOKUP_KV, RUN, WorkerCall, WorkerCaller
 

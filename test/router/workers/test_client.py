@@ -26,7 +26,7 @@ from lightserve.io_struct import (
     Token,
     TokenOut,
 )
-from lightserve.router.model_client import RpycModelClient
+from lightserve.router.workers.client import RpycModelClient
 from lightserve.utils.codec import encode
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.process import ChildConfig
@@ -450,7 +450,7 @@ def test_a_late_connection_to_dead_workers_does_not_reach_their_successors(tmp_p
 def test_a_worker_that_accepts_and_does_not_answer_is_given_up_and_blocks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins_to_answer: bool
 ) -> None:
-    monkeypatch.setattr("lightserve.router.connection.CONNECT_S", 0.3)
+    monkeypatch.setattr("lightserve.router.workers.connection.CONNECT_S", 0.3)
     (serving,) = served(tmp_path, echo)
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(str(tmp_path / "hanging"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightserve.io_struct import KvReceived
-from lightserve.router.rank_calls import RankCalls
+from lightserve.router.workers.calls import RankCalls
 from lightserve.utils.logger import init_logger
 from lightserve.worker_calls import CANCEL_RECEIVE, RECEIVE_KV
 
