@@ -33,6 +33,19 @@ TEXTS = {
     "tcp://0.0.0.0": "listens to the network",
     "lightserve[": "is on no package index; see utils/extras.py",
 }
+# What kernels may use is asked of ``ops.DeviceTraits``, which a device of any vendor fills in.
+VENDOR_QUESTIONS = {
+    "get_arch_list",
+    "get_current_target",
+    "get_device_capability",
+    "is_bf16_supported",
+    "is_cuda",
+    "is_hip",
+    "is_xpu",
+}
+VENDORS = {"cuda", "hip", "rocm", "xpu"}
+# the device itself, what `lightserve doctor` shows people, and the target of a compilation, which is passed on
+MAY_ASK_VENDORS = ("common/device/", "cli/machine.py", "common/compile/")
 
 
 def mistakes_in(source: str) -> Iterator[str]:
@@ -71,6 +84,39 @@ def _tells_mypy(node: ast.Assert) -> bool:
     """What our own code guarantees and a type cannot say: that a value is there, or of which class it is."""
     test = ast.unparse(node.test)
     return test.endswith(" is not None") or test.startswith("isinstance(")
+
+
+def vendor_questions_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in VENDOR_QUESTIONS:
+            yield f"line {node.lineno}: {name}"  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Compare) and _names_vendor(node):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _names_vendor(node: ast.Compare) -> bool:
+    return any(isinstance(child, ast.Constant) and child.value in VENDORS for child in ast.walk(node))
+
+
+def test_only_a_device_asks_which_gpu_it_is() -> None:
+    for path in sorted(ROOT.rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(MAY_ASK_VENDORS):
+            assert list(vendor_questions_in(path.read_text())) == [], f"{name}: ask ops.active_traits()"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.cuda.get_device_capability(device) >= (8, 9)",
+        "if x.is_cuda: pass",
+        "if device.type == 'cuda': pass",
+        "if device.type in ('cuda', 'xpu'): pass",
+    ],
+)
+def test_each_question_to_a_vendor_would_be_found(source: str) -> None:
+    assert len(list(vendor_questions_in(source))) == 1
 
 
 def test_nothing_does_what_is_forbidden() -> None:

@@ -163,7 +163,16 @@ LAYERS: dict[str, set[str]] = {
     "llm_pooling": {"errors", "io_struct", "model_files", "router", "utils", "worker"},
     "generate": {*GROUND, "llm", "server"},
     "ray": {*GROUND, "cluster.proxy", "cluster.tcp", "server"},
-    "cli": {*GROUND, "cluster.tcp", "common.cpu_kernel", "model_files", "models.registry", "ray", "server"},
+    "cli": {
+        *GROUND,
+        "cluster.tcp",
+        "common.cpu_kernel",
+        "common.device",
+        "model_files",
+        "models.registry",
+        "ray",
+        "server",
+    },
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,

@@ -69,7 +69,7 @@ KINDS = {
 
 
 def copies_of(weight: QuantizedWeight) -> list[Any]:
-    count = min(max(int(CACHE_BYTES // weight.nbytes) + 1, 2), MAX_COPIES) if weight.device.type == "cuda" else 1
+    count = min(max(int(CACHE_BYTES // weight.nbytes) + 1, 2), MAX_COPIES) if weight.device.type != "cpu" else 1
     return [replace(weight, codes=weight.codes.clone()) for _ in range(count)]
 
 

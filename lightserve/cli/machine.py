@@ -92,8 +92,15 @@ def check_gpu(port: int) -> Finding:
     if not torch.cuda.is_available():
         return Finding(text, "torch cannot use it; install a torch that is built for this driver's CUDA")
     major, minor = torch.cuda.get_device_capability(0)
-    fp8 = ", has fp8" if (major, minor) >= (8, 9) else ""
-    return Finding(f"{text}, compute capability {major}.{minor}{fp8}")
+    return Finding(f"{text}, compute capability {major}.{minor}{', has fp8' if _gpu_has_fp8() else ''}")
+
+
+def _gpu_has_fp8() -> bool:
+    import torch
+
+    from lightserve.common.device import device_named
+
+    return device_named("cuda").traits(torch.device("cuda", 0)).has_dot(torch.float8_e4m3fn)
 
 
 def check_triton(port: int) -> Finding:
@@ -115,8 +122,8 @@ def check_fast(port: int) -> Finding:
     from lightserve.common.cpu_kernel._library import library
 
     if torch.cuda.is_available():
-        has_fp8 = torch.cuda.get_device_capability(0) >= (8, 9)
-        return Finding(f"bfloat16 on the GPU, or half its bytes with --quantization {'fp8' if has_fp8 else 'int8'}")
+        smaller = "fp8" if _gpu_has_fp8() else "int8"
+        return Finding(f"bfloat16 on the GPU, or half its bytes with --quantization {smaller}")
     if library is not None:
         return Finding("a .gguf file in 4 bits with --quantization gguf: several times faster than float32")
     return Finding("models below 1 billion parameters in float32; larger ones need the C library")

@@ -83,8 +83,10 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
     """The device whose memory other ranks may read, or None. Ranks that meet at a port are on several nodes."""
-    is_allowed = not child_config.config.worker.disable_custom_allreduce and child_config.store_port is None
-    return platform.torch_device(child_config.device) if platform.reads_peers and is_allowed else None
+    if child_config.config.worker.disable_custom_allreduce or child_config.store_port is not None:
+        return None
+    device = platform.torch_device(child_config.device)
+    return device if platform.traits(device).reads_peers else None
 
 
 def _split_args(child_config: ChildConfig) -> Any:

@@ -2,15 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device import device_named, explain_out_of_memory, host_memory, pick_device, registry
 from lightserve.common.device.cpu import CpuDevice
+from lightserve.common.device.cuda import cuda_traits
+from lightserve.common.quantization.eight_bit import EightBitFormat
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.errors import ServerError
+from lightserve.model_files.quantization.eight_bit import EightBitScheme
+from test.ops.cases import randn
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ def test_a_gpu_without_e4m3_refuses_kv_in_fp8(monkeypatch: pytest.MonkeyPatch) -
     gpu, device = device_named("cuda"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
 
-    with pytest.raises(ServerError, match=r"kv_dtype fp8 needs .* 8\.9, this one has 8\.0; use int8"):
+    with pytest.raises(ServerError, match=r"kv_dtype fp8 needs float8_e4m3fn, which this cuda device .*; use int8"):
         gpu.check_kv_dtype("fp8", device)
     for kv_dtype in (None, "int8"):
         gpu.check_kv_dtype(kv_dtype, device)
@@ -99,6 +105,25 @@ class FakeNpu(CpuDevice):
     name = "npu"
 
 
+class BareGpu(CpuDevice):
+    """It runs Triton kernels, and has nothing that only some devices have."""
+
+    name = "bare"
+    ops_backend = "triton"
+    ops_module = "lightserve.common.triton_kernel"
+    uses_library = False
+
+    def torch_device(self, index: int) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Fp8Gpu(BareGpu):
+    name = "fp8"
+
+    def traits(self, device: torch.device) -> ops.DeviceTraits:
+        return ops.DeviceTraits(dot_dtypes=(torch.float8_e4m3fn,))
+
+
 class NoDevice:
     pass
 
@@ -111,9 +136,11 @@ def other_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry._loaded.cache_clear()
     yield
     registry._loaded.cache_clear()
+    ops.use_backend(ops.REFERENCE)
+    ops.use_traits(ops.DeviceTraits())
 
 
-PACKAGES = {"npu": "FakeNpu", "broken": "NoDevice"}
+PACKAGES = {"npu": "FakeNpu", "bare": "BareGpu", "fp8": "Fp8Gpu", "broken": "NoDevice"}
 
 
 @pytest.mark.usefixtures("other_packages")
@@ -122,7 +149,52 @@ def test_a_device_of_another_package_is_found_by_its_entry_point() -> None:
 
     assert type(device).__name__ == "FakeNpu"
     device.bind(device.torch_device(0))
-    ops.use_backend(ops.REFERENCE)
+
+
+@pytest.mark.usefixtures("other_packages")
+@pytest.mark.parametrize("name", ["bare", "fp8"])
+def test_a_device_of_another_package_gets_the_kernels_that_its_traits_allow(name: str) -> None:
+    """fp8 weights are multiplied by rounded inputs, or widened: the products are close to the definition's."""
+    device = pick_device(name)
+    device.bind(device.torch_device(0))
+    fp8 = EightBitFormat(EightBitScheme("fp8", "row", inputs="token")).empty((64, 96), 96, device.torch_device(0))
+    int4 = ops.Int4Weight.empty((64, 128), 32, device.torch_device(0))
+    generator = torch.Generator(device.torch_device(0)).manual_seed(0)
+    for weight in (fp8, int4):
+        weight.randomize_(generator, std=0.1)
+    x = randn(5, 128, dtype=torch.float16, device=device.torch_device(0).type)
+
+    assert (fp8.input_quant is ops.InputQuant.NONE) == (name == "bare")
+    assert_close_to_definition(ops.linear_fp8, x[:, :96].contiguous(), fp8, 0.05 if name == "fp8" else 0.002)
+    assert_close_to_definition(ops.linear_int4, x, int4, 0.002)
+
+
+def assert_close_to_definition(op: Any, x: Tensor, weight: ops.QuantizedWeight, tolerance: float) -> None:
+    expected = x.float() @ weight.dequantize().T
+    assert (op(x, weight).float() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "blockwise", "grouped"),
+    [
+        ((7, 5), False, False, False),
+        ((8, 0), False, False, False),
+        ((8, 9), True, False, False),
+        ((9, 0), True, True, True),
+        ((10, 0), True, False, True),
+        ((10, 3), True, False, False),
+        ((12, 0), True, False, False),
+    ],
+)
+def test_gpus_of_later_generations_have_other_products(
+    capability: tuple[int, int], fp8: bool, blockwise: bool, grouped: bool
+) -> None:
+    traits = cuda_traits(capability)
+
+    assert traits.has_dot(torch.float8_e4m3fn) == fp8
+    assert (traits.has_blockwise_mm, traits.has_grouped_mm) == (blockwise, grouped)
+    assert traits.has_dot(torch.int8)
+    assert traits.has_inline_ptx
 
 
 @pytest.mark.usefixtures("other_packages")
@@ -134,7 +206,7 @@ def test_a_device_of_another_package_is_preferred_to_the_cpu(monkeypatch: pytest
 
 @pytest.mark.usefixtures("other_packages")
 def test_an_unknown_device_is_refused_with_the_names_that_are_known() -> None:
-    with pytest.raises(ServerError, match=r"'tpu' is not supported; supported: \['broken', 'cpu', 'cuda', 'npu'\]"):
+    with pytest.raises(ServerError, match=r"'tpu' is not supported; supported: \['bare', 'broken', 'cpu', .*'npu'\]"):
         pick_device("tpu")
     with pytest.raises(ServerError, match=r"device 'broken': .*:NoDevice is no subclass of .*Device"):
         pick_device("broken")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lightserve.common import ops
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.common.quantization import (
@@ -84,11 +85,9 @@ def assert_same_logits(ours: TpPartBaseModel | Tensor, hf: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "on_gpu", "share"), [("fp8-channel", True, 1), ("fp8-channel", False, 0), ("ct-int8", True, 0)]
 )
-def test_weights_are_computed_in_fp8_if_the_device_rounds_their_inputs(
-    name: str, on_gpu: bool, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_computed_in_fp8_if_the_device_rounds_their_inputs(name: str, on_gpu: bool, share: float) -> None:
     if on_gpu:
-        monkeypatch.setattr(eight_bit, "supported_input_quant", lambda kind, wanted, device: wanted)
+        rounds_inputs()
 
     assert build(wide_llama(), FILES[name].config, None).fp8_share == share
 
@@ -213,9 +212,9 @@ def test_scales_of_the_kv_cache_are_no_unknown_tensors(caplog: pytest.LogCapture
     assert "not used" not in caplog.text
 
 
-def rounds_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def rounds_inputs() -> None:
     """As on a GPU."""
-    monkeypatch.setattr(eight_bit, "supported_input_quant", lambda kind, wanted, device: wanted)
+    ops.use_traits(ops.DeviceTraits(dot_dtypes=(torch.int8, torch.float8_e4m3fn)))
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "ct-fp8-block", "ct-int8", "ct-int8-static"])
@@ -224,7 +223,7 @@ def test_rounded_inputs_change_logits_little_and_alike_where_norms_are_fused(
 ) -> None:
     hf = wide_llama()
     checkpoint = quantized(hf, FILES[name].pack)
-    rounds_inputs(monkeypatch)
+    rounds_inputs()
     ours = build(hf, FILES[name].config, checkpoint)
 
     fused = Session(ours).step(PROMPTS)

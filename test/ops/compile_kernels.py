@@ -3,15 +3,17 @@
     python -m test.ops.compile_kernels 89 heavy
 
 The arguments are a compute capability and which kernels: ``heavy``, which use much shared memory, only as far as that
-is known; ``all``, in bfloat16, which nearly every model has; or ``every dtype``, and every head_dim, which takes many
-minutes. The wrappers run on CPU tensors while Triton is told that such a GPU is there, and each launch stops after the
-compiler. So a kernel is compiled with the very types, constants and alignments that its wrapper passes. This runs as a
-process of its own, because Triton decides on import whether it interprets.
+is known; ``all``, in bfloat16, which nearly every model has; ``every dtype``, and every head_dim, which takes many
+minutes; or ``without assembly``, those that hold it elsewhere. The wrappers run on CPU tensors while Triton is told
+that such a GPU is there, and each launch stops after the compiler. So a kernel is compiled with the very types,
+constants and alignments that its wrapper passes. This runs as a process of its own, because Triton decides on import
+whether it interprets.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
+from lightserve.common.device.cuda import cuda_traits
 from lightserve.common.device.profile import KIB, gpu_profile
 from lightserve.common.triton_kernel import (
     _grouped_experts,
@@ -68,8 +71,8 @@ HEAD_DIMS = {  # ARGS holds 64
     "all": (128, 256),
     "every dtype": (80, 128, 256, MAX_HEAD_DIM),
 }
+OWN_ASSEMBLY = re.compile(r"\.reg \.b32 (biased|low), ")  # of _kv_codes.py or _int4.py; Triton inserts some of its own
 # multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
-FIRST_FLOAT8 = 89
 CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
 
 
@@ -82,10 +85,14 @@ class AbsentCard(AbsentGpu):
 
 
 class Compiler:
-    """Replaces ``JITFunction.run``; records the shared memory of each kernel in each dtype, or the error."""
+    """Replaces ``JITFunction.run``; records the shared memory of each kernel in each dtype, or the error.
+
+    ``with_assembly``: the kernels of which some launch holds inline assembly.
+    """
 
     def __init__(self) -> None:
-        self.dtype = ""
+        self.dtype = "bfloat16"
+        self.with_assembly: set[str] = set()
         self.shared_bytes: dict[str, dict[str, int]] = {}
         self.errors: dict[str, str] = {}
         self._run = JITFunction.run
@@ -101,6 +108,8 @@ class Compiler:
         except Exception as error:  # whatever the compiler raises is this kernel's result; the others go on
             self.errors[name] = f"{self.dtype}: {error!r}"
             return
+        if OWN_ASSEMBLY.search(compiled.asm["ptx"]):
+            self.with_assembly.add(name)
         by_dtype = self.shared_bytes.setdefault(name, {})
         by_dtype[self.dtype] = max(by_dtype.get(self.dtype, 0), compiled.metadata.shared)
 
@@ -168,10 +177,10 @@ def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
     ops.context_attention.impls["triton"](*with_options(context, causal=False))
 
 
-def compile_quantized_kv(capability: int, dim: int) -> None:
+def compile_quantized_kv(dim: int) -> None:
     """In bfloat16, whose queries are converted to float16."""
     lens, heads, dtype = [(700, 1), (800, 1)], (8, 2), torch.bfloat16
-    for codes in CODES if capability >= FIRST_FLOAT8 else (torch.int8,):
+    for codes in filter(ops.active_traits().has_dot, CODES):
         q, cache, batch, options = attention_args(lens, heads, dim, dtype, "cpu")
         batch = share_prefixes(cache, batch, [(0, 2, 600)])
         ops.token_attention.impls["triton"](q, quantized(cache, codes), batch, options)
@@ -278,7 +287,7 @@ def compile_eight_bit(dtype: torch.dtype) -> None:
         return
     fp8, fp8_blocks = (eight_bit_weight(128, 2048, torch.float8_e4m3fn, "cpu", group=group) for group in (2048, 128))
     ops.linear_fp8.impls["triton"](torch.ones(64, 2048, dtype=dtype), fp8_blocks)
-    if driver.active.get_current_target().arch >= 89:
+    if ops.active_traits().has_dot(torch.float8_e4m3fn):
         compile_rounded(dtype, fp8, ops.RowQuant(torch.float8_e4m3fn, scale=torch.ones(())))
         compile_rounded(dtype, fp8_blocks, ops.RowQuant(torch.float8_e4m3fn, 128))
 
@@ -302,16 +311,28 @@ def main(capability: int, which: str) -> None:
         stop_at_shared_memory()
     multiprocessors, shared_kib = CARDS[capability]
     triton_kernel.use_profile(gpu_profile(f"sm_{capability}", multiprocessors, shared_kib * KIB))
+    ops.use_traits(cuda_traits(divmod(capability, 10)))
+    if which == "without assembly":
+        ops.use_traits(replace(ops.active_traits(), has_inline_ptx=False))
+        compile_linear_int4(torch.bfloat16)
+    else:
+        compile_for(compiler, which)
+    compiler.dtype = "bfloat16"
+    for dim in HEAD_DIMS["heavy"] if which == "heavy" else (128,):
+        compile_quantized_kv(dim)
+    with_assembly = sorted(compiler.with_assembly)
+    print(
+        json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors, "with_assembly": with_assembly})
+    )
+
+
+def compile_for(compiler: Compiler, which: str) -> None:
     for dtype in FLOATS if which == "every dtype" else (torch.bfloat16,):
         compiler.dtype = str(dtype).removeprefix("torch.")
         if which != "heavy":
             compile_every_wrapper(dtype)
             compile_attention_options(dtype, HEAD_DIMS[which][0])
         compile_heavy(dtype, HEAD_DIMS[which])
-    compiler.dtype = "bfloat16"
-    for dim in HEAD_DIMS["heavy"] if which == "heavy" else (128,):
-        compile_quantized_kv(capability, dim)
-    print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))
 
 
 if __name__ == "__main__":

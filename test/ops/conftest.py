@@ -8,6 +8,7 @@ import torch
 
 from lightserve.common import ops
 from lightserve.common.cpu_kernel._library import library
+from lightserve.common.device import pick_device
 from lightserve.common.device.profile import H200
 from lightserve.common.triton_kernel import _gpu
 
@@ -16,6 +17,14 @@ from lightserve.common.triton_kernel import _gpu
 def _reference_backend() -> None:
     """An earlier test of this process may have bound another one."""
     ops.use_backend(ops.REFERENCE)
+
+
+@pytest.fixture(autouse=True)
+def _traits_of_this_machine() -> Iterator[None]:
+    device = pick_device()
+    ops.use_traits(device.traits(device.torch_device(0)))
+    yield
+    ops.use_traits(ops.DeviceTraits())
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,13 @@ HEAVY = [
     "_token_attention_kernel",
     "_weight_only_linear_kernel",
 ]
+WITH_ASSEMBLY = {
+    "_context_attention_kernel",
+    "_int4_tiles_kernel",
+    "_linear_int4_kernel",
+    "_shared_prefix_kernel",
+    "_token_attention_kernel",
+}
 
 
 def kernels() -> Iterator[str]:
@@ -66,6 +73,16 @@ def assert_compiled(found: Any, capability: int, kernel: str, *dtypes: str) -> N
 @pytest.mark.parametrize("kernel", sorted(kernels()))
 def test_a_kernel_compiles_for_an_h200_and_fits_its_shared_memory(kernel: str) -> None:
     assert_compiled(report(90, "all"), 90, kernel, "bfloat16")
+
+
+@pytest.mark.slow
+def test_kernels_hold_assembly_only_for_a_device_that_has_it() -> None:
+    plain = report(90, "without assembly")
+
+    assert not plain["errors"]
+    assert plain["with_assembly"] == []
+    assert set(report(90, "all")["with_assembly"]) == WITH_ASSEMBLY
+    assert plain["shared_bytes"].keys() >= WITH_ASSEMBLY
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device.profile import Profile
+from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
 
 Key = TypeVar("Key", contravariant=True)
@@ -77,7 +78,6 @@ class Device(ABC):
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
-    reads_peers: ClassVar[bool] = False  # whether devices of a node may be able to read each other's memory
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
 
     # which devices there are
@@ -94,6 +94,10 @@ class Device(ABC):
     def profile(self, device: torch.device) -> Profile:
         """The size of ``device``, and the numbers that were tuned for it."""
 
+    def traits(self, device: torch.device) -> DeviceTraits:
+        """What kernels may use on ``device``; by default nothing that some devices lack."""
+        return DeviceTraits()
+
     @abstractmethod
     def set_current(self, device: torch.device) -> None:
         """Make ``device`` the current one of this thread."""
@@ -107,6 +111,7 @@ class Device(ABC):
         """
         import_module(self.ops_module)
         ops.use_backend(*self._backends(deterministic))
+        ops.use_traits(self.traits(device))
         self.set_current(device)
 
     def keeps_gguf_packed(self, num_ranks: int) -> bool:
@@ -135,8 +140,12 @@ class Device(ABC):
                 "use the device cpu"
             )
 
-    def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:  # noqa: B027  most convert all
+    def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:
         """Refuse a --kv_dtype that ``device`` cannot convert. Called before weights load; None: KV is not quantised."""
+        if kv_dtype == "fp8" and not self.traits(device).has_dot(torch.float8_e4m3fn):
+            raise ServerError(
+                f"kv_dtype fp8 needs float8_e4m3fn, which this {self.name} device does not have; use int8"
+            )
 
     @abstractmethod
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:

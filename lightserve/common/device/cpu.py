@@ -64,6 +64,9 @@ class CpuDevice(Device):
         backends = super()._backends(deterministic)
         return [NATIVE, *backends] if self._has_library() else backends
 
+    def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:
+        """Nothing to refuse: torch converts all of them."""
+
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
         """Nothing to do: no kernel of the CPU is compiled."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -16,9 +17,24 @@ from lightserve.common.device.cuda_graph import CudaGraphs
 from lightserve.common.device.cuda_side_copies import CudaSideCopies
 from lightserve.common.device.memory import pinned
 from lightserve.common.device.profile import Profile, gpu_profile
+from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
 
-FIRST_FLOAT8 = (8, 9)  # compute capability of the first GPUs with e4m3
+EVERY_GPU = DeviceTraits(
+    has_inline_ptx=True,
+    dot_dtypes=(torch.int8,),
+    has_scaled_mm=True,
+    has_wide_mm=True,
+    has_streams=True,
+    reads_peers=True,
+)
+ADA = replace(EVERY_GPU, dot_dtypes=(torch.int8, torch.float8_e4m3fn))
+# ``torch._grouped_mm`` is young. Where it is not listed, torch reads the sizes of groups on the host, which waits for
+# the GPU, and which a graph cannot hold.
+GROUPED = replace(ADA, has_grouped_mm=hasattr(torch, "_grouped_mm"))
+HOPPER = replace(GROUPED, has_blockwise_mm=True)
+# by the compute capability from which on GPUs have them
+TRAITS = {(0, 0): EVERY_GPU, (8, 9): ADA, (9, 0): HOPPER, (10, 0): GROUPED, (10, 1): ADA}
 
 
 class CudaDevice(Device):
@@ -32,7 +48,6 @@ class CudaDevice(Device):
     launches_async = True
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/_attention.py
-    reads_peers = True
 
     def keeps_gguf_packed(self, num_ranks: int) -> bool:
         return True
@@ -51,6 +66,9 @@ class CudaDevice(Device):
     def profile(self, device: torch.device) -> Profile:
         return _profile(device)
 
+    def traits(self, device: torch.device) -> DeviceTraits:
+        return cuda_traits(torch.cuda.get_device_capability(device))
+
     def set_current(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
@@ -59,12 +77,6 @@ class CudaDevice(Device):
         if dtype is not torch.bfloat16 or not torch.cuda.is_available():
             return True
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-    def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:
-        """GPUs before Ada have no e4m3."""
-        if kv_dtype == "fp8" and torch.cuda.get_device_capability(device) < FIRST_FLOAT8:
-            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            raise ServerError(f"kv_dtype fp8 needs a GPU of compute capability 8.9, this one has {found}; use int8")
 
     def bind(self, device: torch.device, deterministic: bool = False) -> None:
         super().bind(device, deterministic)
@@ -105,6 +117,10 @@ class CudaDevice(Device):
 
     def side_copies(self, device: torch.device) -> CudaSideCopies:
         return CudaSideCopies(device)
+
+
+def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:
+    return TRAITS[max(first for first in TRAITS if first <= capability)]
 
 
 @lru_cache

@@ -100,6 +100,7 @@ from lightserve.common.ops.sampling import (
     typical_p,
 )
 from lightserve.common.ops.step import StepTokens, place_tokens
+from lightserve.common.ops.traits import DeviceTraits, active_traits, use_traits
 from lightserve.common.ops.watermark import add_watermark
 
 __all__ = [
@@ -117,6 +118,7 @@ __all__ = [
     "AttnBatch",
     "AttnOptions",
     "Codebook4Weight",
+    "DeviceTraits",
     "ExpertsParams",
     "Fp8Weight",
     "FusesNorm",
@@ -141,6 +143,7 @@ __all__ = [
     "RowQuant",
     "StepTokens",
     "TokenMasks",
+    "active_traits",
     "add_layer_norm",
     "add_lora",
     "add_rms_norm",
@@ -201,6 +204,7 @@ __all__ = [
     "top_k_top_p_min_p",
     "typical_p",
     "use_backend",
+    "use_traits",
     "vocab_embedding",
     "write_kv",
     "write_latent",

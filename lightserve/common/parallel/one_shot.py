@@ -38,7 +38,7 @@ class OneShotSum:
 
     def takes(self, x: Tensor) -> bool:
         is_aligned = x.nbytes % ALIGNMENT == 0 and x.is_contiguous()
-        return is_aligned and 0 < x.nbytes <= self.max_bytes and x.dtype in DTYPES and x.is_cuda
+        return is_aligned and 0 < x.nbytes <= self.max_bytes and x.dtype in DTYPES and not x.is_cpu
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the ``x`` of all ranks, as a new tensor."""

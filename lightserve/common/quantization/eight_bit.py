@@ -9,23 +9,19 @@ import torch
 from torch import Tensor
 
 from lightserve.common.checkpoint.piece import FLOATS
-from lightserve.common.ops import Fp8Weight, InputQuant, Int8Weight, QuantizedWeight
+from lightserve.common.ops import Fp8Weight, InputQuant, Int8Weight, QuantizedWeight, active_traits
 from lightserve.common.quantization.linear_method import LinearSpec
 from lightserve.common.quantization.weight_format import RawTensor, WeightFormat, reads
 from lightserve.model_files.quantization.eight_bit import BLOCK, EightBitScheme
 
 KINDS: dict[str, type[QuantizedWeight]] = {"fp8": Fp8Weight, "int8": Int8Weight}
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 INPUT_SCALE = RawTensor((), other_shapes=((1,),))
 
 
-def supported_input_quant(kind: type[QuantizedWeight], wanted: InputQuant, device: torch.device) -> InputQuant:
+def supported_input_quant(kind: type[QuantizedWeight], wanted: InputQuant) -> InputQuant:
     """``wanted``, if the device gains from rounded inputs. A CPU does not, and older GPUs have no fp8."""
-    if device.type != "cuda":
-        return InputQuant.NONE
-    has_dot = kind is not Fp8Weight or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-    return wanted if has_dot else InputQuant.NONE
+    return wanted if active_traits().has_dot(kind.code_dtype) else InputQuant.NONE
 
 
 @reads(EightBitScheme)
@@ -81,13 +77,13 @@ class EightBitFormat(WeightFormat):
         return by_row.repeat_interleave(BLOCK // group, dim=1)[:, : in_size // group]
 
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
-        input_quant = supported_input_quant(self._kind, InputQuant(self._scheme.inputs), device)
+        input_quant = supported_input_quant(self._kind, InputQuant(self._scheme.inputs))
         has_offsets = self._scheme.has_zero_points
         return self._kind.empty(shape, group_size, device, has_offsets=has_offsets, input_quant=input_quant)
 
     def in_final_layout(self, weight: QuantizedWeight, spec: LinearSpec) -> QuantizedWeight:
         """Kernels of a GPU read one scale per block. Ranks and fused linears may cut blocks of rows."""
-        if not isinstance(weight, Fp8Weight) or self._scheme.scales != "block" or weight.device.type != "cuda":
+        if not isinstance(weight, Fp8Weight) or self._scheme.scales != "block" or weight.device.type == "cpu":
             return weight
         return weight.share_scales(BLOCK) if has_whole_blocks(spec) and not spec.scales_rows else weight
 

@@ -48,6 +48,6 @@ class OnLoadFormat(WeightFormat):
 
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
         wanted = InputQuant.NONE if self._kind is Int4Weight else InputQuant.TOKEN
-        input_quant = supported_input_quant(self._kind, wanted, device)
+        input_quant = supported_input_quant(self._kind, wanted)
         has_offsets = self._kind is Int4Weight
         return self._kind.empty(shape, group_size, device, has_offsets=has_offsets, input_quant=input_quant)

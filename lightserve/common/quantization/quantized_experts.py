@@ -151,7 +151,7 @@ def _check_order(spec: ExpertsSpec, formats: ExpertsFormats) -> None:
 
 def _check_kinds(spec: ExpertsSpec, *weights: QuantizedWeight) -> None:
     for weight in weights:
-        if isinstance(weight, ops.Codebook4Weight) and weight.device.type == "cuda":
+        if isinstance(weight, ops.Codebook4Weight) and weight.device.type not in ("cpu", "meta"):
             raise ModelFilesError(
                 f"{spec.prefix}: experts in nf4 are not supported on a GPU; use the unquantised checkpoint with "
                 "--quantization w4"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
+import triton
+
+from lightserve.common import ops
 from lightserve.common.device.profile import H200, Profile
 
 active = H200  # a process uses one GPU
@@ -15,6 +18,11 @@ def use_profile(profile: Profile) -> None:
     """Choose tiles for this GPU from now on. A device calls it when it binds its ops."""
     global active
     active = profile
+
+
+def uses_asm() -> bool:
+    """Whether kernels may hold assembly. Triton's interpreter cannot run it, whatever the device has."""
+    return ops.active_traits().has_inline_ptx and not triton.knobs.runtime.interpret
 
 
 def fits(tile_bytes: int, num_stages: int, resident_bytes: int = 0) -> bool:

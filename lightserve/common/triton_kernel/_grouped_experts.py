@@ -1,26 +1,23 @@
 """Products of experts with many tokens each, by torch's grouped matmul.
 
 It multiplies bfloat16 rows that are sorted by expert. It neither gathers rows nor applies activations, so these are
-kernels of their own here. ``torch._grouped_mm`` is young: this module is its only caller.
+kernels of their own here. This module is the only caller of ``torch._grouped_mm``.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightserve.common import ops
 from lightserve.common.ops.experts import GatedSilu
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._expert_linear import gated_silu
 
 BLOCK = 1024
 ALIGNED_BYTES = 16  # of rows, for the tensor memory accelerator
-# Elsewhere torch reads the offsets on the host, which waits for the device, and which a CUDA graph cannot hold.
-CAPABILITIES = ((9, 0), (10, 0))
 
 
 @triton.jit
@@ -63,12 +60,8 @@ def _activate_pairs_kernel(
 def is_usable(x: Tensor, weight: Tensor) -> bool:
     """Whether the grouped matmul takes rows like those of ``x`` and this weight, without waiting for the device."""
     is_aligned = weight.stride(1) * weight.element_size() % ALIGNED_BYTES == 0 and weight.shape[2] % 8 == 0
-    return x.dtype == weight.dtype == torch.bfloat16 and is_aligned and x.is_cuda and _is_fast(x.device)
-
-
-@cache
-def _is_fast(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) in CAPABILITIES and hasattr(torch, "_grouped_mm")
+    has_product = ops.active_traits().has_grouped_mm and not x.is_cpu
+    return x.dtype == weight.dtype == torch.bfloat16 and is_aligned and has_product
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

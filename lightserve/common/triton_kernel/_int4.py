@@ -2,7 +2,7 @@
 
 The fast way is inline assembly: four bytes become eight numbers with 11 instructions. A nibble is put into the lowest
 bits of a float whose last place is 1 (128 in bfloat16, 1024 in float16), and 128 or 1024 is subtracted together with
-the zero point. Triton's interpreter cannot run assembly, so there is a plain way too, which float32 also takes.
+the zero point. Some devices and Triton's interpreter have no such assembly: they, and float32, take a plain way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from lightserve.common.triton_kernel import _gpu
 
 # $0, $1: the low nibbles of the bytes of $4; $2, $3: the high ones. prmt takes bytes 0 to 3 from its first operand, and
 # the high byte of the float from its second one. The operands after $4 hold a number for each byte, two a register.
@@ -28,7 +30,7 @@ _UNPACK = """
     LINES
 }
 """
-# fma with 1: add.bf16x2 exists only since compute capability 9.0
+# fma with 1: add.bf16x2 came two generations of GPUs after fma.rn.bf16x2
 _ADD = "fma.rn.TYPE {0}, {0}, one, {1};"
 _SCALE = "fma.rn.TYPE {0}, {0}, one, minus; fma.rn.TYPE {0}, {0}, {1}, {2};"
 _BITS = {
@@ -53,7 +55,7 @@ _BF16_BASE, _FP16_BASE = tl.constexpr(128.0), tl.constexpr(1024.0)
 
 def uses_asm(dtype: torch.dtype) -> bool:
     """Whether kernels unpack with assembly."""
-    return dtype in (torch.bfloat16, torch.float16) and not triton.knobs.runtime.interpret
+    return dtype in (torch.bfloat16, torch.float16) and _gpu.uses_asm()
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 ``softmax`` holds for each row the weighted sum of values so far, the highest score and the sum of weights. ``cache``
 holds pointers to the head's keys, to its values and to the request's slots, and the stride of a slot; then the scales'
 pointer or None, their stride of a slot or None, and the places of the head of keys and of values among them.
-``slopes`` are ALiBi's or None, ``scale`` is the factor of the scores, ``softcap`` their cap or None.
+``slopes`` are ALiBi's or None, ``scale`` is the factor of the scores, ``softcap`` their cap or None. ``USE_ASM``: as in
+``_kv_codes.py``.
 """
 
 from __future__ import annotations
@@ -102,14 +103,15 @@ def _update_from_cache(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     """Gather a block of keys from the cache and add it. ``is_key``: the request has this key."""
     k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, k_head, v_head = cache
     cols = tl.arange(0, q.shape[1])
     slots = tl.load(slots_ptr + keys, mask=is_key, other=0)
     rows = slots.to(tl.int64) * slot_stride
-    k = convert(load_rows(k_ptr, rows, cols, is_key, DIM), q)
-    v = convert(load_rows(v_ptr, rows, cols, is_key, DIM), q)
+    k = convert(load_rows(k_ptr, rows, cols, is_key, DIM), q, USE_ASM)
+    v = convert(load_rows(v_ptr, rows, cols, is_key, DIM), q, USE_ASM)
     k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, is_key)
     v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, is_key)
     scales = (k_scales, v_scales, scale_stride)
@@ -133,6 +135,7 @@ def attend_cached_blocks(
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     """Attend to the cached tokens ``begin`` .. ``end``, in whole blocks. Without a window, every row sees all of them.
 
@@ -147,8 +150,8 @@ def attend_cached_blocks(
         rows = slots.to(tl.int64) * slot_stride
         keys = start + block
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
-        k = convert(load_rows(k_ptr, rows, cols, None, DIM), q)
-        v = convert(load_rows(v_ptr, rows, cols, None, DIM), q)
+        k = convert(load_rows(k_ptr, rows, cols, None, DIM), q, USE_ASM)
+        v = convert(load_rows(v_ptr, rows, cols, None, DIM), q, USE_ASM)
         k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, None)
         v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, None)
         scales = (k_scales, v_scales, scale_stride)
@@ -171,17 +174,18 @@ def attend_cached_prefix(
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     """Attend to the cached tokens ``begin`` .. ``ready_len``, if any, in blocks."""
     whole = ready_len // BLOCK_N * BLOCK_N
     softmax = attend_cached_blocks(
-        q, softmax, cache, begin, whole, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
+        q, softmax, cache, begin, whole, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N, USE_ASM
     )
     if tl.maximum(begin, whole) < ready_len:
         keys = whole + tl.arange(0, BLOCK_N)
         is_key = keys < ready_len
         softmax = _update_from_cache(
-            q, softmax, cache, keys, is_key, q_positions, slopes, scale, softcap, False, WINDOW, DIM
+            q, softmax, cache, keys, is_key, q_positions, slopes, scale, softcap, False, WINDOW, DIM, USE_ASM
         )
     return softmax
 
@@ -200,6 +204,7 @@ def attend_cached_in_order(
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     """Attend to the tokens ``begin`` .. ``end`` from the cache, in blocks that begin at the same positions in any step.
 
@@ -209,7 +214,7 @@ def attend_cached_in_order(
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         softmax = _update_from_cache(
-            q, softmax, cache, keys, keys < end, q_positions, slopes, scale, softcap, True, WINDOW, DIM
+            q, softmax, cache, keys, keys < end, q_positions, slopes, scale, softcap, True, WINDOW, DIM, USE_ASM
         )
     return softmax
 

@@ -139,6 +139,7 @@ def _shared_prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     first_head = tl.program_id(0) * PACKED
     item = tl.program_id(1)
@@ -168,8 +169,9 @@ def _shared_prefix_kernel(
     v_ptr, slots_ptr = k_ptr + KV_HEADS * kv_head_stride, req_to_token_ptr + req_idx * req_stride
     cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
     q, scale = for_codes(q, scales_ptr), score_factor(scale, cache)
+    softmax = empty_softmax(BLOCK_M, BLOCK_D)
     acc, peak, total = attend_cached_blocks(
-        q, empty_softmax(BLOCK_M, BLOCK_D), cache, begin, end, positions, slopes, scale, softcap, None, DIM, BLOCK_N
+        q, softmax, cache, begin, end, positions, slopes, scale, softcap, None, DIM, BLOCK_N, USE_ASM
     )
     acc = scale_values(acc, cache)
 
@@ -252,6 +254,7 @@ def launch_shared_prefix(
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.keys,
         BLOCK_D=head_block(dim),
+        USE_ASM=_gpu.uses_asm(),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )

@@ -34,6 +34,7 @@ from lightserve.common.triton_kernel._context_tiles import (
     packed_heads,
     tiling_of,
 )
+from lightserve.common.triton_kernel._gpu import uses_asm
 from lightserve.common.triton_kernel._kv_codes import for_codes, parts_of, scale_values, score_factor
 from lightserve.common.triton_kernel._online_softmax import (
     attend_cached_in_order,
@@ -151,6 +152,7 @@ def _context_attention_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     FIXED_ORDER: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     GROUPS: tl.constexpr = HEADS // PACKED
     group = tl.program_id(0) % GROUPS
@@ -197,10 +199,23 @@ def _context_attention_kernel(
             WINDOW,
             DIM,
             BLOCK_N,
+            USE_ASM,
         )
     else:
         softmax = attend_cached_prefix(
-            cached_q, softmax, cache, begin, ready_end, q_positions, slopes, cached_scale, softcap, WINDOW, DIM, BLOCK_N
+            cached_q,
+            softmax,
+            cache,
+            begin,
+            ready_end,
+            q_positions,
+            slopes,
+            cached_scale,
+            softcap,
+            WINDOW,
+            DIM,
+            BLOCK_N,
+            USE_ASM,
         )
     acc, peak, total = softmax
     acc = scale_values(acc, cache)  # before the new tokens, whose values have no scale
@@ -318,6 +333,7 @@ def _launch(
         CAUSAL=options.causal,
         WINDOW=options.window,
         FIXED_ORDER=kv is None,
+        USE_ASM=uses_asm(),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )

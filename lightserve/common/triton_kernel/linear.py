@@ -160,6 +160,6 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     config = config_of(len(x), *weight.shape)
     if config is not None and x.numel():
         return multiply(x, weight, None, config, out_dtype=torch.float32)
-    if x.is_cuda and x.dtype != torch.float32:
+    if ops.active_traits().has_wide_mm and not x.is_cpu and x.dtype != torch.float32:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -212,7 +212,7 @@ def multiply_beside(x: Tensor, layer: ops.LoraLinear) -> Tensor:
     most = MAX_SPLITS_OF_WIDE if len(layer.weight) >= WIDE else MAX_SPLITS_BESIDE
     splits = min(splits_of(n_groups, lora.num_parts, x.shape[1]), most)
     hidden = new_hidden(splits, len(rows.rows), lora)  # on the stream of its next reader, which frees it
-    if not x.is_cuda:
+    if x.is_cpu or not ops.active_traits().has_streams:
         out = ops.linear(x, layer.weight, layer.bias)
         shrink(x, lora, rows, splits, rows.max_group, hidden=hidden)
     else:

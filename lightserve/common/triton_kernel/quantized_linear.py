@@ -20,7 +20,6 @@ The kernel that scales the output of ``tensorwise`` takes 4 us for 64 rows of 28
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -68,12 +67,6 @@ def _ungrouped_product(rows: int, weight: EightBit, dtype: torch.dtype) -> Produ
     return _scaled_products.tensorwise if is_tensorwise else _scaled_products.rowwise  # type: ignore[return-value]
 
 
-@cache
-def _has_blockwise(device: torch.device) -> bool:
-    """Only Hopper has it."""
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
 @ops.linear_quantized_rows.impl("triton")
 def linear_quantized_rows(
     codes: Tensor, scales: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
@@ -82,9 +75,9 @@ def linear_quantized_rows(
     rows = QuantizedRows(codes, scales)
     if not _is_eight_bit(weight, rows):
         return ops.linear_quantized_rows.impls[ops.REFERENCE](codes, scales, weight, bias, dtype)
-    device = rows.codes.device
-    if device.type == "cuda":
-        product = product_of(len(rows.codes), weight, rows.scales.shape[1], dtype, _has_blockwise(device))
+    traits = ops.active_traits()
+    if traits.has_scaled_mm and not codes.is_cpu:
+        product = product_of(len(rows.codes), weight, rows.scales.shape[1], dtype, traits.has_blockwise_mm)
         if product is not None:
             return product(rows, weight, bias, dtype)
     return _eight_bit_linear.multiply(rows, weight, bias, dtype)

@@ -24,7 +24,7 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, cap_scores, dot_block, head_block, score_factors
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
-from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit
+from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit, uses_asm
 from lightserve.common.triton_kernel._kv_codes import (
     convert,
     for_codes,
@@ -64,6 +64,7 @@ def _attend(
     DIM,
     BLOCK_N: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     """Softmax over the keys ``begin`` .. ``end``: the weighted sum of values, the largest score, the sum of weights.
 
@@ -88,8 +89,8 @@ def _attend(
         is_key = keys < end
         # A masked V must be 0: a slot that was never written may hold NaN, and 0 * NaN is NaN.
         mask = is_key[:, None] & (cols[None, :] < DIM)
-        k = convert(tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0), q)
-        v = convert(tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0), q)
+        k = convert(tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0), q, USE_ASM)
+        v = convert(tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0), q, USE_ASM)
         k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, is_key)
         v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, is_key)
 
@@ -208,6 +209,7 @@ def _token_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     # neighbouring programs read neighbouring lines of the same slots
     kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -232,7 +234,9 @@ def _token_attention_kernel(
     k_ptr, v_ptr = kv_ptr + kv_head * kv_head_stride, kv_ptr + (KV_HEADS + kv_head) * kv_head_stride
     cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
     q, scale = for_codes(q, scales_ptr), score_factor(scale, cache)
-    acc, peak, total = _attend(q, slopes, scale, softcap, cache, begin, end, seq_len, DIM, BLOCK_N, LOOP_STAGES)
+    acc, peak, total = _attend(
+        q, slopes, scale, softcap, cache, begin, end, seq_len, DIM, BLOCK_N, LOOP_STAGES, USE_ASM
+    )
     acc = scale_values(acc, cache)
     is_alone = (count == 1) & (shared_req < 0)
     if sinks_ptr is not None:  # it joins the softmax once: here, or when the splits are merged
@@ -374,6 +378,7 @@ def launch(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.
         BLOCK_GROUP=next_power_of_2(heads // kv_heads),
         # Triton pipelines only loads that feed a dot, unless the loop names its stages; the scales of tokens do not.
         LOOP_STAGES=None if scale_stride is None else config.num_stages,
+        USE_ASM=uses_asm(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
