@@ -4,7 +4,7 @@
 
 "fp8", "fp8 block" and "int8" round their input, which is part of the time; "product" is the product alone. "w8a16" are
 weights with inputs that are not rounded. --configs times the Triton kernels with each configuration of tiles, and each
-of torch's products: the rules in triton_kernel/quantized_linear.py follow from these tables. On a CPU the shapes are
+of torch's products: the rules in triton_kernel/linear follow from these tables. On a CPU the shapes are
 tiny, to try the program.
 """
 
@@ -104,7 +104,7 @@ def columns() -> list[str]:
 def config_rows(
     shape: tuple[int, int], rows: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, float]]:
-    from lightserve.common.triton_kernel import _eight_bit_linear, _scaled_products, _weight_only_linear
+    from lightserve.common.triton_kernel.linear import _eight_bit_linear, _scaled_products, _weight_only_linear
 
     x = torch.randn(rows, shape[1], dtype=dtype, device=device)
     torch_products: dict[str, list[Any]] = {

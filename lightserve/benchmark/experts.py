@@ -6,8 +6,8 @@
 Every call has other random experts, so that it finds none of them in the cache. The parts and the whole are replayed as
 CUDA graphs; "eager" is the whole, launched from Python. "prototype" is what a prototype needed for gate and up, and for
 down, on an H200 (bfloat16). --configs times each product with each configuration of tiles and with the grouped matmul:
-the rules in triton_kernel/experts.py follow from that table. --weights takes quantised weights; with --configs, their
-products are timed with tiles for triton_kernel/_quantized_expert_linear.py. On a CPU (--device cpu) the shape is tiny,
+the rules in triton_kernel/experts follow from that table. --weights takes quantised weights; with --configs, their
+products are timed with tiles for its _quantized_expert_linear.py. On a CPU (--device cpu) the shape is tiny,
 to try the program.
 """
 
@@ -31,7 +31,7 @@ from lightserve.common.device import pick_device
 from lightserve.errors import ServerError
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 8192)
-# Tiles to compare: pairs, rows of the weight, bytes of a row, warps, stages. See triton_kernel/_expert_linear.py.
+# Tiles to compare: pairs, rows of the weight, bytes of a row, warps, stages. See triton_kernel/experts.
 CONFIGS = (
     (8, 16, 1024, 1, 4),
     (8, 32, 512, 2, 4),
@@ -157,7 +157,7 @@ def table_row(name: str, layer: Layer, ceilings: Ceilings) -> str:
 
 def parts_of(layer: Layer) -> dict[str, list[Call]]:
     """The kernels of the whole, one by one, as it launches them."""
-    from lightserve.common.triton_kernel import experts as kernels
+    from lightserve.common.triton_kernel.experts import experts as kernels
 
     parts: dict[str, list[Call]] = {"sort": [], "gate_up": [], "down": [], "sum": []}
     for ids, weights in layer.routings:
@@ -186,7 +186,7 @@ def config_rows(name: str, layer: Layer) -> Iterator[str]:
 
 def tile_rows(name: str, layer: Layer) -> Iterator[str]:
     """Each product over quantised weights with each tile, for the blocks of pairs that the rules choose."""
-    from lightserve.common.triton_kernel import _quantized_expert_linear as kernels, experts
+    from lightserve.common.triton_kernel.experts import _quantized_expert_linear as kernels, experts
 
     for values in QUANTIZED_TILES:
         block_m = experts.plan_of(layer.x, layer.routings[0][0], layer.params).config.block_m
@@ -200,9 +200,9 @@ def tile_rows(name: str, layer: Layer) -> Iterator[str]:
 
 def plans_of(layer: Layer) -> dict[str, Callable[[Tensor], Any]]:
     """The plans that are worth a try for this number of tokens, by name: from the ids to the plan."""
-    from lightserve.common.triton_kernel import experts as kernels
-    from lightserve.common.triton_kernel._expert_linear import Config
-    from lightserve.common.triton_kernel._expert_pairs import sort_pairs
+    from lightserve.common.triton_kernel.experts import experts as kernels
+    from lightserve.common.triton_kernel.experts._expert_linear import Config
+    from lightserve.common.triton_kernel.experts._expert_pairs import sort_pairs
 
     def sorted_plan(config: Config, is_grouped: bool, ids: Tensor) -> kernels.Plan:
         pairs = sort_pairs(ids, layer.shape.experts, config.block_m)

@@ -124,7 +124,9 @@ def _absorbed_inputs(inputs: Any, factory: InputFactory) -> tuple[Any, ...]:
 
 
 def _attend_absorbed(*args: Any) -> Tensor:
-    from lightserve.common.triton_kernel.latent_token_attention import attend_absorbed  # a CPU does without Triton
+    from lightserve.common.triton_kernel.latent.latent_token_attention import (
+        attend_absorbed,  # a CPU does without Triton
+    )
 
     return attend_absorbed(*args)
 
@@ -144,7 +146,7 @@ def _write_inputs(sizes: LatentSizes, tokens: int, factory: InputFactory) -> tup
 
 
 def _use_tiles(decode: list[int] | None, prompt: list[int] | None) -> None:
-    from lightserve.common.triton_kernel import latent_context_attention, latent_token_attention
+    from lightserve.common.triton_kernel.latent import latent_context_attention, latent_token_attention
 
     if decode is not None:
         block_h, *others = decode

@@ -6,7 +6,7 @@ The products are those of Llama-3-8B; the rows use the adapters in turn. Calls a
 other weights, so that none is in the cache. "step ms" is what all layers of a step take. --linears times each linear of
 a layer, with the norm before it and the activation behind it: without adapters, with add_lora behind the product, and
 with shrink in or beside the product, as the model computes it. --configs times shrink and expand with other tiles: the
-constants of triton_kernel/add_lora.py follow from that table. On a CPU (--device cpu) the shapes are tiny, to try the
+constants of triton_kernel/lora follow from that table. On a CPU (--device cpu) the shapes are tiny, to try the
 program.
 """
 
@@ -169,7 +169,7 @@ def print_linears(
 def print_configs(
     shapes: dict[str, tuple[int, tuple[int, ...]]], args: argparse.Namespace, factory: InputFactory
 ) -> None:
-    from lightserve.common.triton_kernel.add_lora import Config, expand, shrink
+    from lightserve.common.triton_kernel.lora.add_lora import Config, expand, shrink
 
     def shrunk(
         out: Tensor, x: Tensor, weights: ops.LoraWeights, rows: ops.LoraRows, config: Config, splits: int

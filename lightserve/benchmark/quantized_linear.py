@@ -108,7 +108,7 @@ def op_kernels() -> Iterator[Kernel]:
 
 def int4_kernels(is_sweep: bool) -> Iterator[Kernel]:
     """The ways to compute linear_int4; with a sweep, also with other tiles."""
-    from lightserve.common.triton_kernel import _int4_tiles as tiles, dequantize, linear_int4 as few
+    from lightserve.common.triton_kernel.linear import _int4_tiles as tiles, dequantize, linear_int4 as few
 
     few_configs = [few.WIDE, few.NARROW, few.DEEP]
     tile_configs = [*tiles.WIDE.values(), *tiles.NARROW.values()]

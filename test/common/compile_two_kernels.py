@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from lightserve.common.compile.ahead import compile_ahead
 from lightserve.common.compile.client import compile_server
-from lightserve.common.triton_kernel import activation
+from lightserve.common.triton_kernel.norm import activation
 from test.ops.compile_kernels import AbsentCard
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lightserve.common.device import device_named, explain_out_of_memory, host_m
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.cuda import cuda_traits
 from lightserve.common.quantization.eight_bit import EightBitFormat
-from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
+from lightserve.common.triton_kernel.attention._attention import MAX_HEAD_DIM
 from lightserve.errors import ServerError
 from lightserve.model_files.quantization.eight_bit import EightBitScheme
 from test.ops.cases import randn

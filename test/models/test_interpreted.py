@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.triton_kernel import norm_linear
+from lightserve.common.triton_kernel.linear import norm_linear
 from test.models.session import Session
 from test.models.test_parity import ON_GPU, PROMPTS, assert_same
 from test.models.tiny import build_hf, build_ours, build_with_kv, hf_logits

@@ -30,22 +30,21 @@ from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.cuda import cuda_traits
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import (
-    _grouped_experts,
+from lightserve.common.triton_kernel import batch_invariant
+from lightserve.common.triton_kernel.attention._attention import MAX_HEAD_DIM
+from lightserve.common.triton_kernel.experts import _grouped_experts, experts
+from lightserve.common.triton_kernel.experts._expert_linear import PairBlocks, expert_linear
+from lightserve.common.triton_kernel.experts._expert_pairs import sort_pairs
+from lightserve.common.triton_kernel.experts._quantized_expert_linear import quantized_expert_linear
+from lightserve.common.triton_kernel.linear import (
     _int4_tiles,
     _scaled_products,
     _weight_only_linear,
-    batch_invariant,
-    experts,
     linear,
     linear_int4,
-    lora_linear,
     norm_linear,
 )
-from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
-from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
-from lightserve.common.triton_kernel._expert_pairs import sort_pairs
-from lightserve.common.triton_kernel._quantized_expert_linear import quantized_expert_linear
+from lightserve.common.triton_kernel.lora import lora_linear
 from test.ops.cases import (
     ARGS,
     FLOATS,

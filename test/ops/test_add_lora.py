@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import add_lora as kernels
+from lightserve.common.triton_kernel.lora import add_lora as kernels
 from test.ops.cases import (
     BATCH_INVARIANT,
     TOLERANCE,

@@ -10,7 +10,8 @@ import torch
 
 from lightserve.common import ops
 from lightserve.common.device.profile import H200
-from lightserve.common.triton_kernel import _gpu, _token_splits, token_attention
+from lightserve.common.triton_kernel import _gpu
+from lightserve.common.triton_kernel.attention import _token_splits, token_attention
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,

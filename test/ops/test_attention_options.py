@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._context_tiles import TILINGS
+from lightserve.common.triton_kernel.attention._context_tiles import TILINGS
 from test.ops.cases import (
     alibi_slopes,
     assert_close,

@@ -44,8 +44,8 @@ WITH_ASSEMBLY = {
 
 
 def kernels() -> Iterator[str]:
-    for module_info in pkgutil.iter_modules(triton_kernel.__path__):
-        module = importlib.import_module(f"{triton_kernel.__name__}.{module_info.name}")
+    for module_info in pkgutil.walk_packages(triton_kernel.__path__, f"{triton_kernel.__name__}."):
+        module = importlib.import_module(module_info.name)
         for name, value in vars(module).items():
             if isinstance(value, KernelInterface) and name.endswith("_kernel"):
                 yield name

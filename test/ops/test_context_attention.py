@@ -10,7 +10,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.device.profile import H200
 from lightserve.common.triton_kernel import _gpu
-from lightserve.common.triton_kernel._context_tiles import (
+from lightserve.common.triton_kernel.attention._context_tiles import (
     FIRST_PART,
     FIRST_TOKEN,
     Q_LEN,

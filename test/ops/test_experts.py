@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.ops import ExpertsParams, GatedSilu, RouteSpec
-from lightserve.common.triton_kernel import _grouped_experts, experts
-from lightserve.common.triton_kernel._expert_linear import Config, PairBlocks, expert_linear
-from lightserve.common.triton_kernel._expert_pairs import SortedPairs, max_blocks, sort_pairs
+from lightserve.common.triton_kernel.experts import _grouped_experts, experts
+from lightserve.common.triton_kernel.experts._expert_linear import Config, PairBlocks, expert_linear
+from lightserve.common.triton_kernel.experts._expert_pairs import SortedPairs, max_blocks, sort_pairs
 from test.ops.cases import (
     FLOATS,
     NAN,

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _latent_prefix
-from lightserve.common.triton_kernel.latent_token_attention import MERGED_AT_ONCE
+from lightserve.common.triton_kernel.latent import _latent_prefix
+from lightserve.common.triton_kernel.latent.latent_token_attention import MERGED_AT_ONCE
 from test.ops.cases import (
     EPS,
     NAN,

@@ -6,7 +6,7 @@ import torch
 
 from lightserve.common import ops
 from lightserve.common.cpu_kernel import linear as cpu_linear
-from lightserve.common.triton_kernel import linear
+from lightserve.common.triton_kernel.linear import linear
 from test.ops.cases import assert_close, device_of, each_backend_and_dtype, randn, strided, wide
 
 

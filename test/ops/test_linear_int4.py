@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _int4_tiles, dequantize, linear_int4
+from lightserve.common.triton_kernel.linear import _int4_tiles, dequantize, linear_int4
 from test.ops.cases import (
     TOLERANCE,
     assert_close,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import linear, lora_linear as kernels, norm_linear
+from lightserve.common.triton_kernel.linear import linear, norm_linear
+from lightserve.common.triton_kernel.lora import lora_linear as kernels
 from test.ops.cases import (
     EPS,
     assert_close,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import linear, norm_linear
+from lightserve.common.triton_kernel.linear import linear, norm_linear
 from test.ops.cases import ARGS, EPS, FLOATS, assert_close, device_of, each_op_backend_and_dtype, randn, strided, wide
 
 OPS = ("add_rms_norm_linear", "add_rms_norm_gate_up")

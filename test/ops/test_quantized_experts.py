@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.ops import ExpertsParams, Fp8Weight, GatedSilu, Int4Weight, Int8Weight, Mxfp4Weight, RouteSpec
-from lightserve.common.triton_kernel._expert_linear import PairBlocks
-from lightserve.common.triton_kernel._expert_pairs import sort_pairs
-from lightserve.common.triton_kernel._quantized_expert_linear import TILES, block_k_of, quantized_expert_linear
+from lightserve.common.triton_kernel.experts._expert_linear import PairBlocks
+from lightserve.common.triton_kernel.experts._expert_pairs import sort_pairs
+from lightserve.common.triton_kernel.experts._quantized_expert_linear import TILES, block_k_of, quantized_expert_linear
 from test.ops.cases import BATCH_INVARIANT, NAN, assert_close, backends_of, bind, device_of, randn, strided, wide
 
 HALF_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's bfloat16 dot is wrong

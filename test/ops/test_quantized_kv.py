@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.ops.registry import Op
-from lightserve.common.triton_kernel._kv_codes import permute_bytes
+from lightserve.common.triton_kernel.attention._kv_codes import permute_bytes
 from test.ops.cases import (
     ARGS,
     alibi_slopes,

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.ops import InputQuant, QuantizedRows, RowQuant
-from lightserve.common.triton_kernel import _eight_bit_linear, _scaled_products, _weight_only_linear, quantized_linear
+from lightserve.common.triton_kernel.linear import (
+    _eight_bit_linear,
+    _scaled_products,
+    _weight_only_linear,
+    quantized_linear,
+)
 from test.ops.cases import EPS, assert_close, device_of, each_backend_and_dtype, eight_bit_weight, randn, strided, wide
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

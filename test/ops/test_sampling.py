@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import TypicalLogitsWarper
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import top_k_top_p_min_p as kernel
+from lightserve.common.triton_kernel.sampling import top_k_top_p_min_p as kernel
 from test.ops.cases import (
     ARGS,
     TOLERANCE,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _shared_prefix, token_attention
-from lightserve.common.triton_kernel._context_tiles import tiling_of
+from lightserve.common.triton_kernel.attention import _shared_prefix, token_attention
+from lightserve.common.triton_kernel.attention._context_tiles import tiling_of
 from test.ops.cases import (
     FLOATS,
     NAN,

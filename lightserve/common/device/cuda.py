@@ -47,7 +47,7 @@ class CudaDevice(Device):
     pipeline_depth = 2
     launches_async = True
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
-    max_head_dim = 512  # as in triton_kernel/_attention.py
+    max_head_dim = 512  # as in triton_kernel/attention/_attention.py
 
     def keeps_gguf_packed(self, num_ranks: int) -> bool:
         return True

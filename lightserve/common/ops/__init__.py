@@ -84,7 +84,14 @@ from lightserve.common.ops.quantized_weight import (
     in_groups,
     pack_int4,
 )
-from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, has_backend, use_backend
+from lightserve.common.ops.registry import (
+    OPS,
+    REFERENCE,
+    batch_invariant,
+    has_backend,
+    import_implementations,
+    use_backend,
+)
 from lightserve.common.ops.repack import FusesNorm, empty_packed, packs_for
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
@@ -164,6 +171,7 @@ __all__ = [
     "gelu_tanh",
     "gelu_tanh_and_mul",
     "has_backend",
+    "import_implementations",
     "in_groups",
     "latent_context_attention",
     "latent_token_attention",

@@ -8,7 +8,9 @@ on the other rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -62,6 +64,13 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
         raise ValueError(f"op {reference.__name__} is declared twice")
     OPS[reference.__name__] = declared = Op(reference)
     return declared
+
+
+def import_implementations(package: str, path: Iterable[str]) -> None:
+    """Import the modules of a package, which register what they implement. A name with an underscore is a helper's."""
+    for module in walk_packages(path, f"{package}."):
+        if not module.name.rpartition(".")[2].startswith("_"):
+            import_module(module.name)
 
 
 def has_backend(backend: str) -> bool:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _int4_tiles, _latent_in_order, linear as few_rows, linear_int4 as int4
-from lightserve.common.triton_kernel.context_attention import attend_in_order
-from lightserve.common.triton_kernel.dequantize import linear_dequantized
-from lightserve.common.triton_kernel.latent_token_attention import check as check_latents
+from lightserve.common.triton_kernel.attention.context_attention import attend_in_order
+from lightserve.common.triton_kernel.latent import _latent_in_order
+from lightserve.common.triton_kernel.latent.latent_token_attention import check as check_latents
+from lightserve.common.triton_kernel.linear import _int4_tiles, linear as few_rows, linear_int4 as int4
+from lightserve.common.triton_kernel.linear.dequantize import linear_dequantized
 
 BACKEND = ops.batch_invariant("triton")
 LINEAR = few_rows.Config(block_n=64, block_bytes=256, num_warps=4, num_stages=4)
