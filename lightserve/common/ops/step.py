@@ -1,4 +1,4 @@
-"""The first op of a step: its tokens and their slots."""
+"""The first ops of a step: its tokens with their slots, and their embeddings."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ def place_tokens(tokens: StepTokens, req_to_token: Tensor, last_ids: Tensor) -> 
     rows = tokens.rows.long()
     req_to_token[rows, tokens.positions.long()] = tokens.slots
     return tokens.ids.long().where(tokens.ids != LAST_SAMPLED, last_ids[rows].clamp(min=0))
+
+
+@op
+def vocab_embedding(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+    """Rows of this rank's slice of the vocabulary; zeros for the ids of other ranks."""
+    local = ids - first_id
+    is_mine = (local >= 0) & (local < table.shape[0])
+    return table[local * is_mine].masked_fill(~is_mine[:, None], 0)
