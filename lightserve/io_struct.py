@@ -270,13 +270,6 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slots: Int32s
 
 
-class KvCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy the KV of tokens to other slots, in every layer: ``source[i]`` to ``target[i]``."""
-
-    source: list[int]
-    target: list[int]
-
-
 class KvStore(msgspec.Struct, frozen=True, array_like=True):
     """Copy blocks of tokens from the KV pool to host memory."""
 
@@ -318,7 +311,7 @@ class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows.
+    """One forward pass. The worker frees requests, adds new ones, copies adapters, then computes the rows.
 
     Of freed requests it keeps the tokens and slots with which they entered, if later requests may begin with them.
 
@@ -335,7 +328,6 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     free: list[int] = []
     kept: list[int] = []  # of ``free``: later requests may name them as parents
     dropped: list[int] = []  # of the requests that are kept: none will name them any more
-    copies: list[KvCopy] = []
     windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens

@@ -18,7 +18,6 @@ from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import (
     CompileGrammar,
     HostKvSize,
-    KvCopy,
     NewReq,
     PoolingLimits,
     Step,
@@ -42,7 +41,6 @@ from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.lower_tiers import LowerTiers, make_lower_tiers
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
-from lightserve.worker.sampling.logits import int64s
 from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
@@ -293,8 +291,6 @@ class ModelWorker:
             self._add(self._batch.kept.whole(new))
         if step.loras and self.loras is not None:
             self.loras.place(step.loras)
-        for copy in step.copies:
-            self._copy_kv(copy)
         if self.host_tier is not None:
             for store in step.stores:
                 self.host_tier.store(store)
@@ -311,11 +307,6 @@ class ModelWorker:
         limit = new.sampling.thinking
         thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
         self._batch.add(new, self._grammars.start(new), thinking)
-
-    @torch.inference_mode()
-    def _copy_kv(self, copy: KvCopy) -> None:
-        source, target = (int64s(slots, self._device) for slots in (copy.source, copy.target))
-        self.model.mem_manager.copy(source, target)
 
     def _wait_for_tokens(self) -> None:
         """Wait for all steps in flight, and apply their tokens."""

@@ -1,4 +1,4 @@
-"""A KvLayout decides shapes and bytes of the KV cache; the MemoryManager allocates it and copies tokens within it."""
+"""A KvLayout decides shapes and bytes of the KV cache; the MemoryManager allocates it."""
 
 from __future__ import annotations
 
@@ -78,31 +78,3 @@ def test_layers_without_a_cache_take_no_memory() -> None:
     assert layout.num_layers == 2
     assert manager.buffers[0].shape == (2, 5, 2, 8)
     assert manager.layer(7).data_ptr() == manager.buffers[0][1].data_ptr()
-
-
-def test_a_copy_moves_tokens_in_every_layer_and_nothing_else() -> None:
-    manager = MemoryManager(20, MIXED, CPU)
-    caches = [manager.layer(i) for i in range(6)] + [
-        scale for i in range(6) if (scale := manager.scales(i)) is not None
-    ]
-    for cache in caches:
-        cache.copy_(torch.arange(cache.numel()).view(cache.shape) % 100)
-    before = [cache.clone() for cache in caches]
-
-    manager.copy(torch.tensor([3, 7, 0], dtype=torch.int32), torch.tensor([11, 2, 19], dtype=torch.int32))
-
-    for cache, old in zip(caches, before, strict=True):
-        old[[11, 2, 19]] = old[[3, 7, 0]]
-        assert torch.equal(cache, old)
-
-
-def test_a_copy_between_overlapping_slots_reads_before_it_writes() -> None:
-    manager = MemoryManager(8, KvLayout.uniform(2, num_heads=1, head_dim=4, dtype=torch.float32), CPU)
-    for buffer in manager.buffers:
-        buffer.copy_(torch.rand(buffer.shape))
-    before = manager.buffers[0].clone()
-
-    manager.copy(torch.arange(0, 5), torch.arange(2, 7))
-
-    assert torch.equal(manager.buffers[0][:, 2:7], before[:, 0:5])
-    assert torch.equal(manager.buffers[0][:, :2], before[:, :2])

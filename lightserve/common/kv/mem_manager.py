@@ -65,16 +65,3 @@ class MemoryManager:
     def scales(self, layer_num: int) -> Tensor | None:
         """The scales of one layer, ``[slots, scales]``; None: its cache has none."""
         return self._scales.get(layer_num)
-
-    def copy(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Copy the KV of tokens to other slots in every layer.
-
-        All sources of a layer are read before its first target is written, so the two may overlap. It works layer by
-        layer: a copy of all layers at once would need memory for the KV of all the tokens.
-        """
-        if self.windowed_size is not None:
-            raise NotImplementedError("KV copies name slots of one pool, but layers with a window have their own")
-        source, target = source_slots.long(), target_slots.long()
-        for cache in (*self._layers.values(), *self._scales.values()):
-            numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch copies few 8-bit floats
-            numbers.index_copy_(0, target, numbers.index_select(0, source))
