@@ -23,8 +23,9 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.utils.int_arrays import Int64Array
 
-PARTS = ("make_room", "admit", "_plan_rows", "next_step", "process_tokens")
+PARTS = ("make_room", "admit", "_plan_rows", "next_step", "complete_step", "process_plain")
 PROMPT_LEN = 1000
 NUM_WAITING = 64
 VOCAB_SIZE = 32_000
@@ -37,7 +38,7 @@ class TimedScheduler(Scheduler):
     def __init__(self, pool: KvPool, limits: SchedulerLimits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
-        for owner, part in zip((self._preemption, self._admission, self, self, self), PARTS, strict=True):
+        for owner, part in zip((self._preemption, self._admission, self, self, self, self), PARTS, strict=True):
             setattr(owner, part, _timed(getattr(owner, part), self.times[part]))
 
 
@@ -82,15 +83,23 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
 
 def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
     """Microseconds of each part, without the first steps, which prefill."""
-    in_flight: deque[list[TokenOut]] = deque()
+    in_flight: deque[Int64Array] = deque()  # the requests of each step
     for number in range(steps + 4):
         while len(in_flight) < 2 and (step := scheduler.next_step()):
-            in_flight.append([TokenOut(row.req_id, Token(1)) for row in step.rows])
+            in_flight.append(np.array([row.req_id for row in step.rows], dtype=np.int64))
         if number == 4:
             for times in scheduler.times.values():
                 times.clear()
-        scheduler.process_tokens(in_flight.popleft())
+        process(scheduler, in_flight.popleft())
     return {part: 1e6 * median(times) for part, times in scheduler.times.items()}
+
+
+def process(scheduler: Scheduler, req_ids: Int64Array) -> None:
+    """Every request of the step has got a token. Only the first one of a request is not plain."""
+    scheduler.complete_step()
+    is_known = scheduler.process_plain(req_ids, np.ones(len(req_ids), dtype=np.int32))
+    for req_id in req_ids[~is_known].tolist():
+        scheduler.process_token(TokenOut(req_id, Token(1)))
 
 
 def main() -> None:
@@ -108,7 +117,7 @@ def main() -> None:
         for cached in args.cached:
             for waiting in args.waiting:
                 us = measure(loaded(running, cached, waiting, args.policy), args.steps)
-                total = us["next_step"] + us["process_tokens"]
+                total = sum(us[part] for part in ("next_step", "complete_step", "process_plain"))
                 parts = " ".join(f"{us[part]:14.0f}" for part in PARTS)
                 print(f"{running:7} {cached:8} {waiting:>8} {parts} {total:10.0f}", flush=True)
 

@@ -24,8 +24,9 @@ from lightserve.io_struct import (
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import DecodeRun, Scheduler, SchedulerLimits
+from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
+from lightserve.simulate.decode_run import DecodeRun, DecodeRunScheduler
 from lightserve.simulate.front import NO_FRONT, Front
 from lightserve.simulate.gpu import H200, OTHER, CostModel, StepTokens, Worker
 from lightserve.simulate.kv_tiers import SimulatedTiers, StoreBlocks, Tiers
@@ -59,9 +60,9 @@ class Setup:
     tiers: Tiers | None = None  # for KV that leaves the pool
     skips_planning: bool = True  # of steps that only decode; the figures are the same without it, and take longer
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> DecodeRunScheduler:
         estimate = OutputEstimate(self.quantile)  # a constant in the server, an option here
-        return Scheduler(KvPool(self.pool_size), self.limits, make_policy(self.policy), estimate)
+        return DecodeRunScheduler(KvPool(self.pool_size), self.limits, make_policy(self.policy), estimate)
 
 
 class EndedStep(NamedTuple):

@@ -38,6 +38,7 @@ from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
 from test.router.kv_tiers.test_tiers import Disk, LowerClient
+from test.router.processing import process_tokens
 from test.router.test_scheduler import make_req, truth
 
 EVENTS = 400
@@ -264,7 +265,7 @@ class History:
     def deliver(self) -> None:
         if not self.in_flight:
             return
-        for req, _ in self.scheduler.process_tokens(self.in_flight.popleft()[1]):
+        for req in process_tokens(self.scheduler, self.in_flight.popleft()[1]):
             if req.finish_reason is not None and req.req_id in self.open:
                 self.end(req)
 

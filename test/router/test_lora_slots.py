@@ -7,6 +7,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits
 from lightserve.router.scheduler.waits import MAX_PASSED_OVER
+from test.router.processing import process_tokens
 from test.router.test_scheduler import make_req
 
 
@@ -28,7 +29,7 @@ def step_of(scheduler: Scheduler) -> Step:
 
 
 def finish(scheduler: Scheduler, step: Step) -> None:
-    scheduler.process_tokens([TokenOut(row.req_id, Token(50)) for row in step.rows])
+    process_tokens(scheduler, [TokenOut(row.req_id, Token(50)) for row in step.rows])
 
 
 def slots_of(step: Step) -> dict[int, int]:

@@ -11,6 +11,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.pinned_prompts import PinnedPrompts, check_room
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from test.router.processing import process_tokens
 
 PROMPTS = {"a": list(range(10, 30)), "b": [*range(10, 20), *range(50, 60)]}  # 10 tokens in common
 SALT = "salt "
@@ -33,7 +34,7 @@ def serve(scheduler: Scheduler, pinned: PinnedPrompts | None = None) -> int:
     while (step := scheduler.next_step()) is not None:
         tokens += step.num_tokens
         ids = [*np.asarray(step.decode_ids).tolist(), *(row.req_id for row in step.chunks)]
-        for req, _ in scheduler.process_tokens([TokenOut(req_id, Token(9)) for req_id in ids]):
+        for req in process_tokens(scheduler, [TokenOut(req_id, Token(9)) for req_id in ids]):
             if pinned is not None and req.is_internal:
                 pinned.end(req)
     return tokens

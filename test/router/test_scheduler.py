@@ -37,6 +37,7 @@ from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
 from lightserve.router.windowed_pool import NONE
 from lightserve.utils.codec import encode
+from test.router.processing import process_tokens
 
 EOS = 7
 ROOT = 0
@@ -251,7 +252,7 @@ class Server:
             self._check_kept_counts()
         if not self._in_flight:
             return False
-        self.scheduler.process_tokens(self._in_flight.popleft()[1])
+        process_tokens(self.scheduler, self._in_flight.popleft()[1])
         self._check_kept_counts()
         return True
 
@@ -608,7 +609,7 @@ def entering(server: Server) -> list[NewReq]:
     """Run a step. Returns the requests that entered with it."""
     step = server.scheduler.next_step()
     assert step is not None
-    server.scheduler.process_tokens(server.worker.run(step))
+    process_tokens(server.scheduler, server.worker.run(step))
     return step.new
 
 
@@ -792,7 +793,7 @@ def test_forced_tokens_are_computed_in_one_step(depth: int) -> None:
     steps = [scheduler.next_step() for _ in range(depth)]
 
     forced = [TokenOut(0, Token(token), is_forced=True) for token in (101, 102, 103)]
-    scheduler.process_tokens([TokenOut(0, Token(100)), *forced])
+    process_tokens(scheduler, [TokenOut(0, Token(100)), *forced])
     step = scheduler.next_step()
 
     assert [len(row.slots) for one in steps if one for row in one.rows] == [3, 1][:depth]
@@ -812,7 +813,7 @@ def test_forced_tokens_beyond_the_end_of_their_request_are_dropped() -> None:
     for req_id in (0, 1):
         forced = [TokenOut(req_id, Token(token), is_forced=True) for token in (101, 102, EOS, 103)]
         outs += [TokenOut(req_id, Token(100)), *forced]
-    scheduler.process_tokens(outs)
+    process_tokens(scheduler, outs)
 
     assert [req.output_ids for req in reqs] == [[100, 101, 102], [100, 101, 102, EOS]]
     assert [req.finish_reason for req in reqs] == [FinishReason.LENGTH, FinishReason.STOP]
@@ -854,7 +855,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_requests() -> None:
         step = scheduler.next_step()
         assert step is not None
         sizes.append([len(row.slots) for row in step.rows])
-        scheduler.process_tokens(server.worker.run(step))
+        process_tokens(scheduler, server.worker.run(step))
 
     assert sizes == [[1, 10], [1, 10], [1, 5], [1, 1]]
 
@@ -1293,6 +1294,6 @@ def test_a_forced_token_of_before_is_not_that_of_a_request_that_comes_back() -> 
     back.continue_from([3], 0.0)
     scheduler.add(back)
 
-    scheduler.process_tokens([TokenOut(1, Token(5)), TokenOut(1, Token(6), is_forced=True)])
+    process_tokens(scheduler, [TokenOut(1, Token(5)), TokenOut(1, Token(6), is_forced=True)])
 
     assert back.output_ids == [3]

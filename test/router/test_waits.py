@@ -16,6 +16,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits, waits
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.cpu_time import growth
+from test.router.processing import process_tokens
 from test.router.test_scheduler import make_req
 
 LIMITS = SchedulerLimits(max_running=256, batch_max_tokens=8192, chunk_size=2048)
@@ -31,7 +32,7 @@ def finish(scheduler: Scheduler, step: Step | None) -> None:
     assert step is not None
     reqs = [scheduler._batch.find(row.req_id) for row in step.rows]
     done = [req.req_id for req in reqs if req is not None and req.in_flight]
-    scheduler.process_tokens([TokenOut(req_id, Token(OTHER)) for req_id in done])
+    process_tokens(scheduler, [TokenOut(req_id, Token(OTHER)) for req_id in done])
 
 
 class Decode:

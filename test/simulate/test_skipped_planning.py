@@ -12,11 +12,13 @@ from lightserve.io_struct import GenerationParams, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.simulate.decode_run import DecodeRunScheduler
 from lightserve.simulate.gpu import OTHER, CostModel
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
 from lightserve.simulate.simulation import Failure, Simulation, simulate
+from test.router.processing import process_tokens
 
 LOAD = Load(lognormal(30, 1.0, 300), lognormal(40, 1.0, 150), count=30, streams=6, max_new_tokens=150)
 FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
@@ -88,11 +90,11 @@ def test_replicas_hold_the_same_slots_either_way() -> None:
 
 def test_steps_in_flight_go_on_one_by_one_after_a_run() -> None:
     """Of five decodes that are planned at once, three have ended when the run does."""
-    scheduler = Scheduler(KvPool(100), SchedulerLimits(4, 64, 64))
+    scheduler = DecodeRunScheduler(KvPool(100), SchedulerLimits(4, 64, 64))
     req = Req(7, np.arange(2, 10, dtype=np.int32), GenerationParams.of(max_new_tokens=50, seed=0), 50, (0,))
     scheduler.add(req)
     scheduler.next_step()
-    scheduler.process_tokens([TokenOut(7, Token(OTHER))])
+    process_tokens(scheduler, [TokenOut(7, Token(OTHER))])
     run = scheduler.begin_decodes()
     assert run is not None
     assert run.max_steps == 48, "the first of 50 tokens is there, and the last one ends the request"
@@ -141,7 +143,7 @@ def test_a_step_is_planned_three_milliseconds_before_the_last_one_ends(
 
 
 def test_nothing_is_skipped_while_a_request_could_start() -> None:
-    scheduler = Scheduler(KvPool(100), SchedulerLimits(4, 64, 64))
+    scheduler = DecodeRunScheduler(KvPool(100), SchedulerLimits(4, 64, 64))
     params = GenerationParams.of(max_new_tokens=50, seed=0)
 
     def add(req_id: int) -> None:

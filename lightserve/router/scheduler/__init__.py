@@ -6,7 +6,6 @@
     chunking.py       how those tokens are divided among the prompts
     preemption.py     which requests make room when KV memory runs out
     lora_slots.py     which adapters are on the device
-    decode_run.py     many steps at once that only decode, for the simulator
     batch.py          the requests that run
     scheduler.py      composes them into steps
     lockstep.py       several schedulers whose steps are computed at once, for data-parallel attention
@@ -18,7 +17,6 @@ may be planned before the tokens of the first are back: workers run steps in ord
 earlier step in flight still reads.
 """
 
-from lightserve.router.scheduler.decode_run import DecodeRun
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
 from lightserve.router.scheduler.lockstep import LockstepScheduler
 from lightserve.router.scheduler.lora_slots import LoraSlots
@@ -28,7 +26,6 @@ AnyScheduler = Scheduler | LockstepScheduler  # what the router's loop drives
 
 __all__ = [
     "AnyScheduler",
-    "DecodeRun",
     "LockstepScheduler",
     "LoraSlots",
     "Scheduler",

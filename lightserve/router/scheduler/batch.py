@@ -13,7 +13,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.scheduler.lora_slots import LoraSlots
-from lightserve.utils.int_arrays import BLOCK, NO_INT32, NO_INT64, Int32Array, Int64Array
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 
 
 class RunningBatch:
@@ -137,24 +137,6 @@ class RunningBatch:
         columns.outputs.append(rows, token_ids)
         columns.output_len[rows] += 1
         columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
-
-    def append_decodes(self, rows: Int64Array, slots: npt.NDArray[np.int32], token_ids: list[int]) -> None:
-        """As many calls of ``plan_decodes`` as ``slots`` has columns, and one of ``add_outputs`` for each token.
-
-        All requests get the same tokens.
-        """
-        columns, steps = self.columns, slots.shape[1]
-        outputs = np.tile(np.array(token_ids, dtype=np.int32), (len(rows), 1))
-        for begin in range(0, steps, BLOCK):
-            end = min(begin + BLOCK, steps)
-            short = {*columns.slots.short_of(rows, end - begin), *columns.outputs.short_of(rows, end - begin)}
-            for req in self.at(np.array(sorted(short), dtype=np.int64)):
-                req.flush()
-            columns.slots.extend(rows, slots[:, begin:end])
-            columns.outputs.extend(rows, outputs[:, begin:end])
-        columns.planned_len[rows] += steps
-        columns.planned_outputs[rows] += steps
-        columns.output_len[rows] += len(token_ids)
 
     @property
     def has_rows_to_free(self) -> bool:

@@ -25,7 +25,6 @@ from lightserve.io_struct import (
     ReqFailed,
     Step,
     StepRow,
-    Token,
     TokenOut,
 )
 from lightserve.router.crash_isolation import CrashIsolation
@@ -39,7 +38,6 @@ from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
-from lightserve.router.scheduler.decode_run import DecodeRun, find_decode_run
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.preemption import Preemption
@@ -286,30 +284,6 @@ class Scheduler:
         self.num_pushed += sum(len(push.slots) for push in found)
         return found
 
-    def begin_decodes(self) -> DecodeRun | None:
-        """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
-        ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
-        is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
-        is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
-        is_full = len(self._batch) >= self.limits.max_running
-        may_start = (len(self._queue) and not is_full) or self._admission.may_prefetch
-        if not is_simple or self._isolation.is_active or may_start:
-            return None
-        return find_decode_run(self._batch, self._num_planned)
-
-    def end_decodes(self, run: DecodeRun, token_ids: list[int], last_token_s: float) -> None:
-        """Go on with ``next_step``. The first steps of the run have ended with these tokens, the last of them at
-        ``last_token_s``; the others are in flight."""
-        columns, rows = self._batch.columns, run.rows
-        self._num_planned += len(run)
-        columns.planned_step[rows] = self._num_planned
-        admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
-        for slots, planned_len in run.apply(token_ids, last_token_s):
-            planned = PlannedStep(
-                len(rows), run.req_ids, rows, admissions, counts, planned_len, slots, NO_INT32, [], [], [], Wait()
-            )
-            self._in_flight.append(planned)
-
     def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks.
 
@@ -325,22 +299,6 @@ class Scheduler:
             self.tiers.stored.finish_stores(step.stores)
         step.completed.end()
         return step.prefills
-
-    def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
-        """Complete the oldest step in flight, and give every token to its request."""
-        self.complete_step()
-        outs = list(outs)
-        req_ids = np.array([out.req_id for out in outs], dtype=np.int64)
-        is_known = np.zeros(len(outs), dtype=np.bool_)
-        if len(set(req_ids.tolist())) == len(outs):  # as in StepResult's columns
-            is_plain = np.array([out == TokenOut(out.req_id, Token(out.token.id)) for out in outs], dtype=np.bool_)
-            token_ids = np.array([out.token.id for out in outs], dtype=np.int32)
-            is_known[is_plain] = self.process_plain(req_ids[is_plain], token_ids[is_plain])
-        processed = [
-            (self._batch.find(out.req_id) if known else self.process_token(out), out)
-            for out, known in zip(outs, is_known.tolist(), strict=True)
-        ]
-        return [(req, out) for req, out in processed if req is not None]
 
     def process_plain(self, req_ids: Int64Array, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
         """Give a token to each of these requests, which differ, if it is neither the first nor perhaps the last.

@@ -1,0 +1,105 @@
+"""Several steps in a row in which every running request decodes and nothing else happens.
+
+The simulator plans most of its steps like this. A step costs it one allocation of slots. The requests and the batch
+learn of all steps at once, when something else happens. Then everything is as if each step had been planned and
+processed by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightserve.router.req_queue import Wait
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.scheduler import PlannedStep
+from lightserve.utils.int_arrays import MAX_EXTENSION, NO_INT32, Int32Array, Int64Array, Tails
+
+OneStep = tuple[Int32Array, Int64Array]  # the slots of the step, and the tokens of each request after it
+
+
+class DecodeRun:
+    def __init__(self, batch: RunningBatch) -> None:
+        columns = batch.columns
+        self.rows = batch.rows
+        self.req_ids = batch.req_ids(self.rows)
+        left = columns.max_new_tokens[self.rows] - 1 - columns.planned_outputs[self.rows]
+        self.max_steps = int(left.min())  # so many cannot end a request by its length
+        self._batch = batch
+        self._slots: list[Int32Array] = []  # of each step
+
+    def __len__(self) -> int:
+        """Steps that are planned."""
+        return len(self._slots)
+
+    def plan(self) -> bool:
+        """Plan one more step. False: there is no memory, and requests must be preempted."""
+        pool, count = self._batch.pool, len(self.rows)
+        if pool.available < count:
+            return False
+        self._slots.append(pool.alloc(count))
+        return True
+
+    def apply(self, token_ids: list[int], last_token_s: float) -> list[OneStep]:
+        """Give the requests what was planned. All of them have got ``token_ids``, the last at ``last_token_s``.
+
+        Returns the steps that are in flight.
+        """
+        columns, rows = self._batch.columns, self.rows
+        begin = columns.planned_len[rows]
+        self._extend(columns.slots, np.array(self._slots, dtype=np.int32).T)
+        self._extend(columns.outputs, np.tile(np.array(token_ids, dtype=np.int32), (len(rows), 1)))
+        columns.planned_len[rows] += len(self)
+        columns.planned_outputs[rows] += len(self)
+        columns.output_len[rows] += len(token_ids)
+        if token_ids:
+            columns.certain_len[rows] = begin + len(token_ids)
+            columns.last_token_s[rows] = last_token_s
+        in_flight = enumerate(self._slots[len(token_ids) :], len(token_ids) + 1)
+        return [(slots, begin + number) for number, slots in in_flight]
+
+    def _extend(self, tails: Tails, values: Int32Array) -> None:
+        """``values``: a row for each request."""
+        for begin in range(0, values.shape[1], MAX_EXTENSION):
+            part = values[:, begin : begin + MAX_EXTENSION]
+            for req in self._batch.at(np.array(tails.full(self.rows, part.shape[1]), dtype=np.int64)):
+                req.flush()
+            tails.extend(self.rows, part)
+
+
+class DecodeRunScheduler(Scheduler):
+    """A scheduler that can plan many steps at once."""
+
+    def begin_decodes(self) -> DecodeRun | None:
+        """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
+        ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
+        is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
+        is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
+        is_full = len(self._batch) >= self.limits.max_running
+        may_start = (len(self._queue) and not is_full) or self._admission.may_prefetch
+        if not is_simple or self._isolation.is_active or may_start or not self._all_decode:
+            return None
+        return DecodeRun(self._batch)
+
+    def end_decodes(self, run: DecodeRun, token_ids: list[int], last_token_s: float) -> None:
+        """Go on with ``next_step``. The first steps of the run have ended with these tokens, the last of them at
+        ``last_token_s``; the others are in flight."""
+        columns, rows = self._batch.columns, run.rows
+        self._num_planned += len(run)
+        columns.planned_step[rows] = self._num_planned
+        admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
+        for slots, planned_len in run.apply(token_ids, last_token_s):
+            planned = PlannedStep(
+                len(rows), run.req_ids, rows, admissions, counts, planned_len, slots, NO_INT32, [], [], [], Wait()
+            )
+            self._in_flight.append(planned)
+
+    @property
+    def _all_decode(self) -> bool:
+        """Whether the last planned step returns a token of every running request."""
+        columns, rows = self._batch.columns, self._batch.rows
+        if not len(rows) or bool((columns.planned_step[rows] != self._num_planned).any()):
+            return False
+        prompt_len, planned_len = columns.prompt_len[rows], columns.planned_len[rows]
+        decodes = (columns.unplanned(rows) == 1) & (planned_len >= prompt_len) & (columns.is_plain[rows] > 0)
+        return bool(decodes.all())
