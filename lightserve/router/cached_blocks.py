@@ -10,48 +10,36 @@ import numpy as np
 
 from lightserve.common.kv.token_slots import Slots
 from lightserve.io_struct import KvNews
-from lightserve.router.radix_cache import Ids
+from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS, Hashes, block_hashes
 
 
-class CachedBlocks:
+class CachedBlocks(PoolListener):
     def __init__(self, size: int) -> None:
         self._hash_of_slot: Hashes = np.zeros(size, dtype="<i8")  # of the block whose last token is there; 0: none
         self._epoch = 0
         self._sent_epoch = 0
         self._changes: dict[int, bool] = {}  # since the last news: whether the block is cached now
 
-    def add(self, req: Req, begin: int, end: int, duplicates: Slots | None = None) -> None:
-        """The cache owns the slots of these tokens of the request, but not those of ``duplicates``."""
+    def on_cached(self, req: Req, slots: Slots, begin: int, end: int) -> None:
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
         if first == last:
             return
-        slots = np.array(req.slots[(first + 1) * BLOCK_TOKENS - 1 : last * BLOCK_TOKENS : BLOCK_TOKENS], dtype=np.int32)
-        self._add(_hashes_of(req, last)[first:last], slots, duplicates)
-
-    def add_loaded(self, ids: Ids, salt: str, slots: Slots, duplicates: Slots) -> None:
-        """The cache owns these slots of tokens, from the beginning of a prompt, but not those of ``duplicates``."""
-        hashes = block_hashes(ids, salt)
-        self._add(hashes, slots[BLOCK_TOKENS - 1 :: BLOCK_TOKENS][: len(hashes)], duplicates)
-
-    def _add(self, hashes: Hashes, slots: Slots, duplicates: Slots | None) -> None:
-        if duplicates is not None and len(duplicates):
-            is_owned = ~np.isin(slots, duplicates)
-            hashes, slots = hashes[is_owned], slots[is_owned]
+        slots = np.array(slots[(first + 1) * BLOCK_TOKENS - 1 : last * BLOCK_TOKENS : BLOCK_TOKENS], dtype=np.int32)
+        hashes = _hashes_of(req, last)[first:last]
+        is_new = self._hash_of_slot[slots] != hashes  # other blocks are those of another request
         self._hash_of_slot[slots] = hashes
-        self._changes.update(dict.fromkeys(hashes.tolist(), True))
+        self._changes.update(dict.fromkeys(hashes[is_new].tolist(), True))
 
-    def remove(self, slots: Slots) -> None:
-        """The cache does not own these slots any more, if it ever did."""
+    def on_freed(self, slots: Slots) -> None:
         hashes = self._hash_of_slot[slots]
         hashes = hashes[hashes != 0]
         if len(hashes):
             self._hash_of_slot[slots] = 0
             self._changes.update(dict.fromkeys(hashes.tolist(), False))
 
-    def clear(self) -> None:
-        """All KV is lost."""
+    def on_reset(self) -> None:
         self._hash_of_slot[:] = 0
         self._changes.clear()
         self._epoch += 1

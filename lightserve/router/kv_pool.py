@@ -15,24 +15,20 @@ import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
 from lightserve.io_struct import WindowedKv
-from lightserve.router.cached_blocks import CachedBlocks
-from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
+from lightserve.router.pool_listener import PoolListener
 from lightserve.router.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.req import Req
 from lightserve.router.windowed_pool import WindowedPool
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 
 class PrefixLoad(NamedTuple):
-    """A part of a prefix that comes from a lower tier."""
+    """A part of a prefix that comes from another place."""
 
+    req: Req  # it may have ended meanwhile
     ids: Ids  # from the beginning to the end of the part
-    salt: str
     node: RadixNode  # locked: the end of the tokens before the part
     cached: Slots  # of the tokens before
     slots: Slots  # of the part
-    keys: list[bytes]  # of all blocks of ``ids``
-    is_local: bool  # see PoolBlock
 
 
 class KvPool:
@@ -40,8 +36,7 @@ class KvPool:
         """``windowed``: the figures of the second pool; None: there is none."""
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
-        self.blocks: CachedBlocks | None = None  # set by ``track_blocks``
-        self.stored: StoredBlocks | None = None  # set by ``store_evicted``
+        self._listeners: list[PoolListener] = []
         self._figures = size, windowed
         self.reset()
 
@@ -53,18 +48,11 @@ class KvPool:
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
-        if self.blocks is not None:
-            self.blocks.clear()
-        if self.stored is not None:
-            self.stored.clear()
+        for listener in self._listeners:
+            listener.on_reset()
 
-    def store_evicted(self, stored: StoredBlocks) -> None:
-        """From now on, ``stored`` keeps whole blocks of tokens that the cache evicts."""
-        self.stored = stored
-
-    def track_blocks(self) -> None:
-        """From now on, ``blocks`` knows which blocks of tokens are cached."""
-        self.blocks = CachedBlocks(self.size)
+    def add_listener(self, listener: PoolListener) -> None:
+        self._listeners.append(listener)
 
     @property
     def size(self) -> int:
@@ -101,8 +89,8 @@ class KvPool:
         if short > 0:
             evicted = self._cache.evict(short)
             self.num_evicted += len(evicted)
-            if self.stored is not None:
-                self.stored.evict(evicted)
+            for listener in self._listeners:
+                listener.on_evicted(evicted)
             self._free(evicted)
         return self.slots.alloc(count)
 
@@ -118,15 +106,7 @@ class KvPool:
         node, cached = self._cache.match(ids[:begin], req.salt)
         self._cache.lock(node)
         self.loading_tokens += end - begin
-        return PrefixLoad(
-            ids,
-            req.salt,
-            node,
-            cached,
-            self.alloc(end - begin),
-            req.kv_keys[: end // BLOCK_TOKENS],
-            req.lora_id is not None,
-        )
+        return PrefixLoad(req, ids, node, cached, self.alloc(end - begin))
 
     def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
         """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
@@ -134,8 +114,7 @@ class KvPool:
             return load
         self._free(load.slots[count:])
         self.loading_tokens -= len(load.slots) - count
-        ids = load.ids[: len(load.cached) + count]
-        return load._replace(ids=ids, slots=load.slots[:count], keys=load.keys[: len(ids) // BLOCK_TOKENS])
+        return load._replace(ids=load.ids[: len(load.cached) + count], slots=load.slots[:count])
 
     def finish_load(self, load: PrefixLoad, is_valid: bool) -> None:
         """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it."""
@@ -145,12 +124,8 @@ class KvPool:
             self._free(load.slots)
             return
         slots = np.concatenate((load.cached, load.slots))
-        _, spare = self._cache.insert(load.ids, slots, load.salt)
-        if self.blocks is not None:
-            self.blocks.add_loaded(load.ids, load.salt, slots, spare)
-        if self.stored is not None:
-            cached = self._cache.find_slots(load.ids, load.salt)[len(load.cached) :]
-            self.stored.add(load.keys[len(load.cached) // BLOCK_TOKENS :], cached, load.is_local)
+        _, spare = self._cache.insert(load.ids, slots, load.req.salt)
+        self._notify_inserted(load.req, load.ids, len(load.cached))
         self.num_cached_chunks += 1
         self._free(spare)
 
@@ -184,10 +159,8 @@ class KvPool:
             self._cache.unlock(req.node)
             req.node, req.shared_len = grown, end
             self.num_cached_chunks += 1
-            if self.blocks is not None:
-                self.blocks.add(req, begin, end)
-            if self.stored is not None:
-                self.stored.add_req(req, req.slots, begin, end)
+            for listener in self._listeners:
+                listener.on_cached(req, req.slots, begin, end)
         self._cache_windowed(req, req.prompt_ids[:end], begin)
 
     def release(self, req: Req) -> None:
@@ -198,10 +171,7 @@ class KvPool:
             ids = req.token_ids[:known]
             _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
             self._cache_windowed(req, ids, kept)
-            if self.blocks is not None:
-                self.blocks.add(req, kept, known, spare)
-            if self.stored is not None:
-                self.stored.add_req(req, self._cache.find_slots(ids, req.salt), kept, known)
+            self._notify_inserted(req, ids, kept)
             self._free(spare)
             kept = known
         self._free(req.slots[kept:])
@@ -226,8 +196,8 @@ class KvPool:
 
         Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
         """
-        if self.stored is not None:
-            self.stored.discard(req)
+        for listener in self._listeners:
+            listener.on_discarded(req)
         node, slots = self._cache.match(req.token_ids, req.salt)
         if self.windowed is not None:
             self.windowed.remove_cached(slots)
@@ -235,8 +205,8 @@ class KvPool:
 
     def roll_back(self, slots: Slots, windowed_slots: Slots) -> None:
         """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
-        if self.stored is not None:  # it may contain what the steps should have computed
-            self.stored.clear()
+        for listener in self._listeners:
+            listener.on_steps_failed()
         self._free(self._cache.drop_slots(slots))
         if self.windowed is not None:
             self.windowed.invalidate(windowed_slots)
@@ -264,11 +234,17 @@ class KvPool:
             return
         if self.windowed is not None:
             self.windowed.remove_cached(slots)
-        if self.blocks is not None:
-            self.blocks.remove(slots)
-        if self.stored is not None:
-            self.stored.forget(slots)
+        for listener in self._listeners:
+            listener.on_freed(slots)
         self.slots.free(slots)
+
+    def _notify_inserted(self, req: Req, ids: Ids, begin: int) -> None:
+        """The first tokens of the request are cached, in its slots or in those of others."""
+        if not self._listeners:
+            return
+        slots = self._cache.find_slots(ids, req.salt)
+        for listener in self._listeners:
+            listener.on_cached(req, slots, begin, len(ids))
 
 
 def cacheable(req: Req) -> Ids:

@@ -70,9 +70,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     if engine.lora_slots:
         manager.adapters.enable(config.worker, workers)
     if has_dispatcher:
-        manager.report_cached_blocks(outbox.send)
-    if server is not None:
-        server.link.on_join = manager.cached_blocks
+        blocks = manager.report_cached_blocks(outbox.send)
+        if server is not None:
+            server.link.on_join = blocks.all_blocks
     _pin_static_prompts(manager, config, engine)
     _enable_profiles(child_config, manager, workers)
     launcher.send(Ready())

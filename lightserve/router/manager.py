@@ -40,6 +40,7 @@ from lightserve.io_struct import (
 )
 from lightserve.router.adapter_control import AdapterControl
 from lightserve.router.adapter_registry import RegisteredAdapter
+from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
@@ -163,15 +164,13 @@ class RouterManager:
         (group,) = self._scheduler.groups
         return group
 
-    def report_cached_blocks(self, send: Callable[[KvNews], None]) -> None:
+    def report_cached_blocks(self, send: Callable[[KvNews], None]) -> CachedBlocks:
         """Tell the dispatcher what the prefix cache holds."""
-        self._only_group.pool.track_blocks()
-        self._reporter.send_news = send
-
-    def cached_blocks(self) -> KvNews | None:
-        """All that the prefix cache holds."""
-        blocks = self._only_group.pool.blocks
-        return None if blocks is None else blocks.all_blocks()
+        pool = self._only_group.pool
+        blocks = CachedBlocks(pool.size)
+        pool.add_listener(blocks)
+        self._reporter.publish_news(blocks, send)
+        return blocks
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
         if isinstance(message, KvCancel):

@@ -22,6 +22,7 @@ from lightserve.io_struct import (
     TokenIdOut,
     TokenOut,
 )
+from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
 from lightserve.router.scheduler import AnyScheduler
@@ -37,7 +38,11 @@ class Reporter:
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
         self.pinned: PinnedPrompts | None = None  # set if there are static prompts
-        self.send_news: Callable[[KvNews], None] | None = None  # set if there is a dispatcher
+        self._news: list[tuple[CachedBlocks, Callable[[KvNews], None]]] = []  # for the dispatcher, if there is one
+
+    def publish_news(self, blocks: CachedBlocks, send: Callable[[KvNews], None]) -> None:
+        """From now on, ``send`` what changes in the prefix cache."""
+        self._news.append((blocks, send))
 
     def announce(self, req_id: int, params: TextParams, output_ids: list[int]) -> None:
         """A request was accepted, which has these tokens. This message comes before its other tokens."""
@@ -110,13 +115,10 @@ class Reporter:
         self._to_detokenization.send(stats)
 
     def _send_news(self) -> None:
-        if self.send_news is None:
-            return
-        for group in self._scheduler.groups:
-            blocks = group.pool.blocks
-            news = None if blocks is None else blocks.take_news()
+        for blocks, send in self._news:
+            news = blocks.take_news()
             if news is not None:
-                self.send_news(news)
+                send(news)
 
     def _has_failed(self, failure: ReqFailed) -> bool:
         """Whether the request ends now. Otherwise it ended before."""

@@ -20,6 +20,7 @@ from lightserve.cluster.split import (
     timeout_s,
 )
 from lightserve.io_struct import KvTicket
+from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
 from lightserve.utils.block_hash import Hashes, block_hashes
@@ -38,6 +39,7 @@ class Server:
     number: int
     role: str
     load: MeasuredLoad
+    cached: CachedBlocks
 
 
 class Gateway:
@@ -56,10 +58,12 @@ class Gateway:
         self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill server
 
     def join(self, number: int, replica: Replica) -> None:
-        replica.scheduler.pool.track_blocks()
+        pool = replica.scheduler.pool
+        blocks = CachedBlocks(pool.size)
+        pool.add_listener(blocks)
         self._index.add_engine(number)
         self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
-        self._servers[number] = Server(number, replica.role, MeasuredLoad(number, self._rates))
+        self._servers[number] = Server(number, replica.role, MeasuredLoad(number, self._rates), blocks)
         self._servers = dict(sorted(self._servers.items()))
 
     def leave(self, number: int) -> list[int]:
@@ -122,9 +126,9 @@ class Gateway:
             self._end(number, req_id)
         return number
 
-    def observe(self, number: int, replica: Replica, ended: EndedStep, now: float) -> None:
+    def observe(self, number: int, ended: EndedStep, now: float) -> None:
         """A step of the replica ended: what the dispatcher would see of it."""
-        if (blocks := replica.scheduler.pool.blocks) is not None and (news := blocks.take_news()) is not None:
+        if (news := self._servers[number].cached.take_news()) is not None:
             self._index.apply(number, news)
         num_tokens = sum(ended.gap_counts) + len(ended.others)
         if num_tokens:

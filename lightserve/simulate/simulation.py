@@ -131,7 +131,7 @@ class Simulation:
         if ended.gaps or ended.others:
             self.result.seconds = now
         if self._gateway is not None:
-            self._gateway.observe(number, replica, ended, now)
+            self._gateway.observe(number, ended, now)
         if replica.role in ("prefill", "both"):
             self._transfers.send(ended.pushes, number, now)
             ended = ended._replace(others=[req for req in ended.others if req.target is None])

@@ -159,7 +159,7 @@ class LocalEngine:
         if role == "decode":
             self.scheduler.use_incoming(self.from_engine.send)
         self.manager = RouterManager(self.scheduler, model, ready, inbox, outbox, config)
-        self.manager.report_cached_blocks(self.from_engine.send)
+        self.cached_blocks = self.manager.report_cached_blocks(self.from_engine.send)
         self.task = asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0)))
 
 

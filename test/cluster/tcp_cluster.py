@@ -73,8 +73,7 @@ class TcpEngine(LocalEngine):
         self.manager._inbox = self.link  # type: ignore[assignment]
         self.manager._to_detokenization = self.link  # type: ignore[assignment]
         self.manager._reporter._to_detokenization = self.link  # type: ignore[assignment]
-        self.manager.report_cached_blocks(self.link.send)
-        self.link.on_join = self.manager.cached_blocks
+        self.link.on_join = self.manager.report_cached_blocks(self.link.send).all_blocks
         self.tasks = [
             asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0))),
             asyncio.create_task(self.link.run()),

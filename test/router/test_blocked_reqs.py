@@ -107,7 +107,7 @@ class CheckedHistory(History):
         }
 
     def waits_for_ticket(self, req: Req, cached: int, ticket: OpenTicket) -> bool:
-        if self.now_s >= ticket.wait.deadline_s or ticket.prefix.salt != req.salt:
+        if self.now_s >= ticket.wait.deadline_s or ticket.prefix.req.salt != req.salt:
             return False
         common = common_len(req.prompt_ids[:-1], ticket.prefix.ids)
         if not self.queue.is_ready(req):

@@ -175,8 +175,6 @@ class IncomingKv:
 
     def _start(self, req: Req, ticket: KvTicket, blocks: tuple[int, int], wait: Wait) -> None:
         begin, end = blocks
-        if self._pool.stored is not None:
-            self._pool.stored.keys_of(req, end * BLOCK_TOKENS)
         prefix = self._pool.start_load(req, begin * BLOCK_TOKENS, end * BLOCK_TOKENS)
         del self._offers[req.req_id]
         self._open[ticket.id] = self._coming[_key_of(prefix)] = OpenTicket(req, prefix, wait)
@@ -212,7 +210,7 @@ class IncomingKv:
 
 
 def _key_of(prefix: PrefixLoad) -> PrefixKey:
-    return _prefix_key(prefix.ids, prefix.salt, len(prefix.cached))
+    return _prefix_key(prefix.ids, prefix.req.salt, len(prefix.cached))
 
 
 def _prefix_key(ids: Ids, salt: str, begin: int) -> PrefixKey:

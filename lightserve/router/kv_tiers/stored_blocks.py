@@ -12,6 +12,7 @@ from lightserve.io_struct import KvStore
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.kv_tiers.lower import MAX_FLUSH, LowerTiers
 from lightserve.router.kv_tiers.pool_blocks import PoolBlock, PoolBlocks
+from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 
@@ -26,7 +27,7 @@ class Leaving(NamedTuple):
     stays_in_pool: bool = False
 
 
-class StoredBlocks:
+class StoredBlocks(PoolListener):
     def __init__(
         self,
         num_slots: int,
@@ -65,16 +66,11 @@ class StoredBlocks:
             req.kv_keys = block_keys(ids, f"{self._identity} {req.salt}", req.kv_keys)
         return req.kv_keys[:count]
 
-    def add_req(self, req: Req, slots: Slots, begin: int, end: int) -> None:
-        """The cache owns ``slots``, those of the request's first tokens; new are those from ``begin`` to ``end``."""
+    def on_cached(self, req: Req, slots: Slots, begin: int, end: int) -> None:
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
         if req.uses_tiers and last > first:
-            whole = slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS]
-            self.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
-
-    def add(self, keys: list[bytes], slots: Slots, is_local: bool) -> None:
-        """The cache owns these slots, block after block."""
-        self._planned += self._pool.add(keys, np.array(slots, dtype=np.int32), is_local)
+            whole = np.array(slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS], dtype=np.int32)
+            self._planned += self._pool.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
 
     def begin_step(self) -> None:
         """The rows of a step are planned now. It stores before it computes, so it cannot store what is added from here.
@@ -84,8 +80,8 @@ class StoredBlocks:
         self._new += self._planned
         self._planned.clear()
 
-    def evict(self, slots: Slots) -> None:
-        """The cache evicts these slots. Blocks that end in them are stored by the next step, before it writes any."""
+    def on_evicted(self, slots: Slots) -> None:
+        """Blocks that end in these slots are stored by the next step, before it writes any."""
         for block in reversed(self._pool.take(slots)):  # ends come first: the beginning of a prefix is used last
             if block.key in self.host:
                 self.host.touch(block.key)
@@ -149,20 +145,21 @@ class StoredBlocks:
             if self._lower is not None and not stored.block.is_local and self.host.get(key) == place:
                 self._lower.save(key, stored.stays_in_pool)
 
-    def forget(self, slots: Slots) -> None:
-        """The cache does not own these slots any more, if it ever did."""
+    def on_freed(self, slots: Slots) -> None:
         self._pool.take(slots)
 
-    def discard(self, req: Req) -> None:
-        """The KV of the request may be wrong."""
+    def on_discarded(self, req: Req) -> None:
         keys = self.keys_of(req, req.total_len)
         for key in keys:
             self.host.remove(key)
         if self._lower is not None and req.lora_id is None:
             self._lower.discard(keys)
 
-    def clear(self) -> None:
-        """All KV is lost."""
+    def on_steps_failed(self) -> None:
+        """What is stored may contain what they should have computed."""
+        self.on_reset()
+
+    def on_reset(self) -> None:
         self.num_clears += 1
         self.host.clear()
         self._pool.clear()

@@ -67,7 +67,7 @@ class KvTiers:
         self._started: list[KvLoad] = []  # that the next step begins
         self._num_clears = 0
         self._clock: Callable[[], float] = time.monotonic
-        pool.store_evicted(self.stored)
+        pool.add_listener(self.stored)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Of the simulator, whose time is not that of the machine."""

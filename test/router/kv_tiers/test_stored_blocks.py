@@ -6,10 +6,16 @@ import numpy as np
 
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
+from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS
+from test.router.test_scheduler import make_req
 
 SLOTS = np.arange(8 * BLOCK_TOKENS, dtype=np.int32)
-KEYS = [b"%d" % number for number in range(8)]
+
+
+def one(first_token: int) -> Req:
+    """A request with eight blocks."""
+    return make_req(1, list(range(first_token, first_token + len(SLOTS))))
 
 
 def blocks(first: int, end: int) -> np.ndarray:
@@ -18,7 +24,7 @@ def blocks(first: int, end: int) -> np.ndarray:
 
 def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() -> None:
     stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=3)
-    stored.add(KEYS, SLOTS, is_local=False)
+    stored.on_cached(one(0), SLOTS, 0, len(SLOTS))
     stored.begin_step()
     stores = []
 
@@ -28,18 +34,18 @@ def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() 
 
     assert [store.slots.tolist() for store in stores] == [blocks(0, 3).tolist(), blocks(3, 4).tolist()]
     stored.finish_stores(stores)
-    stored.evict(blocks(2, 4))
+    stored.on_evicted(blocks(2, 4))
     assert not stored.has_stores
-    stored.evict(blocks(0, 2))
-    stored.evict(blocks(4, 5))
+    stored.on_evicted(blocks(0, 2))
+    stored.on_evicted(blocks(4, 5))
     assert [store.slots.tolist() for store in stored.take_stores()] == [blocks(4, 5).tolist()]
 
 
 def test_a_block_that_was_evicted_meanwhile_is_not_stored_again() -> None:
     stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
-    stored.add(KEYS, SLOTS, is_local=False)
+    stored.on_cached(one(0), SLOTS, 0, len(SLOTS))
     stored.begin_step()
-    stored.evict(blocks(1, 2))
+    stored.on_evicted(blocks(1, 2))
     assert len(stored.take_stores()) == 1
 
     stored.store_ahead()
@@ -50,12 +56,12 @@ def test_a_block_that_was_evicted_meanwhile_is_not_stored_again() -> None:
 def test_a_step_stores_no_block_that_it_computes_itself() -> None:
     """The worker stores before it computes. A block may end in the slot of an evicted one that is still queued."""
     stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
-    stored.add(KEYS, SLOTS, is_local=False)
+    stored.on_cached(one(0), SLOTS, 0, len(SLOTS))
     stored.begin_step()
-    stored.evict(SLOTS)
+    stored.on_evicted(SLOTS)
     stored.take_stores()
 
-    stored.add([b"new %d" % number for number in range(8)], SLOTS, is_local=False)
+    stored.on_cached(one(1000), SLOTS, 0, len(SLOTS))
     stored.store_ahead()
     assert not stored.has_stores
 
