@@ -22,6 +22,8 @@ from lightserve.io_struct import (
 )
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.incoming import IncomingKv
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import Policy, make_policy
@@ -50,10 +52,10 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     inbox, outbox = _channels(child_config, has_dispatcher) if server is None else (server.link, server.link)
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     groups = [_new_scheduler(engine, limits, policy) for _ in range(config.worker.num_groups)]
-    if engine.host_kv is not None:
-        groups[0].use_tiers(engine.host_kv, await kv_identity(config, engine))
     if child_config.role == "decode":
-        groups[0].use_incoming(outbox.send)
+        groups[0].add_source(IncomingKv(groups[0].pool, outbox.send))
+    if engine.host_kv is not None:
+        groups[0].add_source(KvTiers(groups[0].pool, engine.host_kv, await kv_identity(config, engine)))
     scheduler = groups[0] if len(groups) == 1 else LockstepScheduler(groups)
 
     async def connect(generation: int) -> RpycModelClient:

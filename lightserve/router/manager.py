@@ -174,8 +174,8 @@ class RouterManager:
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
         if isinstance(message, KvCancel):
-            if self._scheduler.incoming is not None:
-                self._scheduler.incoming.cancel(message.req_id, message.ticket, message.was_started)
+            for source in self._only_group.sources:
+                source.cancel(message)
             return
         if isinstance(message, DispatchedReq):
             arrived_s = time.monotonic() - message.age_s
@@ -263,9 +263,7 @@ class RouterManager:
             self._only_group.isolate(req)
         if dispatched.target is not None:
             req.may_be_parent = False  # the engine that wants its KV computes it
-            self._only_group.push_to(req, dispatched.target)
-        if dispatched.ticket is not None and self._scheduler.incoming is not None:
-            self._scheduler.incoming.offer(req, dispatched.ticket)
+        req.target, req.kv_ticket = dispatched.target, dispatched.ticket
 
     def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
         """A request may run once the workers have compiled its grammar and loaded its adapter: no step waits for that.

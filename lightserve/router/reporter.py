@@ -105,10 +105,8 @@ class Reporter:
             self.metrics.set_groups([(group.num_running, group.pool.used) for group in scheduler.groups])
         if windowed:
             self.metrics.set_windowed_load(sum(pool.used for pool in windowed), sum(pool.size for pool in windowed))
-        if scheduler.tiers is not None:
-            for tier, values in scheduler.tiers.metrics().items():
-                self.metrics.set_tier(tier, values)
-        self.metrics.set_split(scheduler.num_pushed, scheduler.incoming)
+        for group in scheduler.groups:
+            group.report(self.metrics)
         self._send_news()
         suspects = [] if has_workers else [req_id for req_id in scheduler.crash_suspects if req_id >= 0]
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)

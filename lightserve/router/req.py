@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import FinishReason, GenerationParams, KvPush, KvTarget, NewReq, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, KvTarget, KvTicket, NewReq, TokenOut
 from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.timeline import Timeline
 from lightserve.router.windowed_pool import NONE
-from lightserve.utils.block_hash import BLOCK_TOKENS, NO_HASHES, Hashes
+from lightserve.utils.block_hash import NO_HASHES, Hashes
 from lightserve.utils.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
 
 MANY = 2**62
@@ -87,7 +87,7 @@ class Req(ReqProgress):
     block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
     kv_keys: list[bytes] = field(default_factory=list)  # of its first blocks, if evicted KV is stored
     target: KvTarget | None = None  # another engine wants the KV of its prompt
-    num_pushed: int = 0  # blocks of its prompt that were sent there, or are not needed
+    kv_ticket: KvTicket | None = None  # another engine would compute its prompt
     loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
     max_missing: int = MANY  # lower tiers are asked if fewer blocks are missing, so they are asked for less each time
 
@@ -232,6 +232,7 @@ class Req(ReqProgress):
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
         self.clear_slots()
+        self.kv_ticket = None
         self.planned_outputs = self.output_len
 
     def attach(self, node: RadixNode, slots: Int32Array) -> None:
@@ -287,15 +288,6 @@ class Req(ReqProgress):
             self.stop_token = token_id
             return True
         return token_id in self.eos_ids and not self.params.stopping.ignore_eos
-
-    def take_push(self) -> KvPush | None:
-        """The blocks of its prompt that are planned and not sent yet, for the engine that wants them."""
-        end = min(self.planned_len, len(self.prompt_ids)) // BLOCK_TOKENS
-        if self.target is None or end <= self.num_pushed:
-            return None
-        begin, self.num_pushed = self.num_pushed, end
-        slots = self.slots[begin * BLOCK_TOKENS : end * BLOCK_TOKENS].copy()
-        return KvPush(self.target.ticket, self.target.addresses, begin - self.target.first_block, slots)
 
     def as_new(self) -> NewReq:
         """The message by which it enters the workers, for the first time or after a preemption."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightserve.io_struct import MetricsSnapshot
-from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.utils.metrics import Recorder
 
 
@@ -116,16 +115,6 @@ class RouterMetrics:
         """Present values of the metrics ``kv_tier_...`` of one tier."""
         for name, value in values.items():
             self._recorder.labelled[f"kv_tier_{name}"][tier] = value
-
-    def set_split(self, sent: int, incoming: IncomingKv | None) -> None:
-        """Present values of the metrics ``kv_split_...``."""
-        self.values["kv_split_sent_tokens_total"] = sent
-        if incoming is not None:
-            self.values["kv_split_requests_waiting"] = incoming.num_waiting
-            self.values["kv_split_waited_tokens_total"] = incoming.num_wanted
-            self.values["kv_split_received_tokens_total"] = incoming.num_received
-            self.values["kv_split_given_up_tokens_total"] = incoming.num_given_up
-            self.values["kv_split_recomputed_tokens_total"] = incoming.num_recomputed
 
     def snapshot(self) -> MetricsSnapshot:
         return self._recorder.snapshot()

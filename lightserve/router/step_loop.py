@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from functools import partial
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightserve.io_struct import CompileGrammar, EngineReady, GrammarSpec, KvLoaded, KvReceived, Step, StepResult
+from lightserve.io_struct import CompileGrammar, EngineReady, GrammarSpec, Step, StepResult
+from lightserve.router.kv_tiers.source import KvSource
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
-from lightserve.worker_calls import COMPILE_GRAMMAR, WAIT_FOR_LOAD
+from lightserve.worker_calls import COMPILE_GRAMMAR
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 
@@ -45,21 +46,15 @@ class StepLoop:
         self.recorder: TraceRecorder | None = None  # while a profile runs
         self._num_recorded = 0
         self._was_full = False  # requests were left waiting after the last planned step
-        self._connect_tiers()
+        self._connect_sources()
 
-    def _connect_tiers(self) -> None:
-        if self._scheduler.tiers is not None:
-            self._scheduler.tiers.connect(self._model.lower_tiers, self.wake)
-        incoming, inbox = self._scheduler.incoming, self._model.kv_inbox
-        if incoming is not None and inbox is not None:
-            incoming.connect(inbox)
-            inbox.on_received = self._on_received
-            inbox.start()
+    @property
+    def _sources(self) -> Iterable[KvSource]:
+        return (source for group in self._scheduler.groups for source in group.sources)
 
-    def _on_received(self, received: KvReceived) -> None:
-        if self._scheduler.incoming is not None:
-            self._scheduler.incoming.finish(received)
-            self.wake()
+    def _connect_sources(self) -> None:
+        for source in self._sources:
+            source.connect(self._model, self.wake)
 
     async def run(self) -> None:
         """Keep up to ``pipeline_depth`` steps in flight, so that the workers never wait."""
@@ -79,7 +74,7 @@ class StepLoop:
         """Continue with new workers, which hold no KV and no requests."""
         self._on_workers_lost("they were replaced")
         self._model = model
-        self._connect_tiers()
+        self._connect_sources()
         self.has_workers = True
         self.wake()
 
@@ -176,14 +171,8 @@ class StepLoop:
         sending_s = time.monotonic() - now
         self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens, sending_s))
         self._reporter.metrics.step(count)
-        for load in step.loads:
-            loaded = self._model.call(WAIT_FOR_LOAD, load.load_id)
-            loaded.add_done_callback(partial(self._on_loaded, load.load_id))
-
-    def _on_loaded(self, load_id: int, reply: asyncio.Future[KvLoaded | None]) -> None:
-        if self._scheduler.tiers is not None:
-            self._scheduler.tiers.finish(load_id, reply.result())
-            self.wake()
+        for source in self._sources:
+            source.on_sent(step, self._model)
 
     def _process_result(self) -> bool:
         """Process the result of the oldest step in flight. Returns False if it is not back."""
@@ -195,8 +184,8 @@ class StepLoop:
         self._in_flight.popleft()
         now = time.monotonic()
         seconds = self.pacer.record(first.kind, first.sent_s, now)
-        if self._scheduler.tiers is not None:
-            self._scheduler.tiers.gate.observe_step(first.prompt_tokens, seconds)
+        for source in self._sources:
+            source.observe_step(first.prompt_tokens, seconds)
         for timeline, tokens in self._scheduler.complete_step(seconds):
             timeline.prefill(first.sent_s, now, tokens)
         result = first.result.result()

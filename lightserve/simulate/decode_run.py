@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightserve.router.req_queue import Wait
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.scheduler import PlannedStep
-from lightserve.utils.int_arrays import MAX_EXTENSION, NO_INT32, Int32Array, Int64Array, Tails
+from lightserve.utils.int_arrays import MAX_EXTENSION, Int32Array, Int64Array, Tails
 
 OneStep = tuple[Int32Array, Int64Array]  # the slots of the step, and the tokens of each request after it
 
@@ -73,7 +73,7 @@ class DecodeRunScheduler(Scheduler):
     def begin_decodes(self) -> DecodeRun | None:
         """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
-        is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
+        is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._may_transfer
         is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
         is_full = len(self._batch) >= self.limits.max_running
         may_start = (len(self._queue) and not is_full) or self._admission.may_prefetch
@@ -89,10 +89,13 @@ class DecodeRunScheduler(Scheduler):
         columns.planned_step[rows] = self._num_planned
         admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
         for slots, planned_len in run.apply(token_ids, last_token_s):
-            planned = PlannedStep(
-                len(rows), run.req_ids, rows, admissions, counts, planned_len, slots, NO_INT32, [], [], [], Wait()
-            )
-            self._in_flight.append(planned)
+            self._in_flight.append(PlannedStep(len(rows), run.req_ids, rows, admissions, counts, planned_len, slots))
+
+    @property
+    def _may_transfer(self) -> bool:
+        """Whether steps may have more to do than to compute. Only tiers have at any time."""
+        are_waiting = (isinstance(source, IncomingKv) and not source.has_expects for source in self.sources)
+        return len(self.pushes) > 0 or not all(are_waiting)
 
     @property
     def _all_decode(self) -> bool:

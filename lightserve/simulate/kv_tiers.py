@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from lightserve.io_struct import HostKvSize, KvFetch, KvFetched, KvFlush, KvFlushed, KvLoad, KvLoaded, KvLookup
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
@@ -99,9 +100,10 @@ class SimulatedTiers:
         names = tuple(store.name for store in tiers.lower)
         size = HostKvSize(int(tiers.ram.num_bytes // tiers.block_bytes), tiers.block_bytes, names)
         self._scheduler = scheduler
-        self._router = scheduler.use_tiers(size)
+        self._router = KvTiers(scheduler.pool, size)
         self._router.use_clock(lambda: self._now)
-        self._router.connect(self if names else None, lambda: None)
+        self._router.lower.connect(self, lambda: None)
+        scheduler.add_source(self._router)
 
     def _blocks_of(self, store: Store, shared: dict[str, StoreBlocks]) -> StoreBlocks:
         blocks = StoreBlocks(int(store.num_bytes // self._tiers.block_bytes))
@@ -122,6 +124,10 @@ class SimulatedTiers:
 
     def observe_step(self, prompt_tokens: int, seconds: float) -> None:
         self._router.gate.observe_step(prompt_tokens, seconds)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """By tier."""
+        return self._router.metrics()
 
     def load(self, loads: Sequence[KvLoad]) -> None:
         """A step begins to copy blocks from host memory."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.io_struct import (
+    KvCancel,
     KvExpect,
     KvMissing,
     KvPush,
@@ -22,6 +23,7 @@ from lightserve.io_struct import (
     TokenOut,
 )
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import SchedulerLimits
@@ -99,13 +101,15 @@ class Replica:
         """``shared_stores``: tiers that all servers have together, by name."""
         self.scheduler = setup.scheduler()
         self.role = role
-        self._tiers: SimulatedTiers | None = None
-        if setup.tiers is not None:
-            self._tiers = SimulatedTiers(setup.tiers, self.scheduler, {} if shared_stores is None else shared_stores)
         self.messages: list[KvWanted | KvMissing] = []  # to the gateway
         self.expects: list[KvExpect] = []  # that its steps have begun
+        self.incoming = IncomingKv(self.scheduler.pool, self.messages.append)
         if role == "decode":
-            self.scheduler.use_incoming(self.messages.append).connect(Inbox())
+            self.incoming.use_inbox(Inbox())
+            self.scheduler.add_source(self.incoming)
+        self.tiers: SimulatedTiers | None = None
+        if setup.tiers is not None:
+            self.tiers = SimulatedTiers(setup.tiers, self.scheduler, {} if shared_stores is None else shared_stores)
         self.due_s = math.inf  # when a step ends next, if no request is added
         self.steps = 0
         self.peak_used = 0
@@ -127,25 +131,22 @@ class Replica:
         """The simulated model generates ``output_len`` more tokens. ``ticket``: KV of its prompt may come."""
         self.settle(now)
         self._worker.add(req.req_id, output_len)
-        if ticket is not None and self.scheduler.incoming is not None:
-            self.scheduler.incoming.offer(req, ticket)
+        req.kv_ticket = ticket
         self.scheduler.add(req)
 
     def add_job(self, job: Req, target: KvTarget, now: float) -> None:
         """Compute a prompt for another server."""
-        self.scheduler.push_to(job, target)
+        job.target = target
         self.add(job, 1, now)
 
     def receive(self, received: KvReceived, now: float) -> None:
         """A ticket has ended: its KV has come, or as much of it as will."""
         self.settle(now)
-        if self.scheduler.incoming is not None:
-            self.scheduler.incoming.finish(received)
+        self.incoming.finish(received)
 
     def cancel_ticket(self, req_id: int, ticket: int, was_started: bool) -> None:
         """Nobody computes the prompt."""
-        if self.scheduler.incoming is not None:
-            self.scheduler.incoming.cancel(req_id, ticket, was_started)
+        self.incoming.cancel(KvCancel(req_id, ticket, was_started))
 
     def abort(self, req_id: int, now: float) -> None:
         self.settle(now)
@@ -159,13 +160,13 @@ class Replica:
     def end_step(self, now: float) -> EndedStep | None:
         """Give the tokens of the step that ends now to their requests; None: no step does."""
         self._plan_until(now)
-        if self._tiers is not None:
-            self._tiers.advance(now)
+        if self.tiers is not None:
+            self.tiers.advance(now)
         if not self._in_flight or self._in_flight[0].end_s != now:
             return None
         _, seconds, tokens, pushes, prompt_tokens = self._in_flight.popleft()
-        if self._tiers is not None:
-            self._tiers.observe_step(prompt_tokens, seconds)
+        if self.tiers is not None:
+            self.tiers.observe_step(prompt_tokens, seconds)
         last_end_s, self._last_end_s = self._last_end_s, now
         if tokens is None and self._decodes is not None:
             self._ended_decodes += 1
@@ -180,14 +181,14 @@ class Replica:
 
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
-        if self._tiers is not None:
-            self._tiers.advance(now)
+        if self.tiers is not None:
+            self.tiers.advance(now)
         while len(self._in_flight) < self._depth and not self._is_early(now):
             if not (self._plan_decode(now) or self._plan(now)):
                 break
         self.due_s = self._in_flight[0].end_s if self._in_flight else math.inf
-        if self._tiers is not None:
-            self.due_s = min(self.due_s, self._tiers.next_s)
+        if self.tiers is not None:
+            self.due_s = min(self.due_s, self.tiers.next_s)
 
     def _plan_until(self, now: float) -> None:
         """Plan the steps that were due before now. Nothing has happened here since then."""
@@ -207,8 +208,8 @@ class Replica:
         seconds, tokens = self._worker.run(step)
         self._send(now, _InFlight(0.0, seconds, tokens, step.pushes, step.num_tokens - len(step.decode_ids)))
         self.expects += step.expects
-        if self._tiers is not None:
-            self._tiers.load(step.loads)
+        if self.tiers is not None:
+            self.tiers.load(step.loads)
         return True
 
     def _plan_decode(self, now: float) -> bool:

@@ -92,7 +92,7 @@ class Simulation:
         result.preemptions = sum(replica.scheduler.num_preemptions for replica in replicas)
         result.peak_used = max(replica.peak_used for replica in replicas)
         result.moved_tokens = self._transfers.num_sent
-        for tiers in (replica.scheduler.tiers for replica in replicas):
+        for tiers in (replica.tiers for replica in replicas):
             for name, figures in ({} if tiers is None else tiers.metrics()).items():
                 result.tier_hits[name] += int(figures["hits_total"])
                 result.tier_gated[name] += int(figures["gated_tokens_total"])

@@ -32,6 +32,7 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
@@ -157,7 +158,7 @@ class LocalEngine:
         outbox: Any = self.from_engine
         self.role = role
         if role == "decode":
-            self.scheduler.use_incoming(self.from_engine.send)
+            self.scheduler.add_source(IncomingKv(self.pool, self.from_engine.send))
         self.manager = RouterManager(self.scheduler, model, ready, inbox, outbox, config)
         self.cached_blocks = self.manager.report_cached_blocks(self.from_engine.send)
         self.task = asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0)))

@@ -27,6 +27,7 @@ from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, KvIden
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
 from test.cluster.test_dispatcher import LONG, break_something, check, tokens
+from test.router.sources import source_of
 from test.waiting import until
 
 ROLES = ("prefill", "decode", "decode")
@@ -176,9 +177,8 @@ def test_random_failures_lose_no_request_and_change_no_token(seed: int, monkeypa
         loads = [engine.load for engine in cluster.placement]
         assert {(one.open_requests, one.waiting_tokens, one.running) for one in loads} == {(0, 0, 0)}
         for number in DECODE:
-            incoming = cluster.engines[number].scheduler.incoming
-            assert incoming is not None
-            assert [*incoming._open, *incoming._offers, *incoming._ticket_of] == []
+            incoming = incoming_of(cluster, number)
+            assert [*incoming._open, *incoming._ticket_of] == []
             assert incoming.num_recomputed == 0
 
     check(scenario, num_engines=3, roles=ROLES)
@@ -190,7 +190,7 @@ async def turns(count: int) -> None:
 
 
 def incoming_of(cluster: LocalCluster, number: int) -> IncomingKv:
-    incoming = cluster.engines[number].scheduler.incoming
+    incoming = source_of(cluster.engines[number].scheduler, IncomingKv)
     assert incoming is not None
     return incoming
 
@@ -206,7 +206,7 @@ def test_a_decode_engine_computes_the_last_tokens_only() -> None:
 
         assert cluster.tokens[0] == tokens(1, 5)
         assert cluster.cached_tokens[0] == received(cluster) == 960
-        assert cluster.engines[PREFILL].scheduler.num_pushed == 960
+        assert cluster.engines[PREFILL].scheduler.pushes.num_pushed == 960
         assert cluster.engines[PREFILL].manager.metrics.values["generation_tokens_total"] == 0  # nobody asked for it
         engine = next(one for number, one in cluster.engines.items() if one.pool.cached_tokens and number != PREFILL)
         await cluster.until(lambda: cluster.stats is not None)
@@ -261,7 +261,9 @@ def test_decode_engines_relieve_a_prefill_engine_whose_queue_is_long() -> None:
         relieved = cluster.placement.relieved_tokens
         assert [cluster.tokens[req_id] for req_id in range(30)] == [tokens(req_id, 5) for req_id in range(30)]
         assert relieved > 0
-        assert received(cluster) == cluster.engines[PREFILL].scheduler.num_pushed == (30 - relieved // 1000) * 960
+        assert (
+            received(cluster) == cluster.engines[PREFILL].scheduler.pushes.num_pushed == (30 - relieved // 1000) * 960
+        )
         assert sum(incoming_of(cluster, number).num_given_up for number in DECODE) == 0, "nobody had promised it"
         cluster.dispatcher._send_heartbeat()
         await cluster.until(
@@ -337,7 +339,7 @@ def test_a_prompt_that_is_cached_on_the_decode_engine_makes_no_trip() -> None:
         cluster.send(1, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 
-        assert cluster.engines[PREFILL].scheduler.num_pushed == 960
+        assert cluster.engines[PREFILL].scheduler.pushes.num_pushed == 960
         assert cluster.cached_tokens[1] == 999
 
     check(scenario, num_engines=3, roles=ROLES)
@@ -392,7 +394,7 @@ def test_an_engine_with_another_layout_gets_no_prompts_of_a_decode_engine(log: p
             cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
         await cluster.until(lambda: cluster.has_ended(*range(4)))
         assert not cluster.engines[0].model.steps
-        assert cluster.engines[1].scheduler.num_pushed == 4 * 960
+        assert cluster.engines[1].scheduler.pushes.num_pushed == 4 * 960
 
         cluster.kill_router(1)
         cluster.send(4, [4] * 1000, 5, seed=4)
@@ -435,14 +437,14 @@ def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(mon
         monkeypatch.setattr("test.cluster.local_cluster.FakeInbox.arrive", lambda *_: None)
         cluster.send(0, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(0))
-        sent = cluster.engines[PREFILL].scheduler.num_pushed
+        sent = cluster.engines[PREFILL].scheduler.pushes.num_pushed
         assert sent == 960
         assert load_of(cluster, 1).waiting_tokens == load_of(cluster, 1).open_requests == 0
         cluster.send(1, list(range(500, 1500)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 
         assert cluster.tokens[0] == cluster.tokens[1] == tokens(1, 5)
-        assert cluster.engines[PREFILL].scheduler.num_pushed == sent
+        assert cluster.engines[PREFILL].scheduler.pushes.num_pushed == sent
 
     check(scenario, num_engines=2, roles=("prefill", "decode"))
 
@@ -469,7 +471,7 @@ def test_an_engine_of_both_roles_generates_and_computes_prompts_for_others() -> 
 
         assert [cluster.tokens[req_id] for req_id in range(8)] == [tokens(req_id, 5) for req_id in range(8)]
         both = cluster.engines[0]
-        assert both.scheduler.num_pushed == received(cluster) > 0
+        assert both.scheduler.pushes.num_pushed == received(cluster) > 0
         assert both.manager.metrics.values["generation_tokens_total"] > 0
 
     check(scenario, num_engines=2, roles=("both", "decode"))

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightserve.io_struct import Int32s, KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import int32s
+from test.router.sources import source_of
 from test.router.test_scheduler import ROOT, KvWorker, fold
 
 Prefixes = list[int]  # what the slots of some tokens hold
@@ -76,7 +78,7 @@ class EngineWorker(KvWorker):
         return root_of(None if lora_id < 0 else lora_id)
 
     def _store(self, store: KvStore) -> None:
-        tiers = self._scheduler.tiers
+        tiers = source_of(self._scheduler, KvTiers)
         assert tiers is not None
         being_loaded = {block for load in self.loads.values() for block in load.blocks.tolist()}
         for block, slots in zip(store.blocks.tolist(), store.slots.reshape(-1, BLOCK_TOKENS), strict=True):

@@ -79,7 +79,7 @@ class CheckedHistory(History):
         if req in self.held or req.in_flight:
             return True
         cached = self.scheduler.pool.cached_len(req)
-        tickets = [] if self.scheduler.incoming is None else self.scheduler.incoming._open.values()
+        tickets = [] if self.incoming is None else self.incoming._open.values()
         return (
             self.waits_for_adapter(req)
             or any(waits_for_prefix(req, cached, other) for other in self.scheduler._batch)
@@ -117,7 +117,7 @@ class CheckedHistory(History):
         )
 
     def waits_for_tier(self, req: Req) -> bool:
-        wait, tiers = self.queue._entries[req.req_id].wait, self.scheduler.tiers
+        wait, tiers = self.queue._entries[req.req_id].wait, self.tiers
         if wait is None or tiers is None or not (self.client.replies or self.worker.loads or tiers._started):
             return False
         return self.now_s < wait.deadline_s <= self.now_s + PROBE_S

@@ -19,6 +19,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.io_struct import (
     HostKvSize,
+    KvCancel,
     KvLoaded,
     KvMissing,
     KvReceived,
@@ -31,6 +32,8 @@ from lightserve.io_struct import (
     WindowedKv,
 )
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.incoming import IncomingKv
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits
@@ -94,12 +97,12 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     loras = LoraSlots(ADAPTER_SLOTS)
     loras.loaded |= set(range(NUM_ADAPTERS))
     policy = make_policy(rng.choice(list(POLICIES)))
-    scheduler = Scheduler(KvPool(size, windowed), limits, policy, loras=loras)
-    if traits.has_tiers:
-        block_bytes = rng.choice([6400, 2**26])  # many blocks or one are stored before they are evicted
-        lower = ("disk",) if traits.has_disk else ()
-        scheduler.use_tiers(HostKvSize(rng.choice([2, 12, 60]), block_bytes, lower))
-    return scheduler
+    return Scheduler(KvPool(size, windowed), limits, policy, loras=loras)
+
+
+def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
+    block_bytes = rng.choice([6400, 2**26])  # many blocks or one are stored before they are evicted
+    return KvTiers(pool, HostKvSize(rng.choice([2, 12, 60]), block_bytes, ("disk",) if has_disk else ()))
 
 
 class Inbox:
@@ -131,10 +134,15 @@ class History:
         self.coming: dict[int, Prefixes] = {}  # by ticket: the prompt that a prefill engine would compute
         self.first_block: dict[int, int] = {}  # by ticket that was opened
         self.disk = Disk(rng, damaged=0.05)
+        self.incoming: IncomingKv | None = None
+        self.tiers: KvTiers | None = None
         if traits.receives:
-            self.scheduler.use_incoming(self.on_sent)
-        if self.scheduler.tiers is not None:
-            self.scheduler.tiers.use_clock(lambda: self.now_s)
+            self.incoming = IncomingKv(self.scheduler.pool, self.on_sent)
+            self.scheduler.add_source(self.incoming)
+        if traits.has_tiers:
+            self.tiers = random_tiers(rng, self.scheduler.pool, traits.has_disk)
+            self.tiers.use_clock(lambda: self.now_s)
+            self.scheduler.add_source(self.tiers)
         self.worker = self.new_worker()
 
     # requests
@@ -177,13 +185,13 @@ class History:
     def split(self, req: Req) -> None:
         """A prefill engine may compute its prompt, or it is the prompt of a decode engine."""
         prefixes, chance = prefixes_of(req.prompt_ids.tolist(), root_of(None)), self.rng.random()
-        if self.scheduler.incoming is not None and chance < 0.5:
+        if self.incoming is not None and chance < 0.5:
             self.coming[req.req_id] = prefixes
-            self.scheduler.incoming.offer(req, KvTicket(req.req_id, 5.0, MIN_SPLIT_TOKENS))
+            req.kv_ticket = KvTicket(req.req_id, 5.0, MIN_SPLIT_TOKENS)
         elif self.traits.sends and chance < 0.8:
             first = self.rng.randrange(3)
             self.worker.wanted[req.req_id] = prefixes[first * BLOCK_TOKENS :]
-            self.scheduler.push_to(req, KvTarget(req.req_id, first, ["a worker"]))
+            req.target = KvTarget(req.req_id, first, ["a worker"])
 
     def random_kind(self) -> dict[str, Any]:
         """Requests share prefixes with those of their adapter and salt, or with nobody."""
@@ -280,17 +288,17 @@ class History:
         if before is not None:
             worker.wanted, worker.num_sent = before.wanted, before.num_sent
         self.inbox = Inbox()
-        if self.scheduler.incoming is not None:
-            self.scheduler.incoming.connect(self.inbox)
+        if self.incoming is not None:
+            self.incoming.use_inbox(self.inbox)
         self.client = LowerClient(worker, self.disk)
-        if self.scheduler.tiers is not None:
-            self.scheduler.tiers.connect(self.client, lambda: None)
+        if self.tiers is not None:
+            self.tiers.lower.connect(self.client, lambda: None)
         return worker
 
     # KV from elsewhere
 
     def finish_load(self) -> None:
-        tiers = self.scheduler.tiers
+        tiers = self.tiers
         if tiers is None or not self.worker.loads:
             return
         load_id, is_valid = self.rng.choice(list(self.worker.loads)), self.rng.random() < 0.9
@@ -309,7 +317,7 @@ class History:
 
     def finish_ticket(self) -> None:
         """All of its KV has come, or some."""
-        incoming = self.scheduler.incoming
+        incoming = self.incoming
         if incoming is None or not self.worker.expects:
             return
         ticket = self.rng.choice(list(self.worker.expects))
@@ -322,9 +330,9 @@ class History:
 
     def cancel_ticket(self) -> None:
         """The prefill engine is lost, or has not begun."""
-        if self.scheduler.incoming is not None and self.worker.expects:
+        if self.incoming is not None and self.worker.expects:
             ticket = self.rng.choice(list(self.worker.expects))
-            self.scheduler.incoming.cancel(ticket, ticket, was_started=self.rng.random() < 0.5)
+            self.incoming.cancel(KvCancel(ticket, ticket, was_started=self.rng.random() < 0.5))
 
     # a run
 
@@ -367,11 +375,10 @@ class History:
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
         assert pool.windowed is None or pool.windowed.used == 0
-        incoming, tiers = scheduler.incoming, scheduler.tiers
+        assert not len(scheduler.pushes)
+        incoming, tiers = self.incoming, self.tiers
         if incoming is not None:
-            assert not any(
-                (incoming._open, incoming._coming, incoming._ticket_of, incoming._offers, incoming._received)
-            )
+            assert not any((incoming._open, incoming._coming, incoming._ticket_of, incoming._received))
             assert not any((incoming._cancelled, incoming._declined))
         if tiers is not None:
             assert not any((tiers._loads, tiers._load_of, tiers.stored._storing, tiers.stored._leaving))

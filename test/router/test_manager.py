@@ -41,6 +41,7 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
@@ -816,7 +817,8 @@ def test_beams_that_opt_out_of_the_cache_are_stored_in_no_tier(tmp_path: Path) -
     """Another server has groups of the same numbers: it would find them in Redis."""
 
     async def scenario(router: Router) -> None:
-        tiers = router.scheduler.use_tiers(HostKvSize(num_blocks=10, block_bytes=6400))
+        tiers = KvTiers(router.scheduler.pool, HostKvSize(num_blocks=10, block_bytes=6400))
+        router.scheduler.add_source(tiers)
         for req_id, use_cache in enumerate((False, True, True, True)):
             scheduling = SchedulingParams(use_cache=use_cache)
             beam = msgspec.structs.replace(request(req_id), prompt_ids=[50 + req_id] * 96, scheduling=scheduling)

@@ -10,6 +10,7 @@ from lightserve.io_struct import HostKvSize, KvLoaded, KvMissing, KvReceived, Kv
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.lower import LOOKUP_S
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.policy import LOOK_AHEAD, make_policy
 from lightserve.router.radix_cache import Ids, common_len
 from lightserve.router.req import Req
@@ -43,15 +44,16 @@ class Decode:
     def __init__(self, num_slots: int, limits: SchedulerLimits = LIMITS) -> None:
         self.scheduler = Scheduler(KvPool(num_slots), limits, make_policy("fifo"))
         self.sent: list[KvWanted | KvMissing] = []
-        self.incoming: IncomingKv = self.scheduler.use_incoming(self.sent.append)
-        self.incoming.connect(self)  # type: ignore[arg-type]
+        self.incoming = IncomingKv(self.scheduler.pool, self.sent.append)
+        self.scheduler.add_source(self.incoming)
+        self.incoming.use_inbox(self)  # type: ignore[arg-type]
 
     def cancel(self, ticket: int) -> None:
         """Nothing to do."""
 
     def add(self, req: Req, has_ticket: bool = True) -> Req:
         if has_ticket:
-            self.incoming.offer(req, KvTicket(req.req_id, 120.0, min_tokens=BLOCK_TOKENS))
+            req.kv_ticket = KvTicket(req.req_id, 120.0, min_tokens=BLOCK_TOKENS)
         self.scheduler.add(req)
         return req
 
@@ -146,8 +148,9 @@ class Lost:
 
 def test_aborted_requests_leave_no_deadlines_and_hide_none() -> None:
     scheduler = Scheduler(KvPool(100_000), LIMITS)
-    tiers = scheduler.use_tiers(HostKvSize(100, 65_536, ("remote",)))
-    tiers.connect(Lost(), lambda: None)
+    tiers = KvTiers(scheduler.pool, HostKvSize(100, 65_536, ("remote",)))
+    scheduler.add_source(tiers)
+    tiers.lower.connect(Lost(), lambda: None)
     for req_id in range(100):
         scheduler.add(make_req(req_id, prompt(req_id, 640)))
         scheduler.next_step(now_s=100.0)
@@ -343,7 +346,8 @@ def test_prompts_are_asked_for_in_order_and_leave_room_for_those_before_them() -
 
 def test_a_full_engine_loads_the_prefixes_of_waiting_requests_one_after_the_other() -> None:
     scheduler = Scheduler(KvPool(4_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
-    tiers = scheduler.use_tiers(HostKvSize(100, BLOCK_TOKENS * 100))
+    tiers = KvTiers(scheduler.pool, HostKvSize(100, BLOCK_TOKENS * 100))
+    scheduler.add_source(tiers)
     scheduler.add(make_req(0, prompt(0, 20), 200))
     finish(scheduler, scheduler.next_step())
     waiting = [make_req(req_id, prompt(req_id, 300), 4) for req_id in (1, 2)]
@@ -364,7 +368,8 @@ def test_a_full_engine_loads_the_prefixes_of_waiting_requests_one_after_the_othe
 
 def test_a_step_hashes_one_waiting_prompt_to_find_that_nothing_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(KvPool(40_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
-    tiers = scheduler.use_tiers(HostKvSize(100, BLOCK_TOKENS * 100))
+    tiers = KvTiers(scheduler.pool, HostKvSize(100, BLOCK_TOKENS * 100))
+    scheduler.add_source(tiers)
     for req_id in range(11):
         scheduler.add(make_req(req_id, prompt(req_id, 300), 200))
     finish(scheduler, scheduler.next_step())

@@ -40,9 +40,9 @@ def test_decode_servers_compute_only_the_ends_of_prompts() -> None:
     prefill, *decodes = simulation.replicas.values()
     moved = 300 // BLOCK_TOKENS * BLOCK_TOKENS
     assert result.requests == len(result.ttft) == load.count
-    assert result.moved_tokens == prefill.scheduler.num_pushed == moved * load.count
+    assert result.moved_tokens == prefill.scheduler.pushes.num_pushed == moved * load.count
     assert result.cached_tokens == moved * load.count
-    incoming = [server.scheduler.incoming for server in decodes]
+    incoming = [server.incoming for server in decodes]
     assert sum(one.num_received for one in incoming if one is not None) == moved * load.count
     assert sum(one.num_recomputed + one.num_given_up for one in incoming if one is not None) == 0
 
@@ -55,7 +55,7 @@ def test_kv_that_waits_for_a_seat_is_not_computed_again() -> None:
 
     result = simulation.run()
 
-    incoming = simulation.replicas[2].scheduler.incoming
+    incoming = simulation.replicas[2].incoming
     assert incoming is not None
     assert result.requests == load.count
     assert incoming.num_recomputed == 0
@@ -88,7 +88,7 @@ def test_decode_servers_relieve_a_prefill_server_that_falls_behind() -> None:
 
     assert max(result.ttft) < 1.5
     assert 0.4 < result.moved_tokens / result.prompt_tokens < 0.8, "the prefill server has as much to do as it can"
-    incoming = [replica.scheduler.incoming for replica in simulation.replicas.values()]
+    incoming = [replica.incoming for replica in simulation.replicas.values()]
     assert sum(one.num_given_up for one in incoming if one is not None) == 0
 
 
@@ -143,7 +143,7 @@ def test_requests_compute_what_has_not_come_in_time_and_the_servers_are_kept_apa
 
     result = simulation.run()
 
-    incoming = simulation.replicas[1].scheduler.incoming
+    incoming = simulation.replicas[1].incoming
     assert incoming is not None
     assert result.requests == load.count
     assert incoming.num_given_up > 0

@@ -7,28 +7,22 @@ request finds it. It computes the rest itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
-from lightserve.io_struct import KvExpect, KvMissing, KvReceived, KvTicket, KvWanted
+from lightserve.io_struct import KvCancel, KvExpect, KvMissing, KvReceived, KvTicket, KvWanted
 from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
-from lightserve.router.kv_tiers.tiers import LoadContext
+from lightserve.router.kv_tiers.source import Activity, KvInbox, KvSource, KvTransfers, KvWorkers, LoadContext
+from lightserve.router.pool_listener import PoolListener
 from lightserve.router.radix_cache import Ids, have_common_prefix
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
+from lightserve.router.stats import RouterMetrics
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_COMING_TOKENS = 32  # another request waits for the same prefix if it has so many more tokens than the cache
 GRACE_S = 10.0  # the workers end a ticket in time; if they do not, a request waits so much longer and then computes
-
-
-class KvInbox(Protocol):
-    """The workers that receive KV."""
-
-    addresses: list[str]  # by rank
-
-    def cancel(self, ticket: int) -> None:
-        """End a ticket. The workers still report it."""
 
 
 PrefixKey = tuple[str, int, bytes]  # salt, the first token of a block, and the first tokens of the block
@@ -40,7 +34,7 @@ class OpenTicket(NamedTuple):
     wait: Wait  # of its request, and of others with the same prefix
 
 
-class IncomingKv:
+class IncomingKv(KvSource, PoolListener):
     def __init__(self, pool: KvPool, send: Callable[[KvWanted | KvMissing], None]) -> None:
         """``send``: to the dispatcher."""
         self.num_wanted = 0  # tokens
@@ -50,7 +44,6 @@ class IncomingKv:
         self._pool = pool
         self._send = send
         self._inbox: KvInbox | None = None  # None: the workers are lost
-        self._offers: dict[int, KvTicket] = {}  # by request: no slots are reserved yet
         self._open: dict[int, OpenTicket] = {}  # by ticket
         self._coming: dict[PrefixKey, OpenTicket] = {}  # the latest, by the first block that it brings
         self._ticket_of: dict[int, int] = {}  # by request: its open ticket
@@ -58,10 +51,7 @@ class IncomingKv:
         self._expects: list[KvExpect] = []  # for the next step
         self._cancelled: set[int] = set()  # open tickets that nobody sends KV for
         self._declined: set[int] = set()  # of these, tickets whose prompts no prefill engine has got
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._open)
+        pool.add_listener(self)
 
     @property
     def num_waiting(self) -> int:
@@ -69,55 +59,57 @@ class IncomingKv:
         return sum(len(opened.wait.blocked) for opened in self._open.values())
 
     @property
-    def waiting_reqs(self) -> list[Req]:
+    def expected_reqs(self) -> Sequence[Req]:
         """The requests that wait for tickets of their own."""
         return [opened.req for ticket, opened in self._open.items() if self._ticket_of.get(opened.req.req_id) == ticket]
 
-    def connect(self, inbox: KvInbox | None) -> None:
+    def connect(self, workers: KvWorkers, wake: Callable[[], None]) -> None:
+        if workers.kv_inbox is None:
+            return
+        self.use_inbox(workers.kv_inbox)
+        workers.kv_inbox.on_received = partial(self._on_received, wake)
+        workers.kv_inbox.start()
+
+    def use_inbox(self, inbox: KvInbox) -> None:
+        """Whoever has it calls ``finish``."""
         self._inbox = inbox
 
-    def offer(self, req: Req, ticket: KvTicket) -> None:
-        """A prefill engine would compute the prompt of this request, which is not queued yet."""
-        self._offers[req.req_id] = ticket
+    def _on_received(self, wake: Callable[[], None], received: KvReceived) -> None:
+        self.finish(received)
+        wake()
 
     def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
         """What a request waits for before it is admitted: its prompt comes from another engine."""
-        if req.req_id not in self._offers and (context.is_prefetch or not self._open):
+        if req.kv_ticket is None and (context.is_prefetch or not self._open):
             return None  # most requests end here
         cached = self._pool.cached_len(req)
         return self._wait_for_coming(req, cached, context.now_s) or self._ask_for(req, cached, context)
 
-    def take_expects(self) -> list[KvExpect]:
-        """What the next step tells the workers."""
-        expects, self._expects = self._expects, []
-        return expects
+    def take(self, transfers: KvTransfers, activity: Activity) -> None:
+        transfers.expects += self._expects
+        self._expects = []
 
     @property
     def has_expects(self) -> bool:
+        """Whether the next step has something for the workers."""
         return bool(self._expects)
 
-    def admitted(self, req: Req) -> None:
-        """The request runs now, and computes what it has not cached."""
-        self._decline(req.req_id)
+    def on_admitted(self, req: Req) -> None:
+        self._decline(req)
         self.num_recomputed += max(self._received.pop(req.req_id, 0) - req.planned_len, 0)
 
-    def drop(self, req_id: int) -> None:
-        """The request has ended, or goes on in another engine."""
-        self._offers.pop(req_id, None)
-        self._received.pop(req_id, None)
-        ticket = self._ticket_of.pop(req_id, None)
+    def drop(self, req: Req) -> None:
+        self._received.pop(req.req_id, None)
+        ticket = self._ticket_of.pop(req.req_id, None)
         if ticket is not None:
             self._cancel(ticket)
 
-    def cancel(self, req_id: int, ticket: int, was_started: bool = True) -> None:
-        """No prefill engine computes the prompt. The request waits until the workers have ended the ticket.
-
-        ``was_started``: one had got it.
-        """
-        if self._ticket_of.get(req_id) == ticket:
-            if not was_started:
-                self._declined.add(ticket)
-            self._cancel(ticket)
+    def cancel(self, message: KvCancel) -> None:
+        """No prefill engine computes the prompt. The request waits until the workers have ended the ticket."""
+        if self._ticket_of.get(message.req_id) == message.ticket:
+            if not message.was_started:
+                self._declined.add(message.ticket)
+            self._cancel(message.ticket)
 
     def _cancel(self, ticket: int) -> None:
         self._cancelled.add(ticket)
@@ -149,23 +141,30 @@ class IncomingKv:
         if opened.req.timeline is not None:
             opened.req.timeline.kv("kv_received", len(prefix.slots))
 
-    def clear(self) -> None:
-        """All KV is lost. Requests that wait compute their prompts."""
+    def on_reset(self) -> None:
+        """The workers are lost. Requests that wait compute their prompts."""
         self._inbox = None
         expected = (opened for ticket, opened in self._open.items() if ticket not in self._declined)
         self.num_given_up += sum(len(opened.prefix.slots) for opened in expected)
-        parts = (self._offers, self._open, self._coming, self._ticket_of, self._received, self._expects)
+        parts = (self._open, self._coming, self._ticket_of, self._received, self._expects)
         for part in (*parts, self._cancelled, self._declined):
             part.clear()
 
+    def report(self, metrics: RouterMetrics) -> None:
+        metrics.values["kv_split_requests_waiting"] = self.num_waiting
+        metrics.values["kv_split_waited_tokens_total"] = self.num_wanted
+        metrics.values["kv_split_received_tokens_total"] = self.num_received
+        metrics.values["kv_split_given_up_tokens_total"] = self.num_given_up
+        metrics.values["kv_split_recomputed_tokens_total"] = self.num_recomputed
+
     def _ask_for(self, req: Req, cached: int, context: LoadContext) -> Wait | None:
         """Have a prefill engine compute the prompt, if one was offered and it is worth it."""
-        if req.req_id not in self._offers or self._inbox is None:
+        ticket = req.kv_ticket
+        if ticket is None or self._inbox is None:
             return None
         begin, end = cached // BLOCK_TOKENS, len(cacheable(req)) // BLOCK_TOKENS
-        ticket = self._offers[req.req_id]
         if end * BLOCK_TOKENS - cached < ticket.min_tokens:
-            self._decline(req.req_id)
+            self._decline(req)
             return None
         if not context.has_room(end * BLOCK_TOKENS):
             return None  # it does not fit either, most likely, and is asked again
@@ -176,7 +175,7 @@ class IncomingKv:
     def _start(self, req: Req, ticket: KvTicket, blocks: tuple[int, int], wait: Wait) -> None:
         begin, end = blocks
         prefix = self._pool.start_load(req, begin * BLOCK_TOKENS, end * BLOCK_TOKENS)
-        del self._offers[req.req_id]
+        req.kv_ticket = None
         self._open[ticket.id] = self._coming[_key_of(prefix)] = OpenTicket(req, prefix, wait)
         self._ticket_of[req.req_id] = ticket.id
         self._expects.append(KvExpect(ticket.id, prefix.slots, ticket.timeout_s))
@@ -193,10 +192,10 @@ class IncomingKv:
             self._send(KvMissing(req.req_id, ticket))
             self._cancel(ticket)
 
-    def _decline(self, req_id: int) -> None:
-        ticket = self._offers.pop(req_id, None)
+    def _decline(self, req: Req) -> None:
+        ticket, req.kv_ticket = req.kv_ticket, None
         if ticket is not None:
-            self._send(KvWanted(req_id, ticket.id))
+            self._send(KvWanted(req.req_id, ticket.id))
 
     def _wait_for_coming(self, req: Req, cached: int, now_s: float) -> Wait | None:
         """For the ticket that brings the next blocks of this request, which may be another's."""

@@ -75,6 +75,8 @@ class Tier:
 
 @dataclass(slots=True, eq=False)
 class LowerTiers:
+    """Without ``names`` there are none: nothing is looked up, and nothing written."""
+
     names: Sequence[str]
     host: HostBlocks
     block_bytes: int
@@ -114,7 +116,7 @@ class LowerTiers:
             tier.queued = 0
 
     def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
-        self.client, self.wake = client, wake
+        self.client, self.wake = client if self.tiers else None, wake
         self._flush_next()
 
     @property
@@ -123,8 +125,10 @@ class LowerTiers:
 
     def wait_of(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> Wait | None:
         """What a request waits for: a lookup or a fetch of its ``missing`` blocks, which may begin now."""
-        keys = missing() if req.max_missing else []
-        if not keys or self.client is None:
+        if self.client is None or not req.max_missing:
+            return None
+        keys = missing()
+        if not keys:
             return None
         if keys[0] in self._fetching:
             return self._fetching[keys[0]]
@@ -217,12 +221,14 @@ class LowerTiers:
 
     def save(self, key: bytes, is_in_pool: bool = False) -> None:
         """Write a block that is in host memory now. If the KV pool has it too, host memory need not keep it."""
-        if len(self._unsaved) < MAX_WAITING:
+        if self.tiers and len(self._unsaved) < MAX_WAITING:
             self._unsaved.setdefault(key, is_in_pool)
             self._flush_next()
 
     def discard(self, keys: list[bytes]) -> None:
         """These blocks may be wrong: remove them if they were written."""
+        if not self.tiers:
+            return
         self._saved.difference_update(keys)
         for key in keys:
             self._unsaved.pop(key, None)

@@ -9,7 +9,6 @@ import numpy as np
 
 from lightserve.common.kv.token_slots import Slots
 from lightserve.io_struct import KvStore
-from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.kv_tiers.lower import MAX_FLUSH, LowerTiers
 from lightserve.router.kv_tiers.pool_blocks import PoolBlock, PoolBlocks
 from lightserve.router.pool_listener import PoolListener
@@ -31,20 +30,18 @@ class StoredBlocks(PoolListener):
     def __init__(
         self,
         num_slots: int,
-        host: HostBlocks,
+        lower: LowerTiers,
         identity: str = "",
-        lower: LowerTiers | None = None,
         max_ahead: int = 0,
     ) -> None:
         """``identity``: of everything that the KV depends on, besides tokens, salt and adapter.
 
         ``max_ahead``: blocks that a step stores before they are evicted.
         """
-        self.host = host
+        self.host = lower.host
         self._max_ahead = max_ahead
         self._num_recent = int(num_slots // BLOCK_TOKENS * RECENT)
         self.num_stored = 0  # tokens
-        self.num_clears = 0
         self._num_stores = 0
         self._identity = identity
         self._lower = lower
@@ -91,7 +88,7 @@ class StoredBlocks(PoolListener):
     def store_idle(self) -> None:
         """Store some blocks that stay in the pool, for the tiers below: they would be lost with the worker."""
         lower = self._lower
-        if lower is None or lower.client is None or lower.is_flushing or self._storing:
+        if lower.client is None or lower.is_flushing or self._storing:
             return
         while self._new and len(self._leaving) < MAX_FLUSH:
             block = self._new.popleft()
@@ -111,7 +108,7 @@ class StoredBlocks(PoolListener):
                 continue
             if block.key not in self.host:
                 self._store(block, stays_in_pool=True)
-            elif self._lower is not None and not block.is_local and not self._lower.is_saved(block.key):
+            elif not block.is_local and not self._lower.is_saved(block.key):
                 self._lower.save(block.key)
 
     def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
@@ -134,7 +131,7 @@ class StoredBlocks(PoolListener):
 
     def finish_stores(self, stores: list[KvStore]) -> None:
         """The step that stores these is back."""
-        if self._lower is not None and self._storing:
+        if stores and self._storing:
             self._lower.last_store = max(store.store_id for store in stores)
         for place in (place for store in stores for place in store.blocks.tolist()):
             stored = self._storing.pop(place, None)
@@ -142,7 +139,7 @@ class StoredBlocks(PoolListener):
                 continue
             key = stored.block.key
             self.host.unpin([place])
-            if self._lower is not None and not stored.block.is_local and self.host.get(key) == place:
+            if not stored.block.is_local and self.host.get(key) == place:
                 self._lower.save(key, stored.stays_in_pool)
 
     def on_freed(self, slots: Slots) -> None:
@@ -152,7 +149,7 @@ class StoredBlocks(PoolListener):
         keys = self.keys_of(req, req.total_len)
         for key in keys:
             self.host.remove(key)
-        if self._lower is not None and req.lora_id is None:
+        if req.lora_id is None:
             self._lower.discard(keys)
 
     def on_steps_failed(self) -> None:
@@ -160,12 +157,10 @@ class StoredBlocks(PoolListener):
         self.on_reset()
 
     def on_reset(self) -> None:
-        self.num_clears += 1
         self.host.clear()
         self._pool.clear()
         self._leaving.clear()
         self._storing.clear()
         self._new.clear()
         self._planned.clear()
-        if self._lower is not None:
-            self._lower.clear()
+        self._lower.clear()

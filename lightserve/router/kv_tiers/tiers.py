@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import itertools
 import time
+from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
-from lightserve.io_struct import HostKvSize, KvLoad, KvLoaded, KvStore
+from lightserve.io_struct import HostKvSize, KvLoad, KvLoaded, Step
 from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv_tiers.gate import LoadGate, Rate
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
-from lightserve.router.kv_tiers.lower import LowerTierClient, LowerTiers
+from lightserve.router.kv_tiers.lower import LowerTiers
+from lightserve.router.kv_tiers.source import Activity, KvSource, KvTransfers, KvWorkers, LoadContext
 from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
+from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
+from lightserve.router.stats import RouterMetrics
 from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.worker_calls import WAIT_FOR_LOAD
 
 MIN_TOKENS = 32  # of a load: fewer are computed beside other tokens in no time
 AHEAD_BYTES = 2**26  # of blocks that a step stores before they are evicted: they cross the bus while it computes
-
-
-class LoadContext(NamedTuple):
-    """When a request asks for its load."""
-
-    now_s: float
-    has_room: Callable[[int], bool]  # whether so many slots can be held beside what running requests will need
-    is_prefetch: bool = False  # the request could not run yet
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +38,7 @@ class Load:
     wait: Wait  # of requests for its end
 
 
-class KvTiers:
+class KvTiers(KvSource, PoolListener):
     """A request waits for its load before it is admitted, up to the time that computing would take.
 
     The slots of a load belong to no request. When it ends, they enter the prefix cache, where requests find them.
@@ -51,11 +48,9 @@ class KvTiers:
         """``identity``: of everything that the KV depends on, besides tokens, salt and adapter."""
         computing, host = Rate(), HostBlocks(size.num_blocks)
         self.gate = LoadGate(size.block_bytes // BLOCK_TOKENS, computing)
-        self.lower: LowerTiers | None = None
-        if size.lower_tiers:
-            self.lower = LowerTiers(size.lower_tiers, host, size.block_bytes, computing)
+        self.lower = LowerTiers(size.lower_tiers, host, size.block_bytes, computing)
         max_ahead = max(AHEAD_BYTES // size.block_bytes, 1)
-        self.stored = StoredBlocks(pool.size, host, identity, self.lower, max_ahead)
+        self.stored = StoredBlocks(pool.size, self.lower, identity, max_ahead)
         self.num_loaded = 0  # tokens
         self.num_gated = 0  # tokens that were found, and computed because that is faster
         self.num_late = 0  # requests that did not wait until the end of their loads
@@ -65,51 +60,68 @@ class KvTiers:
         self._loads: dict[int, Load] = {}
         self._load_of: dict[bytes, Load] = {}  # by the key of a block
         self._started: list[KvLoad] = []  # that the next step begins
-        self._num_clears = 0
+        self._wake: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
         pool.add_listener(self.stored)
+        pool.add_listener(self)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Of the simulator, whose time is not that of the machine."""
-        self._clock = clock
-        if self.lower is not None:
-            self.lower.clock = clock
+        self._clock = self.lower.clock = clock
 
-    def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
-        """The workers that copy to and from lower tiers. ``wake``: something has changed for waiting requests."""
-        if self.lower is not None:
-            self.lower.connect(client, wake)
+    def connect(self, workers: KvWorkers, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.lower.connect(workers.lower_tiers, wake)
 
-    @property
-    def is_loading(self) -> bool:
-        return bool(self._loads)
+    def begin_step(self) -> None:
+        self.stored.begin_step()
 
-    @property
-    def has_copies(self) -> bool:
-        self._notice_clear()
-        return bool(self._started) or self.stored.has_stores
+    def take(self, transfers: KvTransfers, activity: Activity) -> None:
+        """The step stores, and then loads."""
+        if activity is Activity.COMPUTING:
+            self.stored.store_ahead()
+        elif activity is Activity.IDLE:
+            self.stored.store_idle()
+        transfers.stores += self.stored.take_stores()
+        transfers.loads += self._started
+        self._started = []
 
-    def take_copies(self) -> tuple[list[KvStore], list[KvLoad]]:
-        """What the next step stores, and then loads."""
-        self._notice_clear()
-        started, self._started = self._started, []
-        return self.stored.take_stores(), started
+    def on_sent(self, step: Step, workers: KvWorkers) -> None:
+        for load in step.loads:
+            workers.call(WAIT_FOR_LOAD, load.load_id).add_done_callback(partial(self._on_loaded, load.load_id))
+
+    def _on_loaded(self, load_id: int, reply: Future[KvLoaded | None]) -> None:
+        self.finish(load_id, reply.result())
+        self._wake()
+
+    def on_completed(self, transfers: KvTransfers) -> None:
+        self.stored.finish_stores(transfers.stores)
+
+    def observe_step(self, prompt_tokens: int, seconds: float) -> None:
+        self.gate.observe_step(prompt_tokens, seconds)
+
+    def on_steps_failed(self) -> None:
+        self.on_reset()
+
+    def on_reset(self) -> None:
+        """No load is left."""
+        self._loads.clear()
+        self._load_of.clear()
+        self._started = []
 
     def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
         """What a request waits for before it is admitted: a load of its prefix, which may begin now.
 
         Loads for requests that could not run yet begin one after the other: they must not delay those of others.
         """
-        self._notice_clear()
         if req.loads_checked == req.num_admissions or not req.uses_tiers:
             return None
-        if context.is_prefetch and (self._loads or (self.lower is not None and self.lower.is_reading)):
+        if context.is_prefetch and (self._loads or self.lower.is_reading):
             return None
         return self._wait_for_lower(req, context.now_s) or self._wait_for_load(req, context)
 
     def finish(self, load_id: int, reply: KvLoaded | None) -> None:
         """A load has ended; None: the workers are lost."""
-        self._notice_clear()
         if reply is None or load_id not in self._loads:
             return
         load = self._loads.pop(load_id)
@@ -124,6 +136,10 @@ class KvTiers:
         self.num_loaded += load.tokens if is_valid else 0
         load.wait.end()
 
+    def report(self, metrics: RouterMetrics) -> None:
+        for tier, values in self.metrics().items():
+            metrics.set_tier(tier, values)
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """By tier."""
         ram = {
@@ -134,7 +150,7 @@ class KvTiers:
             "used_bytes": len(self.stored.host) * self._block_bytes,
             "load_bytes_per_second": self.gate.bytes_per_second,
         }
-        return {"ram": ram} | {tier.name: tier.metrics() for tier in (self.lower.tiers if self.lower else ())}
+        return {"ram": ram} | {tier.name: tier.metrics() for tier in self.lower.tiers}
 
     def _wait_for_load(self, req: Req, context: LoadContext) -> Wait | None:
         """For the load that brings the next tokens of a request, which may be another's; None: it computes them."""
@@ -160,7 +176,7 @@ class KvTiers:
         return self.stored.keys_of(req, len(cacheable(req)))[cached // BLOCK_TOKENS :]
 
     def _wait_for_lower(self, req: Req, now_s: float) -> Wait | None:
-        if self.lower is None or req.lora_id is not None:
+        if req.lora_id is not None:
             return None
 
         def missing() -> list[bytes]:
@@ -189,11 +205,3 @@ class KvTiers:
     def _on_late(self, req: Req) -> None:
         req.loads_checked = req.num_admissions
         self.num_late += 1
-
-    def _notice_clear(self) -> None:
-        """After all KV was lost, no load is left."""
-        if self._num_clears != self.stored.num_clears:
-            self._num_clears = self.stored.num_clears
-            self._loads.clear()
-            self._load_of.clear()
-            self._started.clear()

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.kv_tiers.incoming import IncomingKv
-from lightserve.router.kv_tiers.tiers import KvTiers, LoadContext
+from lightserve.router.kv_tiers.source import KvSource, LoadContext
 from lightserve.router.policy import LOOK_AHEAD
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue, Wait
@@ -43,6 +42,7 @@ class AdmissionControl:
         chunking: Chunking,
         limits: SchedulerLimits,
         estimate: OutputEstimate,
+        sources: Sequence[KvSource],
     ) -> None:
         self._queue = queue
         self._batch = batch
@@ -54,8 +54,7 @@ class AdmissionControl:
         self.prefixes = PrefixWaits(batch)
         self._head: HeadOfLine | None = None
         self._prefetched_at = 0, 0, 0
-        self.tiers: KvTiers | None = None  # set if evicted KV is stored
-        self.incoming: IncomingKv | None = None  # set if prefill engines send KV
+        self._sources = sources
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -137,7 +136,7 @@ class AdmissionControl:
     @property
     def may_prefetch(self) -> bool:
         """Whether loads may begin for requests that wait for room: something has changed since the last look."""
-        if not len(self._queue) or (self.tiers is None and self.incoming is None):
+        if not len(self._queue) or not self._sources:
             return False
         return not self._batch.isolation.is_active and self._prefetched_at != self._prefetch_changes
 
@@ -150,7 +149,7 @@ class AdmissionControl:
 
         To find out that there is nothing to load may take as long as planning a step, so one such request is enough.
         """
-        coming = [] if self.incoming is None else self.incoming.waiting_reqs
+        coming = [req for source in self._sources for req in source.expected_reqs]
         loading = self._pool.loading_tokens
         room = int(PREFETCH_SHARE * (self._room + loading)) - loading - int(self._remaining(coming).sum())
         context = LoadContext(now_s, lambda tokens: tokens <= room, is_prefetch=True)
@@ -171,11 +170,7 @@ class AdmissionControl:
     def _wait_of(self, req: Req, prefilling: list[Req], context: LoadContext) -> Wait | None:
         """What a request must wait for before it can run; None: nothing but room."""
         wait = self._adapters.wait_of(req) or self.prefixes.wait_of(req, prefilling)
-        if wait is None and self.incoming is not None:
-            wait = self.incoming.wait_of(req, context)
-        if wait is None and self.tiers is not None:
-            wait = self.tiers.wait_of(req, context)
-        return wait
+        return wait or next(filter(None, (source.wait_of(req, context) for source in self._sources)), None)
 
     def _has_room(self, tokens: int) -> bool:
         """Whether a load can hold so many slots beside what running requests will need."""
@@ -262,6 +257,4 @@ class AdmissionControl:
             req.cached_len = req.planned_len
         if req.timeline is not None:
             req.timeline.admitted(now_s, req.planned_len)
-        if self.incoming is not None:
-            self.incoming.admitted(req)
         self._batch.add(req)

@@ -67,10 +67,6 @@ class LockstepScheduler:
     A request stays in its group until it ends. Adapters, KV tiers and KV of other engines are not supported.
     """
 
-    tiers: None = None
-    incoming: None = None
-    num_pushed = 0
-
     def __init__(self, groups: Sequence[Scheduler]) -> None:
         self.groups = groups
         self._in_flight: deque[list[PlannedPart]] = deque()  # oldest first

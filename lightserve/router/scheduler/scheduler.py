@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from lightserve.common.kv.token_slots import Slots
 from lightserve.io_struct import (
     FinishReason,
-    HostKvSize,
-    KvMissing,
-    KvPush,
-    KvStore,
-    KvTarget,
-    KvWanted,
-    LoraPlace,
     NewReq,
     ReqFailed,
     Step,
@@ -29,8 +21,8 @@ from lightserve.io_struct import (
 )
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.kv_tiers.incoming import IncomingKv
-from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.kv_tiers.pushes import KvPushes
+from lightserve.router.kv_tiers.source import Activity, KvSource, KvTransfers, StepPart
 from lightserve.router.parents import Parents
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req
@@ -41,6 +33,7 @@ from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.preemption import Preemption
+from lightserve.router.stats import RouterMetrics
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
 from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
@@ -48,7 +41,8 @@ from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
 PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
 
 
-class PlannedStep(NamedTuple):
+@dataclass(slots=True, eq=False)
+class PlannedStep:
     """A step in flight. The arrays have one number per request, unless they say otherwise."""
 
     num_decodes: int  # the first requests compute one token each
@@ -58,36 +52,25 @@ class PlannedStep(NamedTuple):
     counts: Int64Array  # tokens to compute
     planned_len: Int64Array  # after the step
     slots: Slots  # of all tokens
-    windowed_slots: Slots
-    prefills: list[PrefillChunk]
-    loras: list[int]  # adapters that it copies to the device
-    stores: list[KvStore]  # that it makes
-    completed: Wait  # of requests with the ids of dropped ones, whose tokens it brings
-    token_ids: Int32Array = NO_INT32  # of all tokens, if the model is a pipeline
+    windowed_slots: Slots = field(default_factory=lambda: NO_INT32)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
+    loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
+    transfers: KvTransfers = field(default_factory=KvTransfers)
+    completed: Wait = field(default_factory=Wait)  # of requests with the ids of dropped ones, whose tokens it brings
 
     def work(self) -> tuple[int, float]:
         """Its tokens, and pairs of a prompt token and a token that it attends to."""
         counts, planned_len = self.counts[self.num_decodes :], self.planned_len[self.num_decodes :]
         return int(self.counts.sum()), float((counts * (planned_len - counts / 2)).sum())
 
-    def as_step(self, new: list[NewReq], free: list[int], loras: list[LoraPlace]) -> Step:
+    def chunks(self) -> list[StepRow]:
         ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
-        chunks = [
+        req_ids, counts = self.req_ids[self.num_decodes :].tolist(), self.counts[self.num_decodes :].tolist()
+        return [
             StepRow(req_id, self.slots[end - count : end])
-            for req_id, count, end in zip(
-                self.req_ids[self.num_decodes :].tolist(), self.counts[self.num_decodes :].tolist(), ends, strict=True
-            )
+            for req_id, count, end in zip(req_ids, counts, ends, strict=True)
         ]
-        return Step(
-            chunks,
-            new,
-            free,
-            windowed_slots=self.windowed_slots,
-            decode_ids=self.req_ids[: self.num_decodes],
-            decode_slots=self.slots[: self.num_decodes],
-            loras=loras,
-            token_ids=self.token_ids,
-        )
 
 
 class Scheduler:
@@ -111,22 +94,23 @@ class Scheduler:
         self._preemption = Preemption(self._batch, self._queue, policy)
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._num_planned = 0  # steps so far
-        self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
-        self.tiers: KvTiers | None = None  # set by ``use_tiers``
-        self.incoming: IncomingKv | None = None  # set by ``use_incoming``
-        self.num_pushed = 0  # tokens whose KV was sent to other engines
-        self._pushing: dict[int, Req] = {}  # by id: requests whose KV another engine wants
         self.parents = Parents()
+        self.pushes = KvPushes()
+        self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
+        self._parts: list[StepPart] = [self.pushes]  # of steps
+        self._admission = AdmissionControl(
+            self._queue, self._batch, self._chunking, limits, self._estimate, self.sources
+        )
 
-    def use_incoming(self, send: Callable[[KvWanted | KvMissing], None]) -> IncomingKv:
-        """Wait for KV that prefill engines send. ``send``: to the dispatcher."""
-        self.incoming = self._admission.incoming = IncomingKv(self.pool, send)
-        return self.incoming
+    def add_source(self, source: KvSource) -> None:
+        """KV may come from there too. Requests ask the sources in this order."""
+        self.sources.append(source)
+        self._parts.append(source)
 
-    def use_tiers(self, size: HostKvSize, identity: str = "") -> KvTiers:
-        """Store evicted KV in the host memory of the workers, and load it from there."""
-        self.tiers = self._admission.tiers = KvTiers(self.pool, size, identity)
-        return self.tiers
+    def report(self, metrics: RouterMetrics) -> None:
+        """Set the present values of metrics of KV that comes from elsewhere, or goes there."""
+        for part in self._parts:
+            part.report(metrics)
 
     @property
     def groups(self) -> Sequence[Scheduler]:
@@ -194,11 +178,6 @@ class Scheduler:
         if steps:
             self._queue.block(req, steps[-1].completed)
 
-    def push_to(self, req: Req, target: KvTarget) -> None:
-        """Another engine wants the KV of this prompt."""
-        req.target, req.num_pushed = target, target.first_block
-        self._pushing[req.req_id] = req
-
     def parent_tokens(self, req_id: int) -> Int32Array | None:
         """The prompt of an ended request with which later ones may begin; None: it is not known."""
         return self.parents.tokens_of(req_id)
@@ -229,60 +208,58 @@ class Scheduler:
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self._preemption.make_room()
-        admitted = {req: self.parents.as_new(req) for req in self._admission.admit(now_s)}
-        if self.tiers is not None:
-            self.tiers.stored.begin_step()
+        admitted = {req: self.parents.as_new(req) for req in self._admit(now_s)}
+        for part in self._parts:
+            part.begin_step()
         planned = self._plan_rows()
         self._admission.prefixes.wake()  # what is planned now can be used by the next step
-        is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
-        if self.tiers is not None and not is_empty:
-            self.tiers.stored.store_ahead()
-        elif self.tiers is not None and not (len(self._batch) or len(self._queue) or self.num_blocked):
-            self.tiers.stored.store_idle()
-        has_copies = self._has_copies
-        if is_empty and not has_copies and (len(self._batch) or not self._has_to_free):
+        computes = bool(len(planned.rows)) or any(req in self._batch for req in admitted)
+        for part in self._parts:
+            part.take(planned.transfers, self._activity(computes))
+        if not computes and not planned.transfers and (len(self._batch) or not self._has_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
-        new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
+        return self._as_step(planned, admitted)
+
+    def _admit(self, now_s: float) -> list[Req]:
+        admitted = self._admission.admit(now_s)
+        for req in admitted:
+            for part in self._parts:
+                part.on_admitted(req)
+        return admitted
+
+    def _activity(self, computes: bool) -> Activity:
+        if computes:
+            return Activity.COMPUTING
+        has_reqs = len(self._batch) or len(self._queue) or self.num_blocked
+        return Activity.WAITING if has_reqs else Activity.IDLE
+
+    def _as_step(self, planned: PlannedStep, admitted: dict[Req, NewReq]) -> Step:
+        new, free = self._batch.take_new_and_freed(admitted)
+        kept, dropped = self.parents.take_kept_and_dropped(free)
         loras = self.loras.take_copies()
         planned.loras.extend(place.lora_id for place in loras)
-        step = planned.as_step([admitted[req] for req in new], free, loras)
-        if len(self.parents) or self.parents.has_drops:
-            kept, dropped = self.parents.take_kept_and_dropped(free)
-            step = msgspec.structs.replace(step, kept=kept, dropped=dropped)
-        if self._pushing:
-            step = msgspec.structs.replace(step, pushes=self._take_pushes())
-        if self.incoming is not None and self.incoming.has_expects:
-            step = msgspec.structs.replace(step, expects=self.incoming.take_expects())
-        if not has_copies or self.tiers is None:
-            return step
-        stores, loads = self.tiers.take_copies()
-        planned.stores.extend(stores)
-        return msgspec.structs.replace(step, stores=stores, loads=loads)
+        return Step(
+            planned.chunks(),
+            [admitted[req] for req in new],
+            free,
+            kept=kept,
+            dropped=dropped,
+            windowed_slots=planned.windowed_slots,
+            decode_ids=planned.req_ids[: planned.num_decodes],
+            decode_slots=planned.slots[: planned.num_decodes],
+            loras=loras,
+            stores=planned.transfers.stores,
+            loads=planned.transfers.loads,
+            token_ids=planned.token_ids,
+            pushes=planned.transfers.pushes,
+            expects=planned.transfers.expects,
+        )
 
     @property
     def _has_to_free(self) -> bool:
         """Whether the workers hold or keep something that is not needed any more."""
         return self._batch.has_rows_to_free or self.parents.has_drops
-
-    @property
-    def _has_transfers(self) -> bool:
-        """Whether steps may have more to do than to compute: to copy KV, or to expect it."""
-        is_expecting = self.incoming is not None and self.incoming.has_expects
-        return self.tiers is not None or is_expecting or bool(self._pushing)
-
-    @property
-    def _has_copies(self) -> bool:
-        """Whether the workers have something to copy, even if they compute nothing."""
-        if self.incoming is not None and self.incoming.has_expects:
-            return True
-        return self.tiers is not None and self.tiers.has_copies
-
-    def _take_pushes(self) -> list[KvPush]:
-        """What the next step sends to other engines, of requests that it computes."""
-        found = [push for req in self._pushing.values() if (push := req.take_push()) is not None]
-        self.num_pushed += sum(len(push.slots) for push in found)
-        return found
 
     def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks.
@@ -295,8 +272,8 @@ class Scheduler:
         columns = self._batch.columns
         runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
-        if step.stores and self.tiers is not None:
-            self.tiers.stored.finish_stores(step.stores)
+        for part in self._parts:
+            part.on_completed(step.transfers)
         step.completed.end()
         return step.prefills
 
@@ -409,11 +386,9 @@ class Scheduler:
         self._batch.clear()
         self._isolation.reset()
         self._in_flight.clear()
-        self._pushing.clear()
+        self.pushes.clear()
         self.parents.clear()
         self.pool.reset()
-        if self.incoming is not None:
-            self.incoming.clear()
 
     def recover_from_crash(self) -> Req | None:
         """The workers died. All requests continue from their tokens in new workers, which hold no KV.
@@ -424,8 +399,6 @@ class Scheduler:
         self._in_flight.clear()
         self.pool.reset()
         self.parents.lose_workers()
-        if self.incoming is not None:
-            self.incoming.clear()
         self._queue.end_waits()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
@@ -440,9 +413,8 @@ class Scheduler:
 
     def _drop(self, req: Req) -> None:
         self._isolation.clear(req)
-        self._pushing.pop(req.req_id, None)
-        if self.incoming is not None:
-            self.incoming.drop(req.req_id)
+        for part in self._parts:
+            part.drop(req)
         if req in self._batch:
             self._batch.release(req)
         else:
@@ -490,9 +462,6 @@ class Scheduler:
             slots,
             windowed_slots,
             prefills + _recomputed_outputs(chunks),
-            [],
-            [],
-            Wait(),
             self._token_ids(decodes, chunks),
         )
 
@@ -540,17 +509,12 @@ class Scheduler:
         unplanned = self._batch.columns.unplanned(rows)
         decodes = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
-        if self._is_loading:  # loads hold slots that no preemption frees
+        if self.pool.loading_tokens:  # loads hold slots that no preemption frees
             decodes = decodes[: self.pool.available]
         if not prompts:
             return decodes, []
         available = self.pool.available - len(decodes)
         return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
-
-    @property
-    def _is_loading(self) -> bool:
-        is_coming = self.incoming is not None and self.incoming.is_open
-        return is_coming or (self.tiers is not None and self.tiers.is_loading)
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightserve.io_struct import GenerationParams, KvMissing, KvReceived, KvTicket, KvWanted
+from lightserve.io_struct import GenerationParams, KvCancel, KvMissing, KvReceived, KvTicket, KvWanted
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import GRACE_S, IncomingKv
-from lightserve.router.kv_tiers.tiers import LoadContext
+from lightserve.router.kv_tiers.source import Activity, KvTransfers, LoadContext
 from lightserve.router.policy import Fifo
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
@@ -33,13 +33,13 @@ class Decode:
     def __init__(self) -> None:
         self.pool, self.sent, self.inbox = KvPool(POOL), [], Inbox()  # type: ignore[var-annotated]
         self.incoming = IncomingKv(self.pool, self.sent.append)
-        self.incoming.connect(self.inbox)  # type: ignore[arg-type]
+        self.incoming.use_inbox(self.inbox)  # type: ignore[arg-type]
         self.queue = ReqQueue(Fifo())
 
     def offer(self, req_id: int, ticket: int, length: int = 300, first: int = 0) -> Req:
         prompt = np.arange(first, first + length, dtype=np.int32)
         req = Req(req_id, prompt, GenerationParams.of(max_new_tokens=4), 4, ())
-        self.incoming.offer(req, KvTicket(ticket, TIMEOUT_S, min_tokens=64))
+        req.kv_ticket = KvTicket(ticket, TIMEOUT_S, min_tokens=64)
         self.queue.add(req)
         return req
 
@@ -51,7 +51,7 @@ class Decode:
         return wait is not None
 
     def drop(self, req: Req) -> None:
-        self.incoming.drop(req.req_id)
+        self.incoming.drop(req)
         self.queue.remove(req)
 
 
@@ -66,7 +66,8 @@ def test_slots_are_reserved_before_the_prompt_is_asked_for(decode: Decode) -> No
     assert decode.must_wait(req)
 
     assert decode.sent == [KvWanted(1, 7, 0, 4, ("there",))]  # type: ignore[arg-type]
-    (expect,) = decode.incoming.take_expects()
+    decode.incoming.take(transfers := KvTransfers(), Activity.WAITING)
+    (expect,) = transfers.expects
     assert len(expect.slots) == 256 == decode.pool.used
     assert not decode.queue.is_ready(req)  # until they have come
     assert decode.incoming.num_waiting == 1
@@ -96,7 +97,7 @@ def test_tokens_of_a_cancelled_ticket_are_given_up_only_if_a_prefill_engine_had_
     req = decode.offer(1, 7)
     decode.must_wait(req)
 
-    decode.incoming.cancel(1, 7, was_started)
+    decode.incoming.cancel(KvCancel(1, 7, was_started))
     decode.incoming.finish(KvReceived(7, 0))
 
     assert decode.inbox.cancelled == [7]
@@ -136,7 +137,6 @@ def test_counters_never_decrease_when_all_kv_is_lost(decode: Decode) -> None:
     decode.must_wait(req)
 
     decode.pool.reset()
-    decode.incoming.clear()
     decode.queue.end_waits()
     decode.incoming.finish(KvReceived(7, 4))  # of workers that are gone
 

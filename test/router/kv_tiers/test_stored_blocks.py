@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightserve.router.kv_tiers.gate import Rate
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
+from lightserve.router.kv_tiers.lower import LowerTiers
 from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.router.test_scheduler import make_req
 
 SLOTS = np.arange(8 * BLOCK_TOKENS, dtype=np.int32)
+
+
+def no_lower_tiers() -> LowerTiers:
+    return LowerTiers((), HostBlocks(16), block_bytes=6400, computing=Rate())
 
 
 def one(first_token: int) -> Req:
@@ -23,7 +29,7 @@ def blocks(first: int, end: int) -> np.ndarray:
 
 
 def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() -> None:
-    stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=3)
+    stored = StoredBlocks(len(SLOTS), no_lower_tiers(), max_ahead=3)
     stored.on_cached(one(0), SLOTS, 0, len(SLOTS))
     stored.begin_step()
     stores = []
@@ -42,7 +48,7 @@ def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() 
 
 
 def test_a_block_that_was_evicted_meanwhile_is_not_stored_again() -> None:
-    stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
+    stored = StoredBlocks(len(SLOTS), no_lower_tiers(), max_ahead=8)
     stored.on_cached(one(0), SLOTS, 0, len(SLOTS))
     stored.begin_step()
     stored.on_evicted(blocks(1, 2))
@@ -55,7 +61,7 @@ def test_a_block_that_was_evicted_meanwhile_is_not_stored_again() -> None:
 
 def test_a_step_stores_no_block_that_it_computes_itself() -> None:
     """The worker stores before it computes. A block may end in the slot of an evicted one that is still queued."""
-    stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
+    stored = StoredBlocks(len(SLOTS), no_lower_tiers(), max_ahead=8)
     stored.on_cached(one(0), SLOTS, 0, len(SLOTS))
     stored.begin_step()
     stored.on_evicted(SLOTS)

@@ -24,7 +24,8 @@ from lightserve.io_struct import (
     TokenOut,
 )
 from lightserve.router.kv_tiers.lower import LOOKUP_S
-from lightserve.router.kv_tiers.tiers import KvTiers, LoadContext
+from lightserve.router.kv_tiers.source import LoadContext
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 from test.router.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
@@ -144,14 +145,15 @@ class TierServer(Server):
         scheduler = make(num_slots, **limits)
         self._disk = disk
         size = HostKvSize(num_blocks, BLOCK_TOKENS * 100, () if disk is None else ("disk",))
-        self.tiers: KvTiers = scheduler.use_tiers(size)
+        self.tiers = KvTiers(scheduler.pool, size)
+        scheduler.add_source(self.tiers)
         super().__init__(scheduler, depth)
 
     def _new_worker(self) -> TierWorker:
         worker = TierWorker(self)
         if self._disk is not None:
             self.client = LowerClient(worker, self._disk)
-            self.tiers.connect(self.client, lambda: None)
+            self.tiers.lower.connect(self.client, lambda: None)
         return worker
 
     @property
