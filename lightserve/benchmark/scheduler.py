@@ -25,7 +25,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.utils.int_arrays import Int64Array
 
-PARTS = ("make_room", "admit", "_plan_rows", "next_step", "complete_step", "process_plain")
+PARTS = ("make_room", "admit", "plan", "next_step", "complete_step", "process_plain")
 PROMPT_LEN = 1000
 NUM_WAITING = 64
 VOCAB_SIZE = 32_000
@@ -38,7 +38,9 @@ class TimedScheduler(Scheduler):
     def __init__(self, pool: KvPool, limits: SchedulerLimits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
-        for owner, part in zip((self._preemption, self._admission, self, self, self, self), PARTS, strict=True):
+        for owner, part in zip(
+            (self._preemption, self._admission, self._planner, self, self, self), PARTS, strict=True
+        ):
             setattr(owner, part, _timed(getattr(owner, part), self.times[part]))
 
 

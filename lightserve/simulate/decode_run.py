@@ -12,7 +12,7 @@ import numpy as np
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
-from lightserve.router.scheduler.scheduler import PlannedStep
+from lightserve.router.scheduler.planner import PlannedStep
 from lightserve.utils.int_arrays import MAX_EXTENSION, Int32Array, Int64Array, Tails
 
 OneStep = tuple[Int32Array, Int64Array]  # the slots of the step, and the tokens of each request after it
@@ -85,8 +85,8 @@ class DecodeRunScheduler(Scheduler):
         """Go on with ``next_step``. The first steps of the run have ended with these tokens, the last of them at
         ``last_token_s``; the others are in flight."""
         columns, rows = self._batch.columns, run.rows
-        self._num_planned += len(run)
-        columns.planned_step[rows] = self._num_planned
+        self._planner.num_planned += len(run)
+        columns.planned_step[rows] = self._planner.num_planned
         admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
         for slots, planned_len in run.apply(token_ids, last_token_s):
             self._in_flight.append(PlannedStep(len(rows), run.req_ids, rows, admissions, counts, planned_len, slots))
@@ -101,7 +101,7 @@ class DecodeRunScheduler(Scheduler):
     def _all_decode(self) -> bool:
         """Whether the last planned step returns a token of every running request."""
         columns, rows = self._batch.columns, self._batch.rows
-        if not len(rows) or bool((columns.planned_step[rows] != self._num_planned).any()):
+        if not len(rows) or bool((columns.planned_step[rows] != self._planner.num_planned).any()):
             return False
         prompt_len, planned_len = columns.prompt_len[rows], columns.planned_len[rows]
         decodes = (columns.unplanned(rows) == 1) & (planned_len >= prompt_len) & (columns.is_plain[rows] > 0)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from lightserve.io_struct import ReqFailed, Step, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler.limits import SchedulerLimits
-from lightserve.router.scheduler.scheduler import PrefillChunk, Scheduler
+from lightserve.router.scheduler.planner import PrefillChunk
+from lightserve.router.scheduler.scheduler import Scheduler
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import Int32Array, Int64Array
 

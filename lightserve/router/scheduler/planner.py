@@ -1,0 +1,188 @@
+"""Which tokens the next step computes, in which KV slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+
+from lightserve.common.kv.token_slots import Slots
+from lightserve.io_struct import StepRow
+from lightserve.router.kv_tiers.source import KvTransfers
+from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue, Wait
+from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.chunking import Chunk, Chunking
+from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.router.scheduler.preemption import Preemption
+from lightserve.router.timeline import Timeline
+from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
+
+PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """A step in flight. The arrays have one number per request, unless they say otherwise."""
+
+    num_decodes: int  # the first requests compute one token each
+    req_ids: Int64Array
+    rows: Int64Array  # of RunningBatch
+    admissions: Int64Array
+    counts: Int64Array  # tokens to compute
+    planned_len: Int64Array  # after the step
+    slots: Slots  # of all tokens
+    windowed_slots: Slots = field(default_factory=lambda: NO_INT32)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
+    loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
+    transfers: KvTransfers = field(default_factory=KvTransfers)
+    completed: Wait = field(default_factory=Wait)  # of requests with the ids of dropped ones, whose tokens it brings
+
+    def work(self) -> tuple[int, float]:
+        """Its tokens, and pairs of a prompt token and a token that it attends to."""
+        counts, planned_len = self.counts[self.num_decodes :], self.planned_len[self.num_decodes :]
+        return int(self.counts.sum()), float((counts * (planned_len - counts / 2)).sum())
+
+    def chunks(self) -> list[StepRow]:
+        ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
+        req_ids, counts = self.req_ids[self.num_decodes :].tolist(), self.counts[self.num_decodes :].tolist()
+        return [
+            StepRow(req_id, self.slots[end - count : end])
+            for req_id, count, end in zip(req_ids, counts, ends, strict=True)
+        ]
+
+
+class StepPlanner:
+    def __init__(
+        self,
+        queue: ReqQueue,
+        batch: RunningBatch,
+        chunking: Chunking,
+        preemption: Preemption,
+        limits: SchedulerLimits,
+    ) -> None:
+        self.num_planned = 0  # steps so far
+        self._queue = queue
+        self._batch = batch
+        self._pool = batch.pool
+        self._chunking = chunking
+        self._preemption = preemption
+        self._limits = limits
+
+    def plan(self) -> PlannedStep:
+        """Allocate KV slots for the tokens of the next step."""
+        decodes, chunks = self._chunks()
+        while not (len(decodes) or chunks) and self._preemption.is_stuck():
+            self._preemption.preempt_newest()
+            decodes, chunks = self._chunks()
+        batch, columns = self._batch, self._batch.columns
+        counts = np.array([1] * len(decodes) + [count for _, count in chunks], dtype=np.int64)
+        slots = self._pool.alloc(int(counts.sum()))
+        of_prompts = batch.at(decodes[columns.planned_len[decodes] < columns.prompt_len[decodes]])
+        windowed_slots = self._alloc_windowed(decodes, chunks)
+        batch.plan_decodes(decodes, slots[: len(decodes)])
+        prefills = [entry for req in of_prompts for entry in self._cache_prompt(req, 1)]
+        begin = len(decodes)
+        for req, count in chunks:
+            is_prompt = req.planned_len < len(req.prompt_ids)
+            req.plan(slots[begin : begin + count])
+            begin += count
+            if is_prompt:
+                prefills += self._cache_prompt(req, count)
+        rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
+        self._let_go_behind_windows(decodes, chunks)
+        self.num_planned += 1
+        columns.planned_step[rows] = self.num_planned
+        return PlannedStep(
+            len(decodes),
+            batch.req_ids(rows),
+            rows,
+            columns.admission[rows],
+            counts,
+            columns.planned_len[rows],
+            slots,
+            windowed_slots,
+            prefills + _recomputed_outputs(chunks),
+            self._token_ids(decodes, chunks),
+        )
+
+    def _token_ids(self, decodes: Int64Array, chunks: list[Chunk]) -> Int32Array:
+        """Of the tokens that a step computes. Only the last stage of a pipeline samples tokens, so the first gets them.
+
+        The tokens are known: see ``_without_in_flight``. That of a decode is the last one of its request.
+        """
+        if self._limits.num_stages == 1:
+            return NO_INT32
+        last, is_known = self._batch.columns.outputs.last(decodes)
+        last[~is_known] = [req.last_token_id for req in self._batch.at(decodes[~is_known])]
+        parts = [req.tokens_between(req.planned_len - count, req.planned_len) for req, count in chunks]
+        return np.concatenate((last, *parts))
+
+    def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:
+        """``count`` more tokens of its prompt are planned."""
+        self._pool.cache_prompt(req)
+        return [] if req.timeline is None else [(req.timeline, count)]
+
+    def _alloc_windowed(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
+        """Slots of the windowed pool for all tokens of the step; empty without such a pool."""
+        if self._pool.windowed is None:
+            return NO_INT32
+        begin = len(decodes)
+        slots = self._pool.windowed.alloc(begin + sum(count for _, count in chunks))
+        self._batch.plan_windowed(decodes, slots[:begin])
+        for req, count in chunks:
+            req.plan_windowed(slots[begin : begin + count])
+            begin += count
+        return slots
+
+    def _let_go_behind_windows(self, decodes: Int64Array, chunks: list[Chunk]) -> None:
+        windowed = self._pool.windowed
+        if windowed is None:
+            return
+        released = [req.let_go_windowed(req.planned_len - windowed.kept) for req, _ in chunks]
+        windowed.let_go(np.concatenate((self._batch.let_go_behind_windows(decodes, windowed.kept), *released)))
+
+    def _chunks(self) -> tuple[Int64Array, list[Chunk]]:
+        """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
+        isolated = self._batch.isolation.isolated
+        rows = np.array([isolated.row], dtype=np.int64) if isolated else self._batch.rows
+        rows = self._without_in_flight(rows)
+        unplanned = self._batch.columns.unplanned(rows)
+        decodes = self._share_of_step(rows[unplanned == 1])
+        prompts = self._batch.at(rows[unplanned > 1])
+        if self._pool.loading_tokens:  # loads hold slots that no preemption frees
+            decodes = decodes[: self._pool.available]
+        if not prompts:
+            return decodes, []
+        available = self._pool.available - len(decodes)
+        return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
+
+    def _without_in_flight(self, rows: Int64Array) -> Int64Array:
+        """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.
+
+        So steps in flight have different requests. Chunks of one prompt may be in flight together.
+        """
+        return rows if self._limits.num_stages == 1 else rows[self._batch.columns.in_flight(rows) == 0]
+
+    def _share_of_step(self, decodes: Int64Array) -> Int64Array:
+        """Of these requests, those that the next step computes: every stage of a pipeline should have its share.
+
+        Those that have waited longest go first.
+        """
+        share = -(-len(self._batch) // self._limits.num_stages)
+        if len(decodes) <= share:
+            return decodes
+        oldest = np.argsort(self._batch.columns.planned_step[decodes], kind="stable")[:share]
+        return decodes[np.sort(oldest)]
+
+
+def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:
+    """Of preempted requests: chunks of output tokens whose KV is computed again. Such chunks come after all decodes."""
+    longer = takewhile(lambda chunk: chunk[1] > 1, reversed(chunks))
+    return [
+        (req.timeline, count)
+        for req, count in longer
+        if req.timeline is not None and req.planned_len - count >= len(req.prompt_ids)
+    ]
