@@ -15,7 +15,7 @@ from lightserve.httpserver.tracing.request_trace import RequestTrace, TraceRecor
 from lightserve.httpserver.tracing.setup import has_otlp
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import Admission, FinishReason, GenerateReq, GenerationParams
-from lightserve.router.timeline import Timeline, TimelineRing
+from lightserve.router.timeline import TimelineRing
 from lightserve.utils.trace_recorder import TraceRecorder
 
 CALLS, RUNS = 2_000, 25
@@ -57,14 +57,13 @@ def _timeline(ring: TimelineRing) -> Callable[[], None]:
     """All that the router records of a request with two chunks."""
 
     def record() -> None:
-        timeline: Timeline | None = ring.start(MESSAGE)
-        if timeline is not None:
-            timeline.queued()
-            timeline.admitted(1.0, 64)
-            for _ in range(CHUNKS):
-                timeline.prefill(1.0, 1.5, 256)
-            timeline.first_token(2.0)
-            timeline.finished(FinishReason.STOP, 3.0, 100)
+        timeline = ring.start(MESSAGE)
+        timeline.queued()
+        timeline.admitted(1.0, 64)
+        for _ in range(CHUNKS):
+            timeline.prefill(1.0, 1.5, 256)
+        timeline.first_token(2.0)
+        timeline.finished(FinishReason.STOP, 3.0, 100)
 
     return record
 

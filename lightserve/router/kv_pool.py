@@ -18,7 +18,7 @@ from lightserve.io_struct import WindowedKv
 from lightserve.router.pool_listener import PoolListener
 from lightserve.router.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.req import Req
-from lightserve.router.windowed_pool import WindowedPool
+from lightserve.router.windowed_pool import NoWindowedPool, WindowedPool
 
 
 class PrefixLoad(NamedTuple):
@@ -44,7 +44,7 @@ class KvPool:
         """All KV is lost."""
         size, windowed = self._figures
         self.slots = TokenSlots(size)
-        self.windowed = None if windowed is None else WindowedPool(windowed, size)
+        self.windowed = NoWindowedPool() if windowed is None else WindowedPool(windowed, size)
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
@@ -61,8 +61,7 @@ class KvPool:
     @property
     def available(self) -> int:
         """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
-        tokens = self.slots.num_free + self.cached_tokens
-        return tokens if self.windowed is None else min(tokens, self.windowed.available)
+        return min(self.slots.num_free + self.cached_tokens, self.windowed.available)
 
     @property
     def used(self) -> int:
@@ -71,7 +70,7 @@ class KvPool:
     @property
     def max_chunk(self) -> int:
         """The most tokens of one request that fit into a step while no other request runs."""
-        return self.size if self.windowed is None else self.windowed.size - self.windowed.kept
+        return min(self.size, self.windowed.max_chunk)
 
     @property
     def cached_tokens(self) -> int:
@@ -95,7 +94,7 @@ class KvPool:
         return self.slots.alloc(count)
 
     def cached_len(self, req: Req) -> int:
-        return self._usable_len(cacheable(req), req.salt)
+        return self.windowed.prefix_len(self._cache, cacheable(req), req.salt)
 
     def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
@@ -136,15 +135,11 @@ class KvPool:
         """
         if not req.shares_prefix:
             return
-        ids = cacheable(req)
-        if self.windowed is not None:
-            ids = ids[: self._usable_len(ids, req.salt)]
+        ids = self.windowed.usable_ids(self._cache, cacheable(req), req.salt)
         node, slots = self._cache.match(ids, req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
-        if self.windowed is not None:
-            begin = max(len(slots) - self.windowed.needed, 0)
-            req.attach_windowed(begin, self.windowed.hold(slots[begin:]))
+        req.attach_windowed(*self.windowed.attach(slots))
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
@@ -179,8 +174,7 @@ class KvPool:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
-        if self.windowed is not None:
-            self.windowed.let_go(req.windowed_slots[req.windowed_begin :])
+        self.windowed.let_go(req.windowed_slots[req.windowed_begin :])
         req.clear_slots()
 
     def pin(self, ids: Ids, salt: str) -> int:
@@ -199,8 +193,7 @@ class KvPool:
         for listener in self._listeners:
             listener.on_discarded(req)
         node, slots = self._cache.match(req.token_ids, req.salt)
-        if self.windowed is not None:
-            self.windowed.remove_cached(slots)
+        self.windowed.remove_cached(slots)
         self._free(self._cache.drop(node))
 
     def roll_back(self, slots: Slots, windowed_slots: Slots) -> None:
@@ -208,14 +201,7 @@ class KvPool:
         for listener in self._listeners:
             listener.on_steps_failed()
         self._free(self._cache.drop_slots(slots))
-        if self.windowed is not None:
-            self.windowed.invalidate(windowed_slots)
-
-    def _usable_len(self, ids: Ids, salt: str) -> int:
-        """How many of these tokens a request can take from the cache."""
-        if self.windowed is None:
-            return self._cache.match_len(ids, salt)
-        return self.windowed.usable_len(self._cache.find_slots(ids, salt))
+        self.windowed.invalidate(windowed_slots)
 
     def _cache_windowed(self, req: Req, ids: Ids, begin: int) -> None:
         """Cached tokens that have no windowed slot take those of the request. ``ids``: its first tokens.
@@ -223,17 +209,13 @@ class KvPool:
         It has slots for them from ``begin`` on, or from where its window begins. The cached tokens may be others' than
         its own: they lost their slots, and the request has computed them again.
         """
-        if self.windowed is None:
-            return
         begin = max(begin, req.windowed_begin)
-        tokens = self._cache.find_slots(ids, req.salt)[begin:]
-        self.windowed.add_cached(tokens, req.windowed_slots[begin : begin + len(tokens)])
+        self.windowed.add_prefix(self._cache, ids, req.salt, begin, req.windowed_slots)
 
     def _free(self, slots: Slots) -> None:
         if not len(slots):
             return
-        if self.windowed is not None:
-            self.windowed.remove_cached(slots)
+        self.windowed.remove_cached(slots)
         for listener in self._listeners:
             listener.on_freed(slots)
         self.slots.free(slots)

@@ -183,7 +183,7 @@ class RouterManager:
             return
         for req_id in message.req_ids:
             req = self._scheduler.abort(req_id)
-            if req is not None and req.timeline is not None:
+            if req is not None:
                 req.timeline.paused("moved", req.output_len)
         self._reporter.confirm_moved(message.req_ids)
         self.steps.wake()
@@ -208,9 +208,7 @@ class RouterManager:
     def _accept(
         self, message: GenerateReq, dispatched: DispatchedReq | None = None, output_ids: Sequence[int] = ()
     ) -> None:
-        timeline = self.timelines.start(message)
-        if timeline is not None and dispatched is not None:
-            timeline.is_for_other_engine = dispatched.target is not None
+        timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
         full = "" if is_moved else self._why_full(len(message.prompt_ids))
         if full:
@@ -234,8 +232,7 @@ class RouterManager:
         elif self._pooling is None:  # otherwise there is no text
             self._reporter.announce(message.req_id, message.params.text, list(output_ids))
         req.timeline = timeline
-        if timeline is not None:
-            timeline.queued()
+        timeline.queued()
         self._queue(req, adapter)
 
     def _why_full(self, prompt_len: int) -> str:
@@ -252,10 +249,9 @@ class RouterManager:
             )
         return ""
 
-    def _refuse(self, message: GenerateReq, timeline: Timeline | None, reason: str, status: int) -> None:
+    def _refuse(self, message: GenerateReq, timeline: Timeline, reason: str, status: int) -> None:
         self._reporter.refuse(message.req_id, reason, status)
-        if timeline is not None:
-            timeline.refused(reason)
+        timeline.refused(reason)
 
     def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
         req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")

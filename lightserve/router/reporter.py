@@ -57,7 +57,7 @@ class Reporter:
         reqs = [req for req in reqs if not self._end_internal(req, has_failed=True)]
         failed = [ReqFailed(req.req_id, status, message_of(req)) for req in reqs]
         for req, failure in zip(reqs, failed, strict=True):
-            _record_failure(req, failure)
+            req.timeline.failed(failure, req.output_len)
         self.metrics.failed(len(failed))
         self._to_detokenization.send(BatchTokenIdOut(failed=failed))
 
@@ -97,7 +97,7 @@ class Reporter:
         scheduler = self._scheduler
         waiting = scheduler.num_waiting + scheduler.num_blocked
         pools = [group.pool for group in scheduler.groups]
-        windowed = [pool.windowed for pool in pools if pool.windowed is not None]
+        windowed = [pool.windowed for pool in pools if pool.windowed.size]
         used, size = sum(pool.used for pool in pools), sum(pool.size for pool in pools)
         self.metrics.set_load(scheduler.num_running, waiting, used, size)
         self.metrics.values["kv_pinned_tokens"] = sum(pool.pinned_tokens for pool in pools)
@@ -123,7 +123,7 @@ class Reporter:
         req = self._scheduler.fail(failure)
         if req is None or self._end_internal(req, has_failed=True):
             return False
-        _record_failure(req, failure)
+        req.timeline.failed(failure, req.output_len)
         return True
 
     def _end_internal(self, req: Req, has_failed: bool = False) -> bool:
@@ -193,8 +193,7 @@ class Reporter:
         req.first_token_s = now
         admission = self._count_admission(req)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
-        if req.timeline is not None:
-            req.timeline.first_token(now)
+        req.timeline.first_token(now)
         return admission
 
     def _count_admission(self, req: Req) -> Admission:
@@ -205,8 +204,7 @@ class Reporter:
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
         if req.target is not None:
             return
-        if req.timeline is not None:
-            req.timeline.finished(reason, now, req.output_len)
+        req.timeline.finished(reason, now, req.output_len)
         has_run = req.output_len > 0
         self.metrics.finished(
             reason.value,
@@ -217,8 +215,3 @@ class Reporter:
             req.output_len,
             req.max_new_tokens,
         )
-
-
-def _record_failure(req: Req, failure: ReqFailed) -> None:
-    if req.timeline is not None:
-        req.timeline.failed(failure, req.output_len)

@@ -11,7 +11,7 @@ import numpy as np
 from lightserve.io_struct import FinishReason, GenerationParams, KvTarget, KvTicket, NewReq, TokenOut
 from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req_columns import ReqColumns
-from lightserve.router.timeline import Timeline
+from lightserve.router.timeline import NO_TIMELINE, Timeline
 from lightserve.router.windowed_pool import NONE
 from lightserve.utils.block_hash import NO_HASHES, Hashes
 from lightserve.utils.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
@@ -83,7 +83,7 @@ class Req(ReqProgress):
     num_passed_over: int = 0  # how many later requests were admitted before it
     admitted_s: float = 0.0
     first_token_s: float = 0.0
-    timeline: Timeline | None = None  # None: it is not recorded
+    timeline: Timeline = NO_TIMELINE
     block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
     kv_keys: list[bytes] = field(default_factory=list)  # of its first blocks, if evicted KV is stored
     target: KvTarget | None = None  # another engine wants the KV of its prompt

@@ -112,17 +112,33 @@ class Timeline:
         self._events.append(event)
 
 
+class NoTimeline(Timeline):
+    """Of a request that is not recorded."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.is_for_other_engine = False
+
+    def _add(self, event: TimelineEvent) -> None:
+        """It is forgotten."""
+
+
+NO_TIMELINE = NoTimeline()
+
+
 class TimelineRing:
     """The timelines of the last ``size`` requests, running ones included. Size 0: none is recorded."""
 
     def __init__(self, size: int) -> None:
         self._timelines: deque[Timeline] = deque(maxlen=size)
 
-    def start(self, message: GenerateReq) -> Timeline | None:
+    def start(self, message: GenerateReq, is_for_other_engine: bool = False) -> Timeline:
         """Record a new request. The oldest one is forgotten if there are too many."""
         if self._timelines.maxlen == 0:
-            return None
+            return NO_TIMELINE
         timeline = Timeline(message)
+        timeline.is_for_other_engine = is_for_other_engine
         self._timelines.append(timeline)
         return timeline
 

@@ -12,12 +12,62 @@ import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
 from lightserve.io_struct import WindowedKv
+from lightserve.router.radix_cache import Ids, RadixCache
+from lightserve.utils.int_arrays import NO_INT32
 
 NONE = -1  # in place of a slot
+UNLIMITED = 2**62
 MIN_POPPED = 64  # entries of the queue that are looked at together
 
 
-class WindowedPool:
+class NoWindowedPool:
+    """In place of a windowed pool, if all layers attend to all tokens: it never runs out, and no token loses a slot."""
+
+    kept: int = 0  # a request holds the slots of so many last tokens
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    @property
+    def available(self) -> int:
+        return UNLIMITED
+
+    @property
+    def used(self) -> int:
+        return 0
+
+    @property
+    def max_chunk(self) -> int:
+        """The most tokens of one request that fit into a step while no other request runs."""
+        return UNLIMITED
+
+    def prefix_len(self, cache: RadixCache, ids: Ids, salt: str) -> int:
+        """How many of these tokens a request can take from the cache."""
+        return cache.match_len(ids, salt)
+
+    def usable_ids(self, cache: RadixCache, ids: Ids, salt: str) -> Ids:
+        """Those of the tokens that a request can take from the cache, as far as windows decide that."""
+        return ids
+
+    def attach(self, tokens: Slots) -> tuple[int, Slots]:
+        """A request takes this cached prefix. Returns where the slots begin that it holds from now on, and these."""
+        return 0, NO_INT32
+
+    def add_prefix(self, cache: RadixCache, ids: Ids, salt: str, begin: int, slots: Slots) -> None:
+        """Cached tokens from ``begin`` on that have no slot take that of a request, which has ``slots`` for ``ids``."""
+
+    def let_go(self, released: Slots) -> None:
+        """A request does not hold these slots any more. A slot that several requests let go is given as often."""
+
+    def remove_cached(self, tokens: Slots) -> None:
+        """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
+
+    def invalidate(self, slots: Slots) -> None:
+        """Cached tokens lose these slots: the steps that should compute them have failed."""
+
+
+class WindowedPool(NoWindowedPool):
     """``tokens`` are slots of the pool of all tokens, which name the tokens of the prefix cache."""
 
     def __init__(self, figures: WindowedKv, num_tokens: int) -> None:
@@ -40,6 +90,10 @@ class WindowedPool:
     @property
     def used(self) -> int:
         return self.size - self.available
+
+    @property
+    def max_chunk(self) -> int:
+        return self.size - self.kept
 
     @property
     def cached_slots(self) -> int:
@@ -65,8 +119,11 @@ class WindowedPool:
         self._holders[held] += 1
         return held
 
+    def attach(self, tokens: Slots) -> tuple[int, Slots]:
+        begin = max(len(tokens) - self.needed, 0)
+        return begin, self.hold(tokens[begin:])
+
     def let_go(self, released: Slots) -> None:
-        """A request does not hold these slots any more. A slot that several requests let go is given as often."""
         if not len(released):
             return
         if (self._holders[released] == 1).all():  # as usual: then no slot is given twice
@@ -78,6 +135,10 @@ class WindowedPool:
         self._unheld.push(unheld[is_cached])
         self.slots.free(unheld[~is_cached])
 
+    def add_prefix(self, cache: RadixCache, ids: Ids, salt: str, begin: int, slots: Slots) -> None:
+        tokens = cache.find_slots(ids, salt)[begin:]
+        self.add_cached(tokens, slots[begin : begin + len(tokens)])
+
     def add_cached(self, tokens: Slots, given: Slots) -> None:
         """These tokens are in the prefix cache, and have their KV in these slots. A token keeps the slot it has."""
         is_new = (self._slot_of[tokens] == NONE) & (self._token[given] == NONE)
@@ -85,7 +146,6 @@ class WindowedPool:
         self._token[given[is_new]] = tokens[is_new]
 
     def remove_cached(self, tokens: Slots) -> None:
-        """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
         slots = self._slot_of[tokens]
         slots = slots[slots != NONE]
         self._slot_of[tokens] = NONE
@@ -95,12 +155,15 @@ class WindowedPool:
         self.slots.free(unheld)
 
     def invalidate(self, slots: Slots) -> None:
-        """Cached tokens lose these slots: the steps that should compute them have failed.
-
-        A slot may be given twice: a step can take one that the step before it filled.
-        """
+        """A slot may be given twice: a step can take one that the step before it filled."""
         tokens = self._token[np.unique(slots)]
         self.remove_cached(tokens[tokens != NONE])
+
+    def prefix_len(self, cache: RadixCache, ids: Ids, salt: str) -> int:
+        return self.usable_len(cache.find_slots(ids, salt))
+
+    def usable_ids(self, cache: RadixCache, ids: Ids, salt: str) -> Ids:
+        return ids[: self.prefix_len(cache, ids, salt)]
 
     def usable_len(self, tokens: Slots) -> int:
         """How many tokens of this cached prefix a request can take: its next token needs the slots before it."""

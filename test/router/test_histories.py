@@ -374,7 +374,7 @@ class History:
         assert scheduler.next_deadline_s() is None
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
-        assert pool.windowed is None or pool.windowed.used == 0
+        assert pool.windowed.used == 0
         assert not len(scheduler.pushes)
         incoming, tiers = self.incoming, self.tiers
         if incoming is not None:

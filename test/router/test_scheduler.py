@@ -35,7 +35,7 @@ from lightserve.router.scheduler import Scheduler, SchedulerLimits, make_limits
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
-from lightserve.router.windowed_pool import NONE
+from lightserve.router.windowed_pool import NONE, WindowedPool
 from lightserve.utils.codec import encode
 from test.router.processing import process_tokens
 
@@ -301,8 +301,7 @@ class Server:
         assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
         assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
         self._check_windowed()
-        if scheduler.pool.windowed is not None:
-            assert scheduler.pool.windowed.used == 0
+        assert scheduler.pool.windowed.used == 0
         assert not self.worker.reqs
         assert set(self.worker.kept) <= scheduler.parents._parents.keys(), "the worker keeps requests without need"
 
@@ -324,7 +323,7 @@ class Server:
     def _check_windowed(self) -> None:
         """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""
         windowed = self.scheduler.pool.windowed
-        if windowed is None:
+        if not isinstance(windowed, WindowedPool):
             return
         holders = Counter(slot for req in self.scheduler._batch for slot in req.windowed_slots[req.windowed_begin :])
         cached = [slot for slot in range(windowed.size) if windowed._token[slot] != NONE]

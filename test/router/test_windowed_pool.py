@@ -283,6 +283,6 @@ def test_choices_of_one_prompt_share_its_windowed_slots(depth: int) -> None:
 
     assert server.worker.computed < 2 * 100 + 8 * 31
     assert all(req.output_ids == truth(req.prompt_ids, req.seed, 30) for req in reqs)
-    assert server.scheduler.pool.windowed is not None
+    assert isinstance(server.scheduler.pool.windowed, WindowedPool)
     assert server.scheduler.pool.windowed.slots.num_used == 0
     server.assert_idle()

@@ -20,6 +20,7 @@ from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
+from lightserve.router.windowed_pool import WindowedPool
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
@@ -88,7 +89,7 @@ class FreedSlotsHoldNan:
         for buffer in self._buffers:
             buffer[:, self._free] = float("nan")
         windowed = self._llm._scheduler.pool.windowed
-        assert windowed is not None
+        assert isinstance(windowed, WindowedPool)
         self._free = torch.from_numpy(~windowed.slots._is_used).nonzero().flatten()
         return self._launch(step)
 
@@ -108,7 +109,7 @@ def assert_idle(llm: LLM) -> None:
     """Used slots are cached slots, in both pools."""
     pool = llm._scheduler.pool
     assert pool.used == 0
-    assert pool.windowed is not None
+    assert pool.windowed.size
     assert pool.windowed.used == 0
 
 

@@ -138,8 +138,7 @@ class IncomingKv(KvSource, PoolListener):
             return  # it has ended meanwhile, and may have come back with another ticket
         del self._ticket_of[opened.req.req_id]
         self._received[opened.req.req_id] = len(prefix.ids)
-        if opened.req.timeline is not None:
-            opened.req.timeline.kv("kv_received", len(prefix.slots))
+        opened.req.timeline.kv("kv_received", len(prefix.slots))
 
     def on_reset(self) -> None:
         """The workers are lost. Requests that wait compute their prompts."""
@@ -181,8 +180,7 @@ class IncomingKv(KvSource, PoolListener):
         self._expects.append(KvExpect(ticket.id, prefix.slots, ticket.timeout_s))
         self.num_wanted += len(prefix.slots)
         addresses = [] if self._inbox is None else self._inbox.addresses
-        if req.timeline is not None:  # before a prefill engine can begin
-            req.timeline.kv("kv_wanted", len(prefix.slots))
+        req.timeline.kv("kv_wanted", len(prefix.slots))  # before a prefill engine can begin
         self._send(KvWanted(req.req_id, ticket.id, begin, end - begin, addresses))
 
     def _on_late(self, req: Req) -> None:

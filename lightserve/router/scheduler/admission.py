@@ -16,6 +16,7 @@ from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
+from lightserve.router.scheduler.windows import make_windows
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 from lightserve.utils.int_arrays import Int64Array
 
@@ -55,6 +56,7 @@ class AdmissionControl:
         self._head: HeadOfLine | None = None
         self._prefetched_at = 0, 0, 0
         self._sources = sources
+        self._windows = make_windows(batch, limits)
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -192,7 +194,7 @@ class AdmissionControl:
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
         if not req.shares_prefix:
-            return not len(self._batch) or (self._fits_without_output(req) and self._fits_windowed(req))
+            return not len(self._batch) or (self._fits_without_output(req) and self._windows.fits(req))
         pool = self._pool
         used, shared_tokens = pool.used, pool.shared_tokens
         pool.attach_prefix(req)
@@ -200,7 +202,7 @@ class AdmissionControl:
             return True
         longest = len(req.prompt_ids) + req.max_new_tokens
         fits_all = self._fits_at_longest(longest) or self._fits_at_peak(req, req.shared_len, used)
-        if fits_all and self._fits_windowed(req):
+        if fits_all and self._windows.fits(req):
             return True
         locked = pool.shared_tokens - shared_tokens
         self._head = None if fits_all else HeadOfLine(req, req.shared_len, locked, self._num_changes)
@@ -237,24 +239,11 @@ class AdmissionControl:
         held = generated + prompt_len - shared  # once prompts are computed
         return self._pool.shared_tokens + self._pool.loading_tokens + peak_tokens(held, remaining)
 
-    def _fits_windowed(self, req: Req) -> bool:
-        """Whether the windowed pool has the slots that all requests may hold, and those of a step's new tokens."""
-        windowed = self._pool.windowed
-        if windowed is None:
-            return True
-        columns, rows = self._batch.columns, self._batch.rows
-        lengths = np.append(
-            columns.prompt_len[rows] + columns.max_new_tokens[rows], len(req.prompt_ids) + req.max_new_tokens
-        )
-        held = int(np.minimum(lengths, windowed.kept + 1).sum())
-        return held + min(self._limits.batch_max_tokens, windowed.size // 2) <= windowed.size
-
     def _start(self, req: Req, now_s: float) -> None:
         self._queue.admit(req)
         req.begin()
         if not req.output_len:
             req.admitted_s = now_s
             req.cached_len = req.planned_len
-        if req.timeline is not None:
-            req.timeline.admitted(now_s, req.planned_len)
+        req.timeline.admitted(now_s, req.planned_len)
         self._batch.add(req)

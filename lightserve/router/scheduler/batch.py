@@ -26,7 +26,7 @@ class RunningBatch:
         self.pool = pool
         self.loras = loras
         self.isolation = isolation
-        self.columns = ReqColumns(max_running, has_windows=pool.windowed is not None)
+        self.columns = ReqColumns(max_running, has_windows=pool.windowed.size > 0)
         self.rows: Int64Array = NO_INT64
         self.max_tokens = 0  # prompts and longest outputs of all requests
         self.num_changes = 0  # how often a request has entered or left

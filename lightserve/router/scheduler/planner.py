@@ -16,10 +16,11 @@ from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
+from lightserve.router.scheduler.windows import make_windows
 from lightserve.router.timeline import Timeline
 from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
 
-PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
+PrefillChunk = tuple[Timeline, int]  # of a request: how many tokens a step computes
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +71,7 @@ class StepPlanner:
         self._chunking = chunking
         self._preemption = preemption
         self._limits = limits
+        self._windows = make_windows(batch, limits)
 
     def plan(self) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
@@ -81,18 +83,18 @@ class StepPlanner:
         counts = np.array([1] * len(decodes) + [count for _, count in chunks], dtype=np.int64)
         slots = self._pool.alloc(int(counts.sum()))
         of_prompts = batch.at(decodes[columns.planned_len[decodes] < columns.prompt_len[decodes]])
-        windowed_slots = self._alloc_windowed(decodes, chunks)
+        windowed_slots = self._windows.alloc(decodes, chunks)
         batch.plan_decodes(decodes, slots[: len(decodes)])
-        prefills = [entry for req in of_prompts for entry in self._cache_prompt(req, 1)]
+        prefills = [self._cache_prompt(req, 1) for req in of_prompts]
         begin = len(decodes)
         for req, count in chunks:
             is_prompt = req.planned_len < len(req.prompt_ids)
             req.plan(slots[begin : begin + count])
             begin += count
             if is_prompt:
-                prefills += self._cache_prompt(req, count)
+                prefills.append(self._cache_prompt(req, count))
         rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
-        self._let_go_behind_windows(decodes, chunks)
+        self._windows.free_out_of_window(decodes, chunks)
         self.num_planned += 1
         columns.planned_step[rows] = self.num_planned
         return PlannedStep(
@@ -120,29 +122,10 @@ class StepPlanner:
         parts = [req.tokens_between(req.planned_len - count, req.planned_len) for req, count in chunks]
         return np.concatenate((last, *parts))
 
-    def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:
+    def _cache_prompt(self, req: Req, count: int) -> PrefillChunk:
         """``count`` more tokens of its prompt are planned."""
         self._pool.cache_prompt(req)
-        return [] if req.timeline is None else [(req.timeline, count)]
-
-    def _alloc_windowed(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
-        """Slots of the windowed pool for all tokens of the step; empty without such a pool."""
-        if self._pool.windowed is None:
-            return NO_INT32
-        begin = len(decodes)
-        slots = self._pool.windowed.alloc(begin + sum(count for _, count in chunks))
-        self._batch.plan_windowed(decodes, slots[:begin])
-        for req, count in chunks:
-            req.plan_windowed(slots[begin : begin + count])
-            begin += count
-        return slots
-
-    def _let_go_behind_windows(self, decodes: Int64Array, chunks: list[Chunk]) -> None:
-        windowed = self._pool.windowed
-        if windowed is None:
-            return
-        released = [req.let_go_windowed(req.planned_len - windowed.kept) for req, _ in chunks]
-        windowed.let_go(np.concatenate((self._batch.let_go_behind_windows(decodes, windowed.kept), *released)))
+        return req.timeline, count
 
     def _chunks(self) -> tuple[Int64Array, list[Chunk]]:
         """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
@@ -181,8 +164,4 @@ class StepPlanner:
 def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:
     """Of preempted requests: chunks of output tokens whose KV is computed again. Such chunks come after all decodes."""
     longer = takewhile(lambda chunk: chunk[1] > 1, reversed(chunks))
-    return [
-        (req.timeline, count)
-        for req, count in longer
-        if req.timeline is not None and req.planned_len - count >= len(req.prompt_ids)
-    ]
+    return [(req.timeline, count) for req, count in longer if req.planned_len - count >= len(req.prompt_ids)]

@@ -40,5 +40,4 @@ class Preemption:
         self._batch.release(req)
         self._queue.add_preempted(req)
         self.count += 1
-        if req.timeline is not None:
-            req.timeline.paused("preempted", req.output_len)
+        req.timeline.paused("preempted", req.output_len)

@@ -364,8 +364,7 @@ class Scheduler:
         self._queue.end_waits()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
-            if req.timeline is not None:
-                req.timeline.paused("workers_lost", req.output_len)
+            req.timeline.paused("workers_lost", req.output_len)
         for req in self._queue:
             req.reset_kv()
         crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
