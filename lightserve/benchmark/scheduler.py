@@ -38,9 +38,7 @@ class TimedScheduler(Scheduler):
     def __init__(self, pool: KvPool, limits: SchedulerLimits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
-        for owner, part in zip(
-            (self._preemption, self._admission, self._planner, self, self, self), PARTS, strict=True
-        ):
+        for owner, part in zip((self.preemption, self._admission, self._planner, self, self, self), PARTS, strict=True):
             setattr(owner, part, _timed(getattr(owner, part), self.times[part]))
 
 

@@ -47,7 +47,8 @@ class AdapterControl:
         if self._loader is None:
             return []
         self._loader.use_workers(workers)
-        return self._scheduler.hold_again(lambda req: req.lora_id is not None)
+        queues = [group.queue for group in self._scheduler.groups]
+        return [req for queue in queues for req in queue.hold_again(lambda req: req.lora_id is not None)]
 
     def find(self, name: str) -> RegisteredAdapter | None:
         """The adapter that a request names; None: the base model."""

@@ -124,8 +124,8 @@ class RouterManager:
         self._lost_http_processes.discard(lost.successor)
         for req in self._scheduler.drop(lambda req: http_process_of(req.req_id) == lost.process):
             self._reporter.abort(req, FinishReason.ABORT)
-        parents = [req_id for group in self._scheduler.groups for req_id in group.parents]
-        self._scheduler.release_parents([one for one in parents if http_process_of(one) == lost.process])
+        for group in self._scheduler.groups:
+            group.parents.release([one for one in group.parents if http_process_of(one) == lost.process])
         self.metrics.values["http_process_restarts_total"] += 1
         self.steps.wake()
 
@@ -145,8 +145,7 @@ class RouterManager:
             elif isinstance(message, AbortReq):
                 self._abort(message)
             elif isinstance(message, ReleaseParents):
-                self._scheduler.release_parents(message.req_ids)
-                self.steps.wake()
+                self._release_parents(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
@@ -157,6 +156,11 @@ class RouterManager:
                 self.adapters.handle(message)
             else:
                 self.profiles.put(message)
+
+    def _release_parents(self, message: ReleaseParents) -> None:
+        for group in self._scheduler.groups:
+            group.parents.release(message.req_ids)
+        self.steps.wake()
 
     @property
     def _only_group(self) -> Scheduler:
@@ -199,7 +203,8 @@ class RouterManager:
         if message.parent is None:
             self._accept(message)
             return
-        begin = self._scheduler.parent_tokens(message.parent)
+        found = (group.parents.tokens_of(message.parent) for group in self._scheduler.groups)
+        begin = next((token_ids for token_ids in found if token_ids is not None), None)
         if begin is None:  # it stays known until the HTTP process releases it
             self._reporter.refuse(message.req_id, message.orphaned, 500)
             return
@@ -241,7 +246,7 @@ class RouterManager:
         staying = waiting - self.steps.num_starting
         if staying >= config.max_queue_size:
             return f"{staying} requests wait, the limit is {config.max_queue_size} (--max_queue_size)"
-        tokens = self._scheduler.num_waiting_tokens
+        tokens = sum(group.queue.num_tokens for group in self._scheduler.groups)
         if waiting and tokens + prompt_len > config.max_queue_tokens:
             return (
                 f"the prompts of {waiting} waiting requests have {tokens} tokens, and this one has {prompt_len}; "
@@ -256,7 +261,7 @@ class RouterManager:
     def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
         req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")
         if dispatched.runs_alone:
-            self._only_group.isolate(req)
+            self._only_group.isolation.require(req)
         if dispatched.target is not None:
             req.may_be_parent = False  # the engine that wants its KV computes it
         req.target, req.kv_ticket = dispatched.target, dispatched.ticket
@@ -314,10 +319,13 @@ class RouterManager:
     async def _watch_deadlines(self) -> None:
         while True:
             await asyncio.sleep(DEADLINE_CHECK_S)
-            expired = self._scheduler.expire(time.monotonic())
-            if expired:
-                self._reporter.fail(expired, 504, _timeout_message)
-                self.steps.wake()
+            self._fail_expired(time.monotonic())
+
+    def _fail_expired(self, now_s: float) -> None:
+        expired = self._scheduler.drop(lambda req: req.is_expired(now_s))
+        if expired:
+            self._reporter.fail(expired, 504, _timeout_message)
+            self.steps.wake()
 
     async def _send_heartbeats(self, log: ThroughputLog) -> None:
         """Send the metrics every second, and log a throughput line at the configured interval."""

@@ -105,10 +105,10 @@ class Reporter:
             self.metrics.set_groups([(group.num_running, group.pool.used) for group in scheduler.groups])
         if windowed:
             self.metrics.set_windowed_load(sum(pool.used for pool in windowed), sum(pool.size for pool in windowed))
-        for group in scheduler.groups:
-            group.report(self.metrics)
+        for part in (part for group in scheduler.groups for part in group.parts):
+            part.report(self.metrics)
         self._send_news()
-        suspects = [] if has_workers else [req_id for req_id in scheduler.crash_suspects if req_id >= 0]
+        suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
         self._to_detokenization.send(stats)
 
@@ -215,3 +215,8 @@ class Reporter:
             req.output_len,
             req.max_new_tokens,
         )
+
+
+def _crash_suspects(scheduler: AnyScheduler) -> list[int]:
+    """Requests that have to run alone until their next token."""
+    return [req_id for group in scheduler.groups for req_id in group.isolation.pending_ids]

@@ -177,6 +177,10 @@ class Req(ReqProgress):
         """Whether its KV may be stored below the KV pool, and loaded from there."""
         return self.keeps_kv_cached and not self.is_private
 
+    def is_expired(self, now_s: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline_s is not None and self.deadline_s <= now_s
+
     @property
     def is_prefilling(self) -> bool:
         return self.unplanned > 1

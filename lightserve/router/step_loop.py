@@ -146,7 +146,7 @@ class StepLoop:
         step = scheduler.next_step(now)
         metrics.preempted(scheduler.num_preemptions - preemptions)
         metrics.evicted(_num_evicted(scheduler) - evicted)
-        self._set_deadline(scheduler.next_deadline_s(), now)
+        self._set_deadline(_next_deadline_s(scheduler), now)
         return step
 
     def _set_deadline(self, deadline_s: float | None, now: float) -> None:
@@ -214,6 +214,12 @@ class StepLoop:
         if crashing_request is not None:
             self._reporter.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
         self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
+
+
+def _next_deadline_s(scheduler: AnyScheduler) -> float | None:
+    """When to plan again though nothing has happened: a request stops waiting for an event. None: none will."""
+    deadlines = (group.queue.next_deadline_s() for group in scheduler.groups)
+    return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
 
 def _num_evicted(scheduler: AnyScheduler) -> int:

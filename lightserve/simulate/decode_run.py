@@ -76,8 +76,8 @@ class DecodeRunScheduler(Scheduler):
         is_simple = self.limits.num_stages == 1 and not self.pool.windowed.size and not self._may_transfer
         is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
         is_full = len(self._batch) >= self.limits.max_running
-        may_start = (len(self._queue) and not is_full) or self._admission.may_prefetch
-        if not is_simple or self._isolation.is_active or may_start or not self._all_decode:
+        may_start = (len(self.queue) and not is_full) or self._admission.may_prefetch
+        if not is_simple or self.isolation.is_active or may_start or not self._all_decode:
             return None
         return DecodeRun(self._batch)
 

@@ -112,7 +112,7 @@ class SimulatedTiers:
     @property
     def next_s(self) -> float:
         """When something ends, or a request stops waiting."""
-        deadline_s = self._scheduler.next_deadline_s()
+        deadline_s = self._scheduler.queue.next_deadline_s()
         event_s = self._events[0][0] if self._events else math.inf
         return min(event_s, math.inf if deadline_s is None or deadline_s <= self._now else deadline_s)
 

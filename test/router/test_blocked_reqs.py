@@ -36,7 +36,7 @@ class CheckedHistory(History):
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind, seed)
-        self.queue = self.scheduler._queue
+        self.queue = self.scheduler.queue
         self.admission = self.scheduler._admission
         self.admit = self.admission.admit
         self.admission.admit = self.checked_admit  # type: ignore[method-assign]

@@ -225,7 +225,7 @@ class History:
         """It ends without its text."""
         if req is not None:
             del self.open[req.req_id]
-            self.scheduler.release_parents([req.req_id])
+            self.scheduler.parents.release([req.req_id])
 
     # what happens to them
 
@@ -247,16 +247,16 @@ class History:
         if self.parents:
             number = self.rng.choice(list(self.parents))
             del self.parents[number]
-            self.scheduler.release_parents([number])
+            self.scheduler.parents.release([number])
 
     def preempt(self) -> None:
         if self.scheduler.num_running:
-            self.scheduler.preempt_newest()
+            self.scheduler.preemption.preempt_newest()
 
     def let_time_pass(self) -> None:
         """Loads and lookups may be late, and requests expire."""
         self.now_s += self.rng.choice([0.1, 1.5, 100.0])
-        for req in self.scheduler.expire(self.now_s):
+        for req in self.scheduler.drop(lambda req: req.is_expired(self.now_s)):
             self.drop(req)
 
     # steps
@@ -356,7 +356,7 @@ class History:
             for event in (self.release_held, self.finish_load, self.reply, self.finish_ticket, self.plan, self.deliver):
                 event()
         assert not self.open, "requests do not end"
-        self.scheduler.release_parents(list(self.parents))
+        self.scheduler.parents.release(list(self.parents))
         while self.worker.loads or self.worker.expects or self.client.replies or self.in_flight or self.has_planned():
             for event in (self.finish_load, self.reply, self.finish_ticket, self.deliver):
                 event()
@@ -370,8 +370,8 @@ class History:
         assert not self.worker.reqs
         assert not self.worker.kept
         assert not len(scheduler.parents)
-        assert scheduler.num_waiting == scheduler.num_blocked == scheduler.num_waiting_tokens == 0
-        assert scheduler.next_deadline_s() is None
+        assert scheduler.num_waiting == scheduler.num_blocked == scheduler.queue.num_tokens == 0
+        assert scheduler.queue.next_deadline_s() is None
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
         assert pool.windowed.used == 0

@@ -425,17 +425,17 @@ def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(
         for req_id, prompt_len in ((1, 90), (2, 10), (3, 1)):
             router.send(request(req_id, prompt_len=prompt_len))
         await router.until(lambda: len(refused(router)) == 1)
-        assert router.scheduler.num_waiting_tokens == 91
+        assert router.scheduler.queue.num_tokens == 91
 
         router.send(AbortReq(1))
-        await until(lambda: router.scheduler.num_waiting_tokens == 1)
+        await until(lambda: router.scheduler.queue.num_tokens == 1)
         router.send(request(4, prompt_len=60))
         router.model.may_run.set()
         await router.until(lambda: router.has_finished(4) and router.has_finished(3))
 
         assert [(failure.req_id, failure.status) for failure in refused(router)] == [(2, 429)]
         assert "have 90 tokens, and this one has 10; the limit is 95 (--max_queue_tokens)" in refused(router)[0].message
-        assert router.scheduler.num_waiting_tokens == 0
+        assert router.scheduler.queue.num_tokens == 0
         router.send(request(5, prompt_len=96))  # one may always wait
         await router.until(lambda: router.has_finished(5))
 

@@ -61,7 +61,7 @@ def test_a_listener_knows_the_slots_of_the_cache(seed: int) -> None:
         if rng.random() < 0.2:
             scheduler.abort(req_id - 2)
         if rng.random() < 0.1 and scheduler.num_running:
-            scheduler.preempt_newest()
+            scheduler.preemption.preempt_newest()
         listener.check()
     while server.step():
         listener.check()

@@ -297,7 +297,7 @@ class Server:
     def assert_idle(self) -> None:
         scheduler = self.scheduler
         assert scheduler.num_running == scheduler.num_waiting == scheduler.num_blocked == 0
-        assert scheduler.next_deadline_s() is None
+        assert scheduler.queue.next_deadline_s() is None
         assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
         assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
         self._check_windowed()
@@ -310,7 +310,7 @@ class Server:
         batch = self.scheduler._batch
         reqs = list(batch)
         assert batch.max_tokens == sum(len(req.prompt_ids) + req.max_new_tokens for req in reqs)
-        assert self.scheduler.num_waiting_tokens == sum(len(req.prompt_ids) for req in self.scheduler._queue)
+        assert self.scheduler.queue.num_tokens == sum(len(req.prompt_ids) for req in self.scheduler.queue)
         assert batch.rows.tolist() == [req.row for req in reqs]
         assert batch.at(batch.rows) == reqs
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
@@ -570,17 +570,17 @@ def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whateve
         reqs = []
         for place, own, _ in sequences:
             parent = parents[place % len(parents)]
-            begin = scheduler.parent_tokens(parent.req_id)
+            begin = scheduler.parents.tokens_of(parent.req_id)
             assert begin is not None
             whole = [*begin.tolist(), *own]
             reqs.append(make_req(next(ids), whole, 1 + place % 2, parent=parent.req_id, may_be_parent=True))
             scheduler.add(reqs[-1])
-        scheduler.release_parents(unneeded)
+        scheduler.parents.release(unneeded)
         if number < len(others):
             scheduler.add(make_req(1000 + number, *others[number]))
         server.step()
         if number in preempted and scheduler.num_running:
-            scheduler.preempt_newest()
+            scheduler.preemption.preempt_newest()
         aborted = [
             req
             for req, (_, _, is_aborted) in zip(reqs, sequences, strict=True)
@@ -596,7 +596,7 @@ def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whateve
             unneeded = [req.req_id for req in parents + reqs]
             break
         unneeded, parents = [req.req_id for req in (*parents, *reqs) if req not in ended], ended
-    scheduler.release_parents([*unneeded, *(req.req_id for req in parents)])
+    scheduler.parents.release([*unneeded, *(req.req_id for req in parents)])
     server.run([])
 
     server.assert_idle()
@@ -628,7 +628,7 @@ def test_a_request_enters_with_all_its_tokens_if_its_parent_is_released() -> Non
     server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
     assert set(server.worker.kept) == {0}
 
-    server.scheduler.release_parents([0])
+    server.scheduler.parents.release([0])
     server.scheduler.add(make_req(1, [*range(100, 150), 3], parent=0))
     [new] = entering(server)
 
@@ -643,7 +643,7 @@ def test_the_workers_keep_no_parent_that_is_released_before_they_free_it() -> No
     server.scheduler.add(make_req(0, list(range(100, 150)), 1, may_be_parent=True))
     server.step()
 
-    server.scheduler.release_parents([0])
+    server.scheduler.parents.release([0])
     server.run([])
 
     assert not server.worker.kept
@@ -674,7 +674,7 @@ def test_a_preempted_request_enters_again_once_with_arrays() -> None:
     for _ in range(5):
         server.step()
 
-    server.scheduler.preempt_newest()
+    server.scheduler.preemption.preempt_newest()
     entered = [new for _ in range(4) for new in entering(server)]
 
     [new] = entered
@@ -1102,8 +1102,8 @@ def test_waiting_and_running_requests_past_their_deadline_are_dropped() -> None:
         scheduler.add(req)
     server.step()
 
-    assert scheduler.expire(9.0) == []
-    assert sorted(req.req_id for req in scheduler.expire(11.5)) == [0, 1]
+    assert scheduler.drop(lambda req: req.is_expired(9.0)) == []
+    assert sorted(req.req_id for req in scheduler.drop(lambda req: req.is_expired(11.5))) == [0, 1]
     while server.step():
         pass
     assert reqs[2].finish_reason is not None

@@ -155,12 +155,12 @@ def test_aborted_requests_leave_no_deadlines_and_hide_none() -> None:
         scheduler.add(make_req(req_id, prompt(req_id, 640)))
         scheduler.next_step(now_s=100.0)
         scheduler.abort(req_id)
-    assert scheduler.next_deadline_s() is None
+    assert scheduler.queue.next_deadline_s() is None
 
     scheduler.add(make_req(1000, prompt(1000, 640)))
     assert scheduler.next_step(now_s=105.0) is None
 
-    assert scheduler.next_deadline_s() == 105.0 + LOOKUP_S
+    assert scheduler.queue.next_deadline_s() == 105.0 + LOOKUP_S
     assert scheduler.next_step(now_s=105.0 + LOOKUP_S) is not None
 
 

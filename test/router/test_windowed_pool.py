@@ -175,7 +175,7 @@ def test_a_preempted_request_continues_without_computing_its_tokens_again() -> N
     for _ in range(20):
         server.step()
 
-    server.scheduler.preempt_newest()
+    server.scheduler.preemption.preempt_newest()
     server.run([])
 
     assert server.worker.computed == 100 + 49  # the last output is never computed

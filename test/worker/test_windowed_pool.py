@@ -157,7 +157,7 @@ def test_text_is_the_same_after_preemptions(model_dir: str) -> None:
     for count, out in enumerate(two.stream(prompts, PARAMS)):
         found[out.index].append(out.token_id or 0)
         if count % 10 == 9 and two._scheduler.num_running > 1:
-            two._scheduler.preempt_newest()
+            two._scheduler.preemption.preempt_newest()
 
     assert found == expected
     assert two._scheduler.num_preemptions > 3

@@ -87,14 +87,6 @@ class LockstepScheduler:
         return sum(group.num_blocked for group in self.groups)
 
     @property
-    def num_waiting_tokens(self) -> int:
-        return sum(group.num_waiting_tokens for group in self.groups)
-
-    def next_deadline_s(self) -> float | None:
-        deadlines = [group.next_deadline_s() for group in self.groups]
-        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
-
-    @property
     def num_running(self) -> int:
         return sum(group.num_running for group in self.groups)
 
@@ -106,19 +98,8 @@ class LockstepScheduler:
     def is_isolating_crash(self) -> bool:
         return any(group.is_isolating_crash for group in self.groups)
 
-    @property
-    def crash_suspects(self) -> list[int]:
-        return [req_id for group in self.groups for req_id in group.crash_suspects]
-
     def add(self, req: Req) -> None:
         self._choose(req).add(req)
-
-    def parent_tokens(self, req_id: int) -> Int32Array | None:
-        return self._first(lambda group: group.parent_tokens(req_id))
-
-    def release_parents(self, req_ids: Sequence[int]) -> None:
-        for group in self.groups:
-            group.release_parents(req_ids)
 
     def hold(self, req: Req) -> None:
         self._choose(req).hold(req)
@@ -126,9 +107,6 @@ class LockstepScheduler:
     def release(self, req: Req) -> None:
         for group in self.groups:
             group.release(req)
-
-    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
-        return [req for group in self.groups for req in group.hold_again(is_meant)]
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """A step for every group; None if no group has anything to compute beyond the steps in flight."""
@@ -148,9 +126,9 @@ class LockstepScheduler:
         self._num_turns += 1
         isolating.rotate(self._num_turns)
         steps: dict[Scheduler, Step | None] = {}
-        for group in sorted(isolating, key=lambda group: not group.runs_alone):
+        for group in sorted(isolating, key=lambda group: not group.isolation.isolated):
             steps[group] = group.next_step(now_s)
-            if group.runs_alone:
+            if group.isolation.isolated:
                 return steps
             if steps[group] is not None:
                 break
@@ -197,9 +175,6 @@ class LockstepScheduler:
     def drop(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         return [req for group in self.groups for req in group.drop(is_meant)]
 
-    def expire(self, now_s: float) -> list[Req]:
-        return [req for group in self.groups for req in group.expire(now_s)]
-
     def recover_from_crash(self) -> Req | None:
         """All groups lose their KV with the workers: each of them has a part of the experts."""
         self._in_flight.clear()
@@ -220,5 +195,5 @@ class LockstepScheduler:
 def _load_of(group: Scheduler, req: Req) -> GroupLoad:
     open_requests = group.num_running + group.num_waiting + group.num_blocked
     cached = group.pool.cached_len(req) if req.shares_prefix else 0
-    kv_tokens = group.pool.used + group.num_waiting_tokens
+    kv_tokens = group.pool.used + group.queue.num_tokens
     return GroupLoad(open_requests, kv_tokens, cached, group.pool.cached_tokens)

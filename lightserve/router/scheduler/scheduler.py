@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.planner import PlannedStep, PrefillChunk, StepPlanner
 from lightserve.router.scheduler.preemption import Preemption
-from lightserve.router.stats import RouterMetrics
 from lightserve.router.token_budget import OutputEstimate
 from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
 
@@ -48,31 +47,26 @@ class Scheduler:
         self.loras = loras or LoraSlots()
         self.limits = limits
         policy = policy or Fifo()
-        self._queue = ReqQueue(policy)
-        self._isolation = CrashIsolation()
-        self._batch = RunningBatch(pool, self._isolation, self.loras, limits.max_running)
+        self.queue = ReqQueue(policy)
+        self.isolation = CrashIsolation()
+        self._batch = RunningBatch(pool, self.isolation, self.loras, limits.max_running)
         self._estimate = estimate or OutputEstimate()
         self._chunking = Chunking(limits, policy, pool.max_chunk)
-        self._preemption = Preemption(self._batch, self._queue, policy)
+        self.preemption = Preemption(self._batch, self.queue, policy)
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
-        self._planner = StepPlanner(self._queue, self._batch, self._chunking, self._preemption, limits)
+        self._planner = StepPlanner(self.queue, self._batch, self._chunking, self.preemption, limits)
         self.parents = Parents()
         self.pushes = KvPushes()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
-        self._parts: list[StepPart] = [self.pushes]  # of steps
+        self.parts: list[StepPart] = [self.pushes]  # of steps
         self._admission = AdmissionControl(
-            self._queue, self._batch, self._chunking, limits, self._estimate, self.sources
+            self.queue, self._batch, self._chunking, limits, self._estimate, self.sources
         )
 
     def add_source(self, source: KvSource) -> None:
         """KV may come from there too. Requests ask the sources in this order."""
         self.sources.append(source)
-        self._parts.append(source)
-
-    def report(self, metrics: RouterMetrics) -> None:
-        """Set the present values of metrics of KV that comes from elsewhere, or goes there."""
-        for part in self._parts:
-            part.report(metrics)
+        self.parts.append(source)
 
     @property
     def groups(self) -> Sequence[Scheduler]:
@@ -82,21 +76,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room only."""
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def num_blocked(self) -> int:
         """Requests that wait for an event: for KV, an adapter, a prefix, or to be released."""
-        return self._queue.num_blocked
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all waiting requests."""
-        return self._queue.num_tokens
-
-    def next_deadline_s(self) -> float | None:
-        """When to plan again though nothing has happened: a request stops waiting for an event. None: none will."""
-        return self._queue.next_deadline_s()
+        return self.queue.num_blocked
 
     @property
     def num_running(self) -> int:
@@ -104,30 +89,16 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self._preemption.count
+        return self.preemption.count
 
     @property
     def is_isolating_crash(self) -> bool:
         """If so, no step may be planned before the tokens of the last are back: see CrashIsolation."""
-        return self._isolation.is_active
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether the next steps compute a request that may crash the workers, and no other."""
-        return self._isolation.isolated is not None
-
-    @property
-    def crash_suspects(self) -> list[int]:
-        """Ids of requests that have to run alone until their next token."""
-        return self._isolation.pending_ids
-
-    def isolate(self, req: Req) -> None:
-        """Compute the next token of this request alone: it may crash the workers."""
-        self._isolation.require(req)
+        return self.isolation.is_active
 
     def add(self, req: Req) -> None:
         self.parents.give_keys(req)
-        self._queue.add(req)
+        self.queue.add(req)
         self._wait_for_tokens(req)
 
     def has_in_flight(self, req_id: int) -> bool:
@@ -138,30 +109,18 @@ class Scheduler:
         """A request that moved away may come back before the tokens of its last steps, and must not get them again."""
         steps = [step for step in self._in_flight if req.req_id in step.req_ids]
         if steps:
-            self._queue.block(req, steps[-1].completed)
-
-    def parent_tokens(self, req_id: int) -> Int32Array | None:
-        """The prompt of an ended request with which later ones may begin; None: it is not known."""
-        return self.parents.tokens_of(req_id)
-
-    def release_parents(self, req_ids: Iterable[int]) -> None:
-        """No request will name these as its parent any more."""
-        self.parents.release(req_ids)
+            self.queue.block(req, steps[-1].completed)
 
     def hold(self, req: Req) -> None:
         """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
         self.parents.give_keys(req)
-        self._queue.hold(req)
+        self.queue.hold(req)
 
     def release(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
-        self._queue.release(req)
-        if self._queue.is_ready(req):
+        self.queue.release(req)
+        if self.queue.is_ready(req):
             self._wait_for_tokens(req)
-
-    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
-        """Hold waiting requests until they are released again, and return them."""
-        return self._queue.hold_again(is_meant)
 
     def needs_on_host(self, lora_id: int) -> bool:
         """Whether a step in flight, or the next one, copies this adapter to the device."""
@@ -169,14 +128,14 @@ class Scheduler:
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
-        self._preemption.make_room()
+        self.preemption.make_room()
         admitted = {req: self.parents.as_new(req) for req in self._admit(now_s)}
-        for part in self._parts:
+        for part in self.parts:
             part.begin_step()
         planned = self._planner.plan()
         self._admission.prefixes.wake()  # what is planned now can be used by the next step
         computes = bool(len(planned.rows)) or any(req in self._batch for req in admitted)
-        for part in self._parts:
+        for part in self.parts:
             part.take(planned.transfers, self._activity(computes))
         if not computes and not planned.transfers and (len(self._batch) or not self._has_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
@@ -186,14 +145,14 @@ class Scheduler:
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self._admission.admit(now_s)
         for req in admitted:
-            for part in self._parts:
+            for part in self.parts:
                 part.on_admitted(req)
         return admitted
 
     def _activity(self, computes: bool) -> Activity:
         if computes:
             return Activity.COMPUTING
-        has_reqs = len(self._batch) or len(self._queue) or self.num_blocked
+        has_reqs = len(self._batch) or len(self.queue) or self.num_blocked
         return Activity.WAITING if has_reqs else Activity.IDLE
 
     def _as_step(self, planned: PlannedStep, admitted: dict[Req, NewReq]) -> Step:
@@ -234,7 +193,7 @@ class Scheduler:
         columns = self._batch.columns
         runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
-        for part in self._parts:
+        for part in self.parts:
             part.on_completed(step.transfers)
         step.completed.end()
         return step.prefills
@@ -252,7 +211,7 @@ class Scheduler:
         is_known: npt.NDArray[np.bool_] = (
             (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(token_ids)
         )
-        if self._isolation.is_active:
+        if self.isolation.is_active:
             is_known[:] = False
         self._batch.add_outputs(rows[is_known], token_ids[is_known])
         return is_known
@@ -274,12 +233,12 @@ class Scheduler:
 
     def process_token(self, out: TokenOut) -> Req | None:
         """Give a token to its request, and release the request if it is finished. None if it has ended before."""
-        req = self._batch.find(out.req_id) or self._queue.find_preempted(out.req_id)
+        req = self._batch.find(out.req_id) or self.queue.find_preempted(out.req_id)
         if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
             return None
         req.add_token(out)
-        if self._isolation.is_active:
-            self._isolation.clear(req)
+        if self.isolation.is_active:
+            self.isolation.clear(req)
         if req.finish_reason is not None:
             if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
                 self._estimate.observe(req.output_len)
@@ -290,7 +249,7 @@ class Scheduler:
 
     def process_embedding(self, req_id: int) -> Req | None:
         """The result of a pooling request is back, which ends it. None if it has ended before."""
-        req = self._batch.find(req_id) or self._queue.find_preempted(req_id)
+        req = self._batch.find(req_id) or self.queue.find_preempted(req_id)
         if req is None or not req.in_flight:
             return None
         req.finish_reason = FinishReason.STOP
@@ -299,7 +258,7 @@ class Scheduler:
 
     def fail(self, failure: ReqFailed) -> Req | None:
         """End a request that failed in a step. None if it has ended before."""
-        req = self._batch.find(failure.req_id) or self._queue.find_preempted(failure.req_id)
+        req = self._batch.find(failure.req_id) or self.queue.find_preempted(failure.req_id)
         if req is None or not req.in_flight:
             return None
         req.fail()
@@ -310,22 +269,17 @@ class Scheduler:
 
     def abort(self, req_id: int) -> Req | None:
         """Drop a request, whether it waits or runs. None if it has ended."""
-        req = self._batch.find(req_id) or self._queue.find(req_id)
+        req = self._batch.find(req_id) or self.queue.find(req_id)
         if req is not None:
             self._drop(req)
         return req
 
     def drop(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         """Drop requests, whether they wait or run, and return them."""
-        return self._drop_all(is_meant)
-
-    def expire(self, now_s: float) -> list[Req]:
-        """Drop the requests whose deadline has passed."""
-        return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
-
-    def preempt_newest(self) -> None:
-        """Move a running request back into the queue, as if KV memory had run out."""
-        self._preemption.preempt_newest()
+        dropped = [req for req in (*self.queue, *self._batch) if is_meant(req)]
+        for req in dropped:
+            self._drop(req)
+        return dropped
 
     def cancel_steps(self) -> None:
         """The steps in flight failed, and the workers have freed all requests. Drops all requests.
@@ -334,7 +288,7 @@ class Scheduler:
         """
         for req in self._batch:
             req.roll_back()
-        self._drop_all(lambda req: True)
+        self.drop(lambda req: True)
         slots = np.concatenate([NO_INT32, *(step.slots for step in self._in_flight)])
         windowed_slots = np.concatenate([NO_INT32, *(step.windowed_slots for step in self._in_flight)])
         self.pool.roll_back(slots, windowed_slots)
@@ -344,9 +298,9 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop all requests and all KV. The workers have freed all requests."""
-        self._queue.clear()
+        self.queue.clear()
         self._batch.clear()
-        self._isolation.reset()
+        self.isolation.reset()
         self._in_flight.clear()
         self.pushes.clear()
         self.parents.clear()
@@ -361,30 +315,24 @@ class Scheduler:
         self._in_flight.clear()
         self.pool.reset()
         self.parents.lose_workers()
-        self._queue.end_waits()
+        self.queue.end_waits()
         for req in self._batch.clear():
-            self._queue.add_preempted(req)
+            self.queue.add_preempted(req)
             req.timeline.paused("workers_lost", req.output_len)
-        for req in self._queue:
+        for req in self.queue:
             req.reset_kv()
-        crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
+        crashing_request = self.isolation.record_crash([req for req in self.queue if req.req_id in in_flight])
         if crashing_request is not None:
             self._drop(crashing_request)
         return crashing_request
 
     def _drop(self, req: Req) -> None:
-        self._isolation.clear(req)
-        for part in self._parts:
+        self.isolation.clear(req)
+        for part in self.parts:
             part.drop(req)
         if req in self._batch:
             self._batch.release(req)
         else:
-            self._queue.remove(req)
+            self.queue.remove(req)
         if req.lora_id is not None:
             self.loras.on_leave(req.lora_id)
-
-    def _drop_all(self, is_meant: Callable[[Req], bool]) -> list[Req]:
-        dropped = [req for req in (*self._queue, *self._batch) if is_meant(req)]
-        for req in dropped:
-            self._drop(req)
-        return dropped

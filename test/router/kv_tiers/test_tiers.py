@@ -296,7 +296,7 @@ def test_a_request_whose_load_is_late_computes() -> None:
     late = one(3, prompt(1000))
     server.scheduler.add(late)
     server.scheduler.next_step(now_s=0.0)
-    deadline_s = server.scheduler.next_deadline_s()
+    deadline_s = server.scheduler.queue.next_deadline_s()
 
     step = server.scheduler.next_step(now_s=(deadline_s or 0.0) + 1)
 
