@@ -23,6 +23,7 @@ from lightserve.cli.completion.flags import all_commands
 from lightserve.cluster.tcp.keys import generate
 from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
+from lightserve.config.parse import parse_server
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody, Message
@@ -39,7 +40,6 @@ from lightserve.httpserver.wire.body import Body, validate
 from lightserve.httpserver.wire.middleware import is_admin_path
 from lightserve.httpserver.wire.unknown_fields import near_misses
 from lightserve.models.registry import MODELS
-from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.simulate.capacity import arguments as capacity_arguments
 from lightserve.simulate.split import arguments as split_arguments

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightserve.benchmark.client.arguments import with_underscores
 from lightserve.benchmark.client.results import LATENCIES, Results, Run, load
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 from lightserve.utils.terminal import Style
 
 NOISE_PERCENT = 3.0  # two runs of one server on one machine differ by as much

@@ -26,8 +26,8 @@ from lightserve.cluster.nodes.link import NodeLink
 from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
 from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, first_node_socket
 from lightserve.cluster.tcp.keys import generate, read_node_key
+from lightserve.config.parse import parse_server
 from lightserve.io_struct import NODE_PROTOCOL, NodeHello, StartRank
-from lightserve.server.args import parse_server
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.process import ChildConfig

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightserve.config import WorkerConfig
+from lightserve.config.parse import Parser, add_flags, config_from_args
 from lightserve.errors import LightserveError
-from lightserve.server.args import Parser, add_flags, config_from_args
 
 if TYPE_CHECKING:
     from lightserve.llm import LLM

@@ -30,10 +30,10 @@ from lightserve.common.device import pick_device
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
+from lightserve.config.parse import Parser, add_flags, config_from_args
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
-from lightserve.server.args import Parser, add_flags, config_from_args
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 

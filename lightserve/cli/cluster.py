@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 
 
 def arguments() -> Parser:

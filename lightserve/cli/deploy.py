@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from lightserve.cli.ray_flags import add_cluster_flags
-from lightserve.server.args import Parser, parse_server, server_parser
-from lightserve.server.flag_groups import SET_BY_DEPLOY
+from lightserve.config.commands import SET_BY_DEPLOY
+from lightserve.config.parse import Parser, parse_server, server_parser
 
 PROG = "lightserve deploy"
 USAGE = "%(prog)s [MODEL] --replicas N [flags of lightserve serve and lightserve engine]"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lightserve.cli.machine import CHECKS, Finding
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 from lightserve.utils.terminal import Style
 
 WIDTH = 10  # of the names

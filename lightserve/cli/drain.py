@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightserve.cli.ray_flags import add_cluster_flags
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 
 
 def arguments() -> Parser:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from lightserve.config import HttpConfig
+from lightserve.config.commands import ENGINE_HTTP, NOT_OF_ENGINES
+from lightserve.config.parse import Parser, parse_server, server_parser
 from lightserve.errors import OptionError
-from lightserve.server.args import Parser, parse_server, server_parser
-from lightserve.server.flag_groups import ENGINE_HTTP, NOT_OF_ENGINES
 
 PROG = "lightserve engine"
 DESCRIPTION = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.server.args import Parser, server_parser
+from lightserve.config.parse import Parser, server_parser
 
 PROG = "lightserve serve"
 

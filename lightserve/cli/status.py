@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightserve.cli.ray_flags import add_cluster_flags
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 
 if TYPE_CHECKING:
     from lightserve.ray.messages import DeploymentStatus, GatewayStatus, Load

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields
 from typing import Any
 
 import msgspec
 
 from lightserve.config import ROLES, HttpConfig, ServerConfig, missing_role
+from lightserve.config.commands import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER, SET_BY_DEPLOY
+from lightserve.config.option import changed_options
 from lightserve.errors import OptionError
 from lightserve.ray.messages import Deployment, ReplicaGroup
 from lightserve.ray.placement import Node
-from lightserve.server.cluster_checks import GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
-from lightserve.server.flag_groups import ENGINE_HTTP, SET_BY_DEPLOY
 from lightserve.server.keys import with_keys
 from lightserve.utils.net import is_local
 
@@ -88,13 +87,7 @@ def proxied_hosts(http: HttpConfig) -> dict[str, Any]:
 
 def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
     """The options that differ from their defaults, of ``names`` only."""
-    found = {}
-    for field in fields(part):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        value = getattr(part, field.name)
-        if value != default and (names is None or field.name in names):
-            found[field.name] = value
-    return found
+    return {name: value for name, value in changed_options(part).items() if names is None or name in names}
 
 
 def check(config: ServerConfig, has_roles: bool) -> None:

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from lightserve.config import ServerConfig
+from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
 from lightserve.ray import client, cluster
 from lightserve.ray.flags import bundle_of, make_deployment, with_scaling
 from lightserve.ray.messages import Deployment
-from lightserve.server.args import parse_server
 
 START_S, END_S = 1800.0, 60.0
 OWN = ("name", "replicas", "roles", "gateways", "cpus_per_replica", "target_queue", "scale_down_s")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from typing import Any
 
 from lightserve.cluster.tcp.engines_file import read_engines_file
 from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys, read_node_key
 from lightserve.config import ClusterConfig, ServerConfig
+from lightserve.config.commands import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
+from lightserve.config.option import changed_options
 from lightserve.errors import OptionError, ServerError
-from lightserve.server.flag_groups import ENGINE_HTTP
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
 from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
@@ -19,11 +19,7 @@ from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
-# what both need, besides flags of the own part
-GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
-GATEWAY_ROUTER = {"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "static_prompts"}
 OF_PORT = {"host", "port"}
-GATEWAY_LAUNCH = {"drain_timeout", "process_timeout", "restart_worker", "log_format"}
 
 
 def check_cluster(config: ServerConfig) -> None:
@@ -127,7 +123,6 @@ def _check_engine(config: ServerConfig) -> None:
 
 
 def _refuse_others(part: Any, allowed: Collection[str], reason: str) -> None:
-    for field in fields(part):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name not in allowed and getattr(part, field.name) != default:
-            raise OptionError(f"{field.name}={getattr(part, field.name)}: {reason}")
+    for name, value in changed_options(part).items():
+        if name not in allowed:
+            raise OptionError(f"{name}={value}: {reason}")

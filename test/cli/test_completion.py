@@ -12,7 +12,7 @@ import pytest
 from lightserve.cli.completion.flags import SHELLS, all_commands
 from lightserve.cli.completion.scripts import SCRIPTS
 from lightserve.cli.main import COMMANDS
-from lightserve.server.args import option_types
+from lightserve.config.parse import option_types
 
 COMPLETE = """
 source "$1"; shift

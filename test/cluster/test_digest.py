@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightserve.cluster.tcp.digest import model_digest, weights_digest
+from lightserve.config.parse import parse_server
 from lightserve.model_files.source import resolve
-from lightserve.server.args import parse_server
 from test.server.launcher_process import tiny_model
 
 

@@ -28,6 +28,7 @@ from lightserve.cluster.tcp.curve import (
 )
 from lightserve.cluster.tcp.gateway_link import LinkLostError
 from lightserve.cluster.tcp.keys import generate, read_node_key
+from lightserve.config.parse import parse_server
 from lightserve.io_struct import (
     NODE_PROTOCOL,
     ConnectRank,
@@ -41,7 +42,6 @@ from lightserve.io_struct import (
     StreamEnd,
     StreamMessage,
 )
-from lightserve.server.args import parse_server
 from lightserve.utils.channel import MessageError
 from lightserve.utils.logger import init_logger
 from lightserve.utils.process import ChildConfig

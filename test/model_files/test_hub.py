@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from lightserve.config.parse import parse_server
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import ModelSource, resolve
 from lightserve.model_files.hub import HubName, parse_hub_name, transfer
-from lightserve.server.args import parse_server
 from lightserve.server.checks import check, with_local_files
 from lightserve.utils.progress import Progress
 from test.model_files.files import save_as_gguf, tiny_model

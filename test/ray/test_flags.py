@@ -11,13 +11,13 @@ import pytest
 import lightserve.ray
 from lightserve.cli.deploy import arguments
 from lightserve.cli.main import main
+from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
 from lightserve.ray.flags import bundle_of, make_deployment, parse_replicas
 from lightserve.ray.kept_process import KeptProcess, lightserve_command
 from lightserve.ray.messages import ReplicaGroup
 from lightserve.ray.node_folder import free_port, free_ports, make_folder, write_flags
 from lightserve.ray.placement import Node
-from lightserve.server.args import parse_server
 from test.waiting import wait_until
 
 GPUS = [Node("1", "a", {}, {"GPU": 8.0, "CPU": 16.0})]

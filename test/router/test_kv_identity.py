@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lightserve.config.parse import parse_server
 from lightserve.io_struct import EngineReady, HostKvSize, KvIdentity
 from lightserve.router.kv_identity import CACHE, file_hashes, kv_identity
-from lightserve.server.args import parse_server
 from test.server.launcher_process import tiny_model
 
 KV = KvIdentity(1, 1, "0.1.0", "a model", "in bfloat16 on cuda", "a layout")

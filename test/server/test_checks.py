@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
+from lightserve.config.parse import parse_server
 from lightserve.server import api_server
-from lightserve.server.args import parse_server
 from lightserve.server.checks import check
 from lightserve.server.keys import with_keys
 from test.pooling.files import new_model, save

@@ -9,8 +9,8 @@ import pytest
 
 from lightserve.cli.main import main
 from lightserve.cluster.tcp.keys import generate
+from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
-from lightserve.server.args import parse_server
 from lightserve.server.cluster_checks import check_cluster, check_nodes
 from lightserve.utils.process import ChildConfig
 

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
+from lightserve.config.parse import parse_server
 from lightserve.errors import CheckpointError, ServerError
 from lightserve.model_files import resolve
 from lightserve.server import api_server
-from lightserve.server.args import parse_server
 from lightserve.server.checks import check
 from lightserve.worker import worker as worker_module
 from lightserve.worker.worker import ModelWorker

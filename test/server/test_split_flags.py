@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightserve.cluster.tcp.keys import generate
+from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
 from lightserve.server import cluster_checks
-from lightserve.server.args import parse_server
 from lightserve.server.cluster_checks import check_cluster
 from lightserve.utils.process import ChildConfig
 

@@ -16,7 +16,7 @@ from typing import Any
 from lightserve.benchmark.client.dataset import DATASETS
 from lightserve.benchmark.client.metrics import Point
 from lightserve.benchmark.client.request_body import PATHS
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 
 SLO_NAMES = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2e", "e2el": "e2e"}  # e2el: vLLM's name
 DEFAULT_CONCURRENCY = 8

@@ -14,8 +14,8 @@ from lightserve.cli.chat.commands import TABLE, Commands, QuitError
 from lightserve.cli.chat.conversation import OPTIONS, Conversation
 from lightserve.cli.chat.prompt import history_file, line_editing, read_message
 from lightserve.cli.chat.view import AnswerView
+from lightserve.config.parse import Parser
 from lightserve.errors import InvalidRequestError, LightserveError
-from lightserve.server.args import Parser
 from lightserve.server.keys import KEY_VARIABLE
 from lightserve.utils.terminal import Style, printable
 

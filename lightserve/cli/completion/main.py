@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightserve.cli.completion.flags import SHELLS, all_commands
 from lightserve.cli.completion.scripts import SCRIPTS
-from lightserve.server.args import Parser
+from lightserve.config.parse import Parser
 
 HOW_TO = """\
 bash: lightserve completion bash > ~/.local/share/bash-completion/completions/lightserve

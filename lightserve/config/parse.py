@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import re
-import types
 from collections.abc import Collection, Sequence
-from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import Field, fields
+from importlib import import_module
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from lightserve.config import ServerConfig
-from lightserve.server.config_file import read_config_file
-from lightserve.server.flag_groups import COMMON, grouped
-from lightserve.server.help_text import HelpFormatter, ShowHelp
+from lightserve.config.config_file import read_config_file
+from lightserve.config.help_text import HelpFormatter, ShowHelp
+from lightserve.config.option import FlagGroup, default_of, types_of_options
+from lightserve.config.server import ServerConfig
 from lightserve.utils.spelling import nearest
 
 C = TypeVar("C")
 MODULE = "python -m lightserve.server.api_server"
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 FILE_SUFFIXES = ("_file", "_certfile", "_keyfile", "_certs", "_config", "chat_template")
+FIRST = ("model_dir", "host", "port", "model_name", "api_key")  # of the common flags in --help
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,16 +75,23 @@ def server_parser(prog: str = MODULE, common: Sequence[str] = ()) -> Parser:
         description="Serve a model over HTTP. Flags may be written with dashes instead of underscores.",
         add_help=False,
     )
-    types_by_name = option_types()
-    for title, names in grouped(types_by_name, common).items():
+    for title, specs in _by_group((*common, *FIRST)).items():
         group = parser.add_argument_group(title)
-        if title == COMMON:
+        if title == FlagGroup.COMMON:
             group.add_argument("model", metavar="MODEL", nargs="?", help="the same as --model_dir; write it first")
-        for name in names:
-            _add_flag(group, *types_by_name[name])
-        if title == COMMON:
+        for spec, kind in specs:
+            _add_flag(group, spec, kind)
+        if title == FlagGroup.COMMON:
             _add_flags_of_the_parser(group)
     return parser
+
+
+def _by_group(first: Sequence[str]) -> dict[FlagGroup, list[tuple[Field[Any], Any]]]:
+    """The options of the server. ``first``: names that the group of common flags begins with, whatever theirs is."""
+    options = option_types()
+    named = [options.pop(name) for name in first]
+    groups = {group: [one for one in options.values() if one[0].metadata["group"] == group] for group in FlagGroup}
+    return {**groups, FlagGroup.COMMON: [*named, *groups[FlagGroup.COMMON]]}
 
 
 def _add_flags_of_the_parser(group: argparse._ActionsContainer) -> None:
@@ -97,23 +105,23 @@ def _add_flags_of_the_parser(group: argparse._ActionsContainer) -> None:
 def option_types() -> dict[str, tuple[Field[Any], Any]]:
     """The field and the type of every option of the server, by name."""
     found: dict[str, tuple[Field[Any], Any]] = {}
-    for config_class in get_type_hints(ServerConfig).values():
-        hints = get_type_hints(config_class)
-        found |= {spec.name: (spec, hints[spec.name]) for spec in fields(config_class)}
+    for part in get_type_hints(ServerConfig).values():
+        kinds = types_of_options(part)
+        found |= {spec.name: (spec, kinds[spec.name]) for spec in fields(part)}
     return found
 
 
 def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
     """Add one flag per field, with underscores and with dashes, and with the names that other servers use."""
-    hints = get_type_hints(config_class)
+    kinds = types_of_options(config_class)
     for spec in fields(config_class):
-        _add_flag(parser, spec, hints[spec.name])
+        _add_flag(parser, spec, kinds[spec.name])
 
 
-def _add_flag(parser: argparse._ActionsContainer, spec: Field[Any], hint: Any) -> None:
-    names = [spec.name, *spec.metadata.get("aliases", ())]
+def _add_flag(parser: argparse._ActionsContainer, spec: Field[Any], kind: Any) -> None:
+    names = [spec.name, *spec.metadata["aliases"]]
     spellings = dict.fromkeys(f"--{s}" for name in names for s in (name, name.replace("_", "-")))
-    parser.add_argument(*spellings, dest=spec.name, **_kind_of(spec.name, hint), **_help_of(spec))
+    parser.add_argument(*spellings, dest=spec.name, **_arguments_of(spec, kind), **_help_of(spec))
 
 
 def config_from_args(config_class: type[C], namespace: argparse.Namespace) -> C:
@@ -122,29 +130,22 @@ def config_from_args(config_class: type[C], namespace: argparse.Namespace) -> C:
 
 
 def _help_of(spec: Field[Any]) -> dict[str, Any]:
-    default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-    text = spec.metadata.get("help", "")
-    if aliases := spec.metadata.get("aliases"):
+    text = spec.metadata["help"]
+    if aliases := spec.metadata["aliases"]:
         text += "; also " + ", ".join(f"--{alias.replace('_', '-')}" for alias in aliases)
-    return {"default": default, "help": text.replace("%", "%%")}
+    return {"default": default_of(spec), "help": text.replace("%", "%%")}
 
 
-def _kind_of(name: str, hint: Any) -> dict[str, Any]:
-    if get_origin(hint) in (types.UnionType, Union):  # a Literal or None is of the second kind
-        hint = next(kind for kind in get_args(hint) if kind is not type(None))
-    if get_origin(hint) is Literal:
-        return {"choices": get_args(hint)}
-    if hint is bool:
+def _arguments_of(spec: Field[Any], kind: Any) -> dict[str, Any]:
+    """What argparse needs to parse a value of this type."""
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if kind is bool:
         return {"action": "store_true"}
-    if name == "router_policy":
-        from lightserve.router.policy import POLICIES  # here, because it imports numpy
-
-        return {"choices": list(POLICIES)}
-    if name == "cluster_policy":
-        from lightserve.cluster.routing import POLICIES as DISPATCH_POLICIES
-
-        return {"choices": list(DISPATCH_POLICIES)}
-    if get_origin(hint) is list:
-        kind = get_args(hint)[0]
+    if registry := spec.metadata["choices_from"]:
+        module, _, name = registry.partition(":")
+        return {"choices": list(getattr(import_module(module), name))}
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
         return {"type": kind, "nargs": "+", "metavar": METAVARS[kind]}
-    return {"type": hint, "metavar": "FILE" if name.endswith(FILE_SUFFIXES) else METAVARS[hint]}
+    return {"type": kind, "metavar": "FILE" if spec.name.endswith(FILE_SUFFIXES) else METAVARS[kind]}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightserve.config import ServerConfig
+from lightserve.config.parse import parse_server
 from lightserve.errors import ServerError
-from lightserve.server.args import parse_server
 
 
 def parse(folder: Path, text: str, *argv: str) -> ServerConfig:

@@ -1,0 +1,19 @@
+"""Which flags commands and roles take of all those of a server."""
+
+from __future__ import annotations
+
+ENGINE_HTTP = frozenset({"model_name"})  # what `lightserve engine` takes of the HTTP flags: its banner has it
+# what a gateway takes besides the flags of HTTP and of the cluster; the others are of engines
+GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "trust_remote_code"})
+GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "static_prompts"})
+GATEWAY_LAUNCH = frozenset({"drain_timeout", "process_timeout", "restart_worker", "log_format"})
+# flags of servers with several engines, and of adapters, which engines of other machines do not serve
+NOT_OF_ENGINES = (
+    *("dp", "engines", "engines_file", "roles", "cluster_policy", "min_split_tokens"),
+    *("lora_modules", "lora_dir", "max_loras", "max_lora_rank", "max_cpu_loras"),
+)
+# what `lightserve deploy` sets for its replicas
+SET_BY_DEPLOY = (
+    *("dp", "roles", "role", "engines", "engines_file", "listen", "kv_listen", "cluster_keys"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "node_timeout"),
+)

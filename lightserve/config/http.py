@@ -1,0 +1,200 @@
+"""Options of the HTTP processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from lightserve.config.addresses import check_redis, is_http_url
+from lightserve.config.option import FlagGroup, check_options, option
+from lightserve.errors import OptionError
+from lightserve.utils.cpu import available_cores
+
+# One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
+# the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
+CORES_PER_HTTP_PROCESS = 4
+MAX_HTTP_PROCESSES = 4  # by default
+MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """Options of the HTTP processes."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", group=FlagGroup.COMMON)
+    port: int = option(8000, "port to listen on; 0: any free port", group=FlagGroup.COMMON)
+    httpserver_workers: int | None = option(
+        None,
+        "number of HTTP processes; default: one for every 4 cores, at least 1 and at most 4",
+        "api_server_count",
+        group=FlagGroup.HTTP,
+        at_least=1,
+        at_most=MAX_HTTPSERVER_WORKERS,
+    )
+    model_name: list[str] = option(
+        [],
+        "names of the model for clients; responses show the first; default: the name of its folder",
+        "served_model_name",
+        group=FlagGroup.COMMON,
+    )
+    api_key: list[str] = option([], "keys that clients may use; default: no key is needed", group=FlagGroup.COMMON)
+    api_key_file: str | None = option(
+        None, "file with API keys, one per line; unlike --api_key, ps does not show them", group=FlagGroup.KEYS
+    )
+    admin_key: list[str] = option(
+        [],
+        "keys for routes that change the server, such as /abort_request; default: the API keys",
+        group=FlagGroup.KEYS,
+    )
+    admin_key_file: str | None = option(None, "file with admin keys, one per line", group=FlagGroup.KEYS)
+    ssl_keyfile: str | None = option(
+        None, "private key for HTTPS, PEM; default: contained in --ssl_certfile", group=FlagGroup.KEYS
+    )
+    ssl_certfile: str | None = option(
+        None, "certificate chain for HTTPS, PEM; default: plain HTTP", group=FlagGroup.KEYS
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "CA certificates, PEM; every client must then present a certificate signed by one of them",
+        group=FlagGroup.KEYS,
+    )
+    generation_config: str = option(
+        "auto",
+        "sampling defaults: auto: of the model's generation_config.json; none: the API's own; "
+        "or a folder or file with another one; a request's own values win",
+        group=FlagGroup.MODEL_FILES,
+    )
+    default_max_tokens: int | None = option(
+        None,
+        "maximum new tokens of a request that names no maximum; default: the rest of the context",
+        group=FlagGroup.SCHEDULING,
+        at_least=1,
+    )
+    chat_template: str | None = option(
+        None,
+        "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own",
+        group=FlagGroup.MODEL_FILES,
+    )
+    default_chat_template_kwargs: str = option(
+        "", "JSON object with variables for the chat template; a request's own values win", group=FlagGroup.MODEL_FILES
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "format of the model's tool calls, such as hermes or llama3_json; auto: detect from its chat template",
+        group=FlagGroup.MODEL_FILES,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "format of reasoning: qwen3, deepseek_r1, or two tags as BEGIN,END; auto: detect from the chat template",
+        group=FlagGroup.MODEL_FILES,
+    )
+    strict_fields: bool = option(
+        False,
+        "refuse a request that has an unknown field near a known one, such as max_token; "
+        "default: serve it, with a header Warning",
+        group=FlagGroup.HTTP,
+    )
+    use_tgi_api: bool = option(
+        False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's", group=FlagGroup.HTTP
+    )
+    root_path: str = option(
+        "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
+    )
+    no_web: bool = option(False, "serve no chat page: GET / is text for browsers too", group=FlagGroup.HTTP)
+    allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all", group=FlagGroup.HTTP)
+    allowed_hosts: list[str] = option(
+        [],
+        "names of this server, such as llm.example.com or *.example.com, that a request may have as Host; *: all; "
+        "default: all, but only local names if --host is a loopback address",
+        group=FlagGroup.HTTP,
+    )
+    max_body_bytes: int = option(
+        16 * 2**20, "maximum bytes of a request body; a larger one gets status 413", group=FlagGroup.HTTP, at_least=1
+    )
+    max_choices: int = option(128, "maximum choices of one request: prompts times n", group=FlagGroup.HTTP, at_least=1)
+    response_store_size: int = option(
+        1000,
+        "maximum responses of /v1/responses that are stored, oldest removed first; 0: none is stored",
+        group=FlagGroup.HTTP,
+        at_least=0,
+    )
+    response_store_bytes: int = option(
+        128 * 2**20, "maximum bytes of all stored responses, on the disk", group=FlagGroup.HTTP, at_least=0
+    )
+    journal: str | None = option(
+        None,
+        "Redis or Valkey server that keeps streams, such as redis://10.0.0.5:6379/1; a client that lost its connection "
+        "resumes its stream with Last-Event-ID, at any HTTP process or gateway with the same one; a client that "
+        "disconnects does not stop its request at once: see --journal_ttl",
+        group=FlagGroup.PARALLEL,
+    )
+    journal_ttl: float = option(
+        60.0,
+        "seconds for which a client can come back for a stream of --journal; a request whose client has disconnected "
+        "runs on for so long",
+        group=FlagGroup.PARALLEL,
+        at_least=1,
+    )
+    metrics_compat: str = option(
+        "", "also export metrics with the names of vllm and/or lightllm, comma-separated", group=FlagGroup.OBSERVABILITY
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        "collector for OpenTelemetry traces, such as http://localhost:4318; needs opentelemetry-proto",
+        group=FlagGroup.OBSERVABILITY,
+    )
+    disable_log_requests: bool = option(
+        False, "do not log a line per request", "disable_uvicorn_access_log", group=FlagGroup.OBSERVABILITY
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if "" in self.model_name:
+            raise OptionError("model_name: a name must not be empty")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise OptionError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise OptionError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
+        if not 0 <= self.port < 65536:
+            raise OptionError(f"port={self.port}: must be between 0 and 65535")
+        if self.otlp_endpoint is not None and not is_http_url(self.otlp_endpoint):
+            raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
+        if self.journal is not None:
+            check_redis("journal", self.journal)
+        _ = self.template_variables
+        unknown = set(self.compat_names) - {"vllm", "lightllm"}
+        if unknown:
+            raise OptionError(
+                f"metrics_compat={self.metrics_compat!r}: must be vllm, lightllm or both, comma-separated"
+            )
+
+    @property
+    def num_processes(self) -> int:
+        """The number of HTTP processes; the same in every process of this server."""
+        return self.httpserver_workers or min(max(available_cores() // CORES_PER_HTTP_PROCESS, 1), MAX_HTTP_PROCESSES)
+
+    def first_model_name(self, default: str) -> str:
+        """The name that responses show; ``default`` if --model_name is not set."""
+        return self.model_name[0] if self.model_name else default
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The object of --default_chat_template_kwargs."""
+        return _json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def compat_names(self) -> list[str]:
+        return [name.strip() for name in self.metrics_compat.split(",") if name.strip()]
+
+
+@functools.lru_cache(maxsize=4)
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise OptionError(f"{name}={text!r}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise OptionError(f"{name}={text!r}: must be a JSON object")
+    return value
