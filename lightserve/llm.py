@@ -10,7 +10,8 @@ from numbers import Integral
 from typing import Any, overload
 
 from lightserve.common.parallel import Parallel
-from lightserve.config import RouterConfig, WorkerConfig
+from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.config.combinations import Setup, check_combinations
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
@@ -18,10 +19,12 @@ from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, LoraLoad, ReqFailed, StepResult, TokenOut
 from lightserve.llm_chat import Conversation, check_conversation, is_conversation
 from lightserve.llm_pooling import PoolingMethods
+from lightserve.model_files.facts import model_facts
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import resolve
+from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
+from lightserve.models.registry import read_model_config
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
@@ -73,12 +76,10 @@ class LLM(PoolingMethods):
 
     def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
-        if self.config.kv_ram_gb:
-            raise ServerError("kv_ram_gb: an LLM in this process has the KV pool only; KV tiers are for the server")
-        if self.config.num_ranks != 1:
-            raise ServerError("LLM runs a single rank; tp > 1 and pp > 1 are for the server")
-        is_dummy = self.config.load_format == "dummy"
-        source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
+        source = resolve(model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
+        _check_combinations(self.config, source)
+        if self.config.load_format != "dummy":
+            require_weights(source)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
         self._tokenizer = load_tokenizer_or_none(source)
         if self._tokenizer is None:
@@ -332,6 +333,14 @@ class _OpenStream:
     index: int  # of its prompt
     text: ReqText
     outs: deque[StreamOut]  # of the stream that it belongs to
+
+
+def _check_combinations(worker: WorkerConfig, source: ModelSource) -> None:
+    hf = stored_as(source, worker.quantization, packed_by_default=False).hf_config()
+    model = read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
+    facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
+    config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
+    check_combinations(Setup(config, facts, is_offline=True))
 
 
 def _is_one(prompts: Any) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from lightserve.cli.ray_flags import add_cluster_flags
-from lightserve.config.commands import SET_BY_DEPLOY
+from lightserve.config.commands import OF_ADAPTERS, SET_BY_DEPLOY
 from lightserve.config.parse import Parser, parse_server, server_parser
 
 PROG = "lightserve deploy"
@@ -18,7 +18,7 @@ def arguments() -> Parser:
     parser = server_parser(PROG)
     parser.conflict_handler = "resolve"  # --roles is another flag than that of a server
     parser.usage, parser.description = USAGE, "Serve a model with several replicas on the nodes of a Ray cluster."
-    parser.hide(SET_BY_DEPLOY)
+    parser.hide((*SET_BY_DEPLOY, *OF_ADAPTERS))
     _add_own(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())  # --help explains the first group
     return parser

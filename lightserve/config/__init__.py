@@ -1,7 +1,7 @@
 """The server's configuration, frozen. The command line takes its flags, defaults and help from these fields."""
 
 from lightserve.config.addresses import check_addresses
-from lightserve.config.cluster import ROLES, ClusterConfig, KvTransport, missing_role
+from lightserve.config.cluster import ROLES, ClusterConfig, KvTransport, Role, missing_role
 from lightserve.config.http import HttpConfig
 from lightserve.config.launch import LaunchConfig
 from lightserve.config.router import MAX_DEBUG_REQUESTS, RouterConfig
@@ -16,6 +16,7 @@ __all__ = [
     "KvDtype",
     "KvTransport",
     "LaunchConfig",
+    "Role",
     "RouterConfig",
     "ServerConfig",
     "WorkerConfig",

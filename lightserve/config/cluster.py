@@ -159,18 +159,11 @@ class ClusterConfig:
 
     def _check_remote(self) -> None:
         flags = [f"--{name}" for name in ("engines", "engines_file", "listen") if getattr(self, name)]
-        if flags == ["--engines", "--engines_file"]:
-            raise OptionError("engines and engines_file exclude each other: write all addresses into the file")
-        if len(flags) > 1:
-            name = flags[0].lstrip("-")
-            raise OptionError(f"{name} and listen exclude each other: a process is a gateway or an engine")
         if self.cluster_keys is not None and not flags and self.nnodes == 1:
             raise OptionError(
                 "cluster_keys: there is no link to another machine; set --engines, --listen or --nnodes too"
             )
         for flag in flags:
-            if self.dp > 1:
-                raise OptionError(f"dp={self.dp}: not with {flag}; start one engine for each of {self.dp} ports")
             if self.cluster_keys is None:
                 raise OptionError(f"{flag} needs --cluster_keys DIR; `lightserve cluster keygen DIR` makes the keys")
         self._check_addresses()
@@ -188,13 +181,6 @@ class ClusterConfig:
             raise OptionError(f"node_rank={self.node_rank}: must be between 0 and {self.nnodes - 1} (--nnodes)")
         if self.nnodes == 1:
             return
-        for name in ("engines", "engines_file"):
-            if getattr(self, name):
-                raise OptionError(f"nnodes={self.nnodes}: not with --{name}, a gateway has no ranks")
-        if self.dp > 1:
-            raise OptionError(f"nnodes={self.nnodes}: not with --dp; start engines with --listen and use --engines")
-        if self.is_split:
-            raise OptionError(f"nnodes={self.nnodes}: ranks on several nodes cannot send or receive KV yet (--role)")
         if self.master_addr is None:
             raise OptionError(f"nnodes={self.nnodes} needs --master_addr, the address of node 0")
         if self.cluster_keys is None:

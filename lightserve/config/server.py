@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightserve.config.cluster import ClusterConfig
+from lightserve.config.combinations import Setup, check_combinations
 from lightserve.config.http import HttpConfig
 from lightserve.config.launch import LaunchConfig
 from lightserve.config.router import RouterConfig
@@ -21,20 +22,8 @@ class ServerConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        if self.worker.kv_ram_gb and self.router.disable_dynamic_prompt_cache:
-            raise OptionError(
-                "kv_ram_gb keeps prefixes that the prefix cache evicts: not with disable_dynamic_prompt_cache"
-            )
-        if self.cluster.is_split:
-            self.check_split()
+        check_combinations(Setup(self))
         self._check_nodes()
-
-    def check_split(self) -> None:
-        """Refuse what does not go with engines that have roles."""
-        if self.router.disable_dynamic_prompt_cache:
-            raise OptionError("roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache")
-        if self.launch.null_worker:
-            raise OptionError("roles: the null worker has no KV to send; leave out one of the flags")
 
     def _check_nodes(self) -> None:
         nodes, ranks = self.cluster.nnodes, self.worker.num_ranks
@@ -42,8 +31,6 @@ class ServerConfig:
             raise OptionError(
                 f"nnodes={nodes}: it does not divide the {ranks} ranks of --tp {self.worker.tp} --pp {self.worker.pp}"
             )
-        if nodes > 1 and self.launch.profile_dir is not None:
-            raise OptionError("profile_dir: profiles of ranks on several nodes cannot be taken yet; leave it out")
 
     @property
     def num_cpu_parts(self) -> int:

@@ -233,8 +233,6 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.quantization is not None and self.quantization_config is not None:
-            raise OptionError("quantization and quantization_config exclude each other; put the first into the file")
         if self.packed_input_bits not in (None, 8, 15):
             raise OptionError(f"packed_input_bits={self.packed_input_bits}: must be 8 or 15")
         self._check_lora()
@@ -244,10 +242,6 @@ class WorkerConfig:
         if self.ep not in (1, self.tp):
             raise OptionError(f"ep={self.ep}: the tensor-parallel ranks divide the experts; set --tp {self.ep} too")
         self._check_groups()
-        if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order
-            raise OptionError(
-                f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
-            )
 
     def _check_groups(self) -> None:
         name = "enable_dp_attention" if self.attention_dp is None else f"attention_dp={self.attention_dp}"

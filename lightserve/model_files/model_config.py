@@ -231,6 +231,11 @@ class ModelConfig:
         """Whether layer_types says that the layer attends to the sliding window only."""
         return self.layer_type(layer_num) == SLIDING_ATTENTION
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer attends to the sliding window only."""
+        return self.window is not None and (self.layer_types is None or SLIDING_ATTENTION in self.layer_types)
+
     def window_of(self, layer_num: int) -> int | None:
         """The window of a layer, where all layers have it if config.json has no layer_types."""
         return self.window if self.layer_types is None or self.is_windowed(layer_num) else None

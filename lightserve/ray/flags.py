@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from lightserve.config import ROLES, HttpConfig, ServerConfig, missing_role
+from lightserve.config import ROLES, ClusterConfig, HttpConfig, Role, ServerConfig, missing_role
 from lightserve.config.commands import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER, SET_BY_DEPLOY
 from lightserve.config.option import changed_options
 from lightserve.errors import OptionError
@@ -90,6 +91,12 @@ def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
     return {name: value for name, value in changed_options(part).items() if names is None or name in names}
 
 
+def _check_replica(config: ServerConfig, role: Role) -> None:
+    """Refuse features that exclude each other here, and not on the node of a replica that is started with them."""
+    cluster = ClusterConfig(listen="tcp://node:1", cluster_keys="", role=role, **_set(config.cluster, ENGINE_KV))
+    replace(config, http=HttpConfig(**_set(config.http, ENGINE_HTTP)), cluster=cluster)  # it reads the table
+
+
 def check(config: ServerConfig, has_roles: bool) -> None:
     given = _set(config.cluster)
     for name in SET_BY_DEPLOY:
@@ -99,13 +106,12 @@ def check(config: ServerConfig, has_roles: bool) -> None:
     for name in (*ENGINE_KV, "min_split_tokens"):
         if name in given and not has_roles:
             raise OptionError(f"{name}: replicas without roles send no KV; set --roles prefill=1,decode=2 too")
-    if has_roles:
-        config.check_split()
-        transport = config.cluster.kv_transport
-        if transport != "sockets" and not config.cluster.cluster_tls:
-            raise OptionError(
-                f"kv_transport={transport}: replicas tell each other where to read over TLS; set --cluster_tls"
-            )
+    transport = config.cluster.kv_transport
+    if transport != "sockets" and not config.cluster.cluster_tls:
+        raise OptionError(
+            f"kv_transport={transport}: replicas tell each other where to read over TLS; set --cluster_tls"
+        )
+    _check_replica(config, "prefill" if has_roles else "normal")
     if config.http.ssl_ca_certs is not None:
         raise OptionError("ssl_ca_certs: lightserve deploy has no client certificate for the gateway's metrics")
 

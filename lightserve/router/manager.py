@@ -164,7 +164,7 @@ class RouterManager:
 
     @property
     def _only_group(self) -> Scheduler:
-        """For what is refused with several attention groups: see server/parallel_checks.py."""
+        """For what is refused with several attention groups: see config/combinations.py."""
         (group,) = self._scheduler.groups
         return group
 

@@ -24,9 +24,7 @@ def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineReady) -> Non
     if not tokens:
         return
     if engine.windowed is not None:
-        raise OptionError(
-            "static_prompts: not with a model whose layers have sliding windows and a KV pool of their own"
-        )
+        raise RuntimeError("static prompts with a windowed KV pool passed the table of combinations")
     name, longest = max(((name, len(ids)) for name, ids in prompts.items()), key=lambda pair: pair[1])
     if longest + LEAST_OWN > engine.max_req_total_len:
         raise OptionError(

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
+from lightserve.config.combinations import Setup, check_combinations
 from lightserve.errors import ModelFilesError, OptionError, ServerError, UnsupportedModelTypeError
-from lightserve.model_files.kv_dtype import resolve_kv_dtype
+from lightserve.model_files.facts import model_facts
 from lightserve.model_files.lora.adapter import check_rank, read_adapter
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.model_config import ModelConfig
@@ -24,7 +25,7 @@ from lightserve.model_files.static_prompts import encode_static_prompts
 from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
-from lightserve.server.parallel_checks import check_rank_flags, check_ranks
+from lightserve.server.parallel_checks import check_ranks
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
 from lightserve.utils.logger import init_logger
@@ -59,15 +60,13 @@ def check(config: ServerConfig) -> ModelInfo:
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
-    if not config.launch.null_worker:
-        _check_model(source, config, tokenizer)
     pooling = pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling)
-    check_rank_flags(config, pooling is not None)
-    if pooling is not None and not config.launch.null_worker:
-        _check_pooling(pooling, config)
+    if not config.launch.null_worker:
+        _check_model(source, config, tokenizer, pooling)
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
-    _check_static_prompts(config, tokenizer, pooling)
+    if config.router.static_prompts is not None:
+        encode_static_prompts(config.router.static_prompts, tokenizer)
     if pooling is None:
         _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
@@ -81,17 +80,6 @@ def with_local_files(config: ServerConfig, model: ModelInfo) -> ServerConfig:
         return config
     worker = replace(config.worker, model_dir=str(model.path))
     return replace(config, worker=worker, http=replace(config.http, model_name=config.http.model_name or [model.name]))
-
-
-def _check_static_prompts(config: ServerConfig, tokenizer: Tokenizer | None, pooling: PoolingConfig | None) -> None:
-    path = config.router.static_prompts
-    if path is None:
-        return
-    if pooling is not None:
-        raise OptionError(f"static_prompts={path}: this model generates no text")
-    if config.router.disable_dynamic_prompt_cache:
-        raise OptionError(f"static_prompts={path}: leave out --disable_dynamic_prompt_cache, which keeps no prefix")
-    encode_static_prompts(path, tokenizer)
 
 
 def _check_access(http: HttpConfig) -> None:
@@ -127,14 +115,6 @@ def check_adapters(config: ServerConfig) -> None:
     """What can be known without the weights: the worker checks shapes before it loads them."""
     worker = config.worker
     modules = list(map(parse_module, worker.lora_modules))
-    if config.cluster.dp > 1 and worker.num_loras:
-        raise OptionError(
-            "dp: several engines do not serve LoRA adapters yet; use --dp 1, or --merge_lora for one adapter"
-        )
-    if config.launch.null_worker and (worker.num_loras or worker.merge_lora):
-        raise OptionError("null_worker: it has no model that LoRA adapters could change; leave out their flags")
-    if worker.merge_lora is not None and worker.load_format == "dummy":
-        raise OptionError("merge_lora: there are no weights to merge it into; leave out --load_format dummy")
     if worker.lora_dir is not None and not os.path.isdir(worker.lora_dir):
         raise OptionError(f"lora_dir={worker.lora_dir!r}: there is no such folder; create it")
     for name, path in modules:
@@ -145,20 +125,14 @@ def check_adapters(config: ServerConfig) -> None:
         read_adapter(Path(worker.merge_lora))
 
 
-def _check_pooling(pooling: PoolingConfig, config: ServerConfig) -> None:
-    if config.cluster.has_dispatcher or config.cluster.listen is not None:
-        found = "several engines (--dp, --engines, --listen) serve text models only"
-        raise ServerError(f"{found}; start a server with one engine, or several of them")
-    if config.worker.deterministic:
-        pooling.check_deterministic()
-
-
-def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+def _check_model(
+    source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None, pooling: PoolingConfig | None
+) -> None:
     worker = config.worker
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
-    check_ranks(worker, model)
     model.request_len(worker.max_req_total_len)
-    resolve_kv_dtype(worker.kv_dtype, model)
+    check_combinations(Setup(config, model_facts(worker, model, pooling)))
+    check_ranks(worker, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(
             f"max_total_token_num={worker.max_total_token_num} is less than one request of "

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from importlib.util import find_spec
-from typing import Any
 
 from lightserve.cluster.tcp.engines_file import read_engines_file
 from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys, read_node_key
 from lightserve.config import ClusterConfig, ServerConfig
-from lightserve.config.commands import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
-from lightserve.config.option import changed_options
 from lightserve.errors import OptionError, ServerError
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
@@ -18,8 +14,6 @@ from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
-
-OF_PORT = {"host", "port"}
 
 
 def check_cluster(config: ServerConfig) -> None:
@@ -86,13 +80,6 @@ def check_nodes(config: ServerConfig) -> None:
 
 
 def _check_gateway(config: ServerConfig) -> None:
-    remedy = "a gateway does not compute; set it on the engines"
-    for part, allowed in (
-        (config.worker, GATEWAY_WORKER),
-        (config.router, GATEWAY_ROUTER),
-        (config.launch, GATEWAY_LAUNCH),
-    ):
-        _refuse_others(part, allowed, f"not with {_flag(config)}: {remedy}")
     keys = read_gateway_keys(config.cluster.cluster_keys or "")
     path = config.cluster.engines_file
     for address in config.cluster.engine_addresses if path is None else read_engines_file(path):
@@ -100,16 +87,7 @@ def _check_gateway(config: ServerConfig) -> None:
             raise OptionError(f"engines: {config.cluster.cluster_keys}/engines.allowed has no key for {address}")
 
 
-def _flag(config: ServerConfig) -> str:
-    return "--engines" if config.cluster.engines else "--engines_file"
-
-
 def _check_engine(config: ServerConfig) -> None:
-    http, no_http = config.http, "an engine has no HTTP"
-    _refuse_others(http, ENGINE_HTTP | OF_PORT, f"not with --listen: {no_http}; set it on the gateways")
-    _refuse_others(http, ENGINE_HTTP, f"{no_http}; its address is --listen tcp://HOST:PORT")
-    if config.worker.num_loras:
-        raise OptionError("listen: engines of a gateway do not serve LoRA adapters yet; --merge_lora serves one")
     read_engine_keys(config.cluster.cluster_keys or "")
     if config.cluster.is_split:
         read_kv_secret(config.cluster.cluster_keys or "")
@@ -120,9 +98,3 @@ def _check_engine(config: ServerConfig) -> None:
     except ServerError as error:
         cause = getattr(error.__cause__, "strerror", None) or error
         raise OptionError(f"listen={config.cluster.listen}: this engine cannot listen there ({cause})") from error
-
-
-def _refuse_others(part: Any, allowed: Collection[str], reason: str) -> None:
-    for name, value in changed_options(part).items():
-        if name not in allowed:
-            raise OptionError(f"{name}={value}: {reason}")

@@ -90,10 +90,7 @@ def make_host_tier(
     if not config.kv_ram_gb:
         return None
     if memory.windowed_size is not None:
-        raise ServerError(
-            "kv_ram_gb: this model has a second KV pool for layers with a sliding window, whose KV cannot be kept in "
-            "host memory; add --max_windowed_token_num 0, or leave out --kv_ram_gb"
-        )
+        raise RuntimeError("a host tier with a windowed KV pool passed the table of combinations")
     device = memory.buffers[0].device
     own_bytes = int(config.kv_ram_gb * 2**30 / num_engines / config.num_ranks)
     num_blocks = own_bytes // block_bytes(memory.layout, BLOCK_TOKENS)

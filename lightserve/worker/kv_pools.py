@@ -16,11 +16,9 @@ from typing import NamedTuple
 from lightserve.common import ops
 from lightserve.common.kv.layout import KvLayout
 from lightserve.errors import ServerError
+from lightserve.model_files.windowed_share import MIN_GAIN, windowed_share
 
-MIN_SHARE = 1 / 8  # contexts of 8 windows: 4 k tokens with Gemma 3 1B, 8 k with Gemma 3 27B, 1.5 k with gpt-oss
-LENGTHS_PER_CONTEXT = 4  # contexts are a quarter of the longest request or shorter
 ANY_NUMBER = 2**62
-MIN_GAIN = 1.2  # a second pool must hold so many times the tokens of a single one
 
 
 def tokens_in(num_bytes: int, bytes_per_token: int) -> int:
@@ -96,8 +94,7 @@ class WindowedSizing:
 
     @property
     def _share(self) -> float:
-        """Of the windowed pool, in tokens of the other pool."""
-        return max(MIN_SHARE, LENGTHS_PER_CONTEXT * self.kept / self.max_len)
+        return windowed_share(self.kept, self.max_len)
 
     @property
     def _smallest(self) -> int:

@@ -77,10 +77,7 @@ def _windowed_sizing(config: WorkerConfig, model: TpPartBaseModel, platform: Dev
             least=partial(model.args.parallel.min_of_engine, device=model.device),
         )
     if config.max_windowed_token_num:
-        raise ServerError(
-            f"max_windowed_token_num={config.max_windowed_token_num}, but no layer of this model has a sliding window; "
-            "leave it out"
-        )
+        raise RuntimeError("max_windowed_token_num for a model without windows passed the table of combinations")
     return None
 
 

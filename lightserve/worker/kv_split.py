@@ -23,7 +23,6 @@ from lightserve.common.device import Device, to_device
 from lightserve.common.device.base import Wait
 from lightserve.common.kv.host_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.errors import ServerError
 from lightserve.io_struct import Int32s, KvExpect, KvPush, KvReceived
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import int32s
@@ -244,10 +243,7 @@ def readable_memory(transport: str) -> ReadableMemory | None:
 def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvSplit:
     """``identity``: of what computes the KV, and of its layout."""
     if memory.windowed_size is not None:
-        raise ServerError(
-            "role: this model has a second KV pool for layers with a sliding window, whose KV cannot be sent; "
-            "add --max_windowed_token_num 0, or leave out the roles"
-        )
+        raise RuntimeError("a role with a windowed KV pool passed the table of combinations")
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightserve.common.basemodel import Pooler
 from lightserve.common.device import copy_to_host
 from lightserve.common.device.base import HostCopy
-from lightserve.common.parallel import Parallel
-from lightserve.config import WorkerConfig
 from lightserve.errors import ModelFilesError
 from lightserve.io_struct import (
     Embedding,
@@ -39,13 +37,6 @@ NOT_FINITE = "numerical error: the result has numbers that are not finite"
 
 class PoolingWorker(ModelWorker):
     """A step passes batch, model, pooler and head. There is nothing to sample."""
-
-    def __init__(
-        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, device_index: int | None = None
-    ) -> None:
-        super().__init__(config, source, parallel, device_index)
-        if config.deterministic:
-            self._pooling_config.check_deterministic()
 
     def _init_steps(self, source: ModelSource) -> None:
         pooling = self._pooling_config

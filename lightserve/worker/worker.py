@@ -103,7 +103,7 @@ class ModelWorker:
     def add_host_tier(self, config: WorkerConfig, num_engines: int) -> None:
         """Keep evicted KV in host memory, if the operator wants it. ``num_engines`` share --kv_ram_gb."""
         if config.kv_ram_gb and self.pooling is not None:
-            raise ServerError("kv_ram_gb: this model does not generate text, so no prefix is cached; leave it out")
+            raise RuntimeError("a host tier of a pooling model passed the table of combinations")
         with explain_out_of_memory("lower kv_ram_gb"):
             self.host_tier = make_host_tier(config, self.model.mem_manager, self._platform, self._parallel, num_engines)
 
@@ -113,7 +113,7 @@ class ModelWorker:
     def add_kv_split(self, args: KvSplitArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
-            raise ServerError("role: this model does not generate text; leave it out")
+            raise RuntimeError("a role of a pooling model passed the table of combinations")
         identity = rank_identity(self.kv_identity, args.rank)
         self.kv_split = make_kv_split(args, self.model.mem_manager, self._platform, identity)
 

@@ -146,7 +146,7 @@ def test_every_engine_pins_them(model: Path, tmp_path: Path) -> None:
     ("more", "text", "reason"),
     [
         ((), "{", "is neither JSON"),
-        (("--disable_dynamic_prompt_cache",), '{"a": "b"}', "leave out --disable_dynamic_prompt_cache"),
+        (("--disable_dynamic_prompt_cache",), '{"a": "b"}', "cannot be used with --disable_dynamic_prompt_cache"),
         (("--max_total_token_num", "300"), json.dumps({"a": "fox " * 100}), "would be pinned; the limit is 50%"),
         (("--max_req_total_len", "64"), json.dumps({"a": "fox " * 100}), "and a request may have 64"),
     ],

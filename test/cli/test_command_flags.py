@@ -17,7 +17,7 @@ from lightserve.ray.flags import make_deployment
 from lightserve.server.cluster_checks import check_cluster
 
 LISTEN = "--listen=tcp://127.0.0.1:9000"
-NOT_OF_AN_ENGINE = "not with --listen|an engine has no HTTP|exclude each other|adapters yet|there is one engine"
+NOT_OF_AN_ENGINE = "cannot be used with --listen|there is one engine"
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -43,7 +43,7 @@ def with_another_value(action: argparse.Action) -> list[str]:
         return [flag, next(str(one) for one in action.choices if one != action.default)]
     if action.type in (int, float):
         return [flag, str((action.default or 1) + 1)] if not isinstance(action.default, list) else [flag, "3"]
-    return [flag, "x"]
+    return [flag, "tcp://a:1" if action.dest == "engines" else "x"]
 
 
 def reaction_of_an_engine(keys: str, flag: list[str]) -> str:
@@ -97,7 +97,7 @@ def is_refused_by_deploy(action: argparse.Action) -> bool:
     try:
         make_deployment(parse_server([*with_another_value(action)]), "d", None)
     except LightserveError as error:
-        return "not with lightserve deploy" in str(error)
+        return "not with lightserve deploy" in str(error) or "cannot be used with --listen" in str(error)
     return False
 
 

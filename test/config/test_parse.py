@@ -149,9 +149,3 @@ def test_the_model_may_be_a_bare_word(line: str) -> None:
 def test_inputs_of_packed_products_have_8_or_15_bits() -> None:
     with pytest.raises(ServerError, match="packed_input_bits=12: must be 8 or 15"):
         WorkerConfig(packed_input_bits=12)
-
-
-def test_deterministic_mode_refuses_more_than_two_ranks() -> None:
-    assert parse("--deterministic --tp 2").worker.deterministic
-    with pytest.raises(ServerError, match="deterministic needs tp 1 or 2"):
-        parse("--deterministic --tp 4")

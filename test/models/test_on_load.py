@@ -16,8 +16,7 @@ from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
 from lightserve.common.ops import in_groups
 from lightserve.common.quantization import QuantizedLinear, UnquantizedLinear
 from lightserve.common.quantization.quantize import KINDS, quantize
-from lightserve.config import WorkerConfig
-from lightserve.errors import ModelFilesError, OptionError, ServerError
+from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
 from lightserve.models.registry import get_model_class, read_model_config
 from test.models.session import Session
@@ -157,11 +156,6 @@ def test_a_file_that_names_no_module_of_the_model_is_refused(tmp_path: Path) -> 
 
     with pytest.raises(ModelFilesError, match=r"mlp.dwon_proj is no module of this model, such as"):
         build_from(config, build_hf("llama-gqa"))
-
-
-def test_the_flag_and_the_file_exclude_each_other() -> None:
-    with pytest.raises(ServerError, match="quantization and quantization_config exclude each other"):
-        WorkerConfig(quantization="int8", quantization_config="choices.json")
 
 
 @pytest.mark.parametrize(("kind", "bytes_per_weight"), [("fp8", 1), ("int8", 1), ("w4", 0.5)])

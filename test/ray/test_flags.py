@@ -111,9 +111,18 @@ def test_wrong_roles_are_refused(text: str, found: str) -> None:
     [
         (["--cluster_tls"], None, "cluster_tls: replicas without roles send no KV; set --roles"),
         (["--min_split_tokens=9"], None, "min_split_tokens: replicas without roles"),
+        (["--max_loras=2"], None, "--max_loras cannot be used with --listen: engines of a gateway do not serve LoRA"),
         (["--kv_transport=nixl"], "prefill=1,decode=1", "kv_transport=nixl: .*; set --cluster_tls"),
-        (["--null_worker"], "prefill=1,decode=1", "roles: the null worker has no KV to send"),
-        (["--disable_dynamic_prompt_cache"], "prefill=1,decode=1", "roles: KV that is sent enters the prefix cache"),
+        (
+            ["--null_worker"],
+            "prefill=1,decode=1",
+            "--null_worker cannot be used with --role prefill: it has no KV to send",
+        ),
+        (
+            ["--disable_dynamic_prompt_cache"],
+            "prefill=1,decode=1",
+            "--role prefill cannot be used with --disable_dynamic_prompt_cache",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_the_roles_are_refused(flags: list[str], roles: str | None, found: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightserve.errors import OptionError
-from lightserve.io_struct import EngineReady, GenerateReq, GenerationParams, Token, TokenOut, WindowedKv
+from lightserve.io_struct import EngineReady, GenerateReq, GenerationParams, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.pinned_prompts import PinnedPrompts, check_room
 from lightserve.router.req import Req
@@ -114,8 +114,8 @@ def test_a_prompt_that_fails_is_not_tried_again(scheduler: Scheduler, caplog: py
     assert scheduler.num_waiting == 0
 
 
-def engine(pool: int, longest: int, windowed: WindowedKv | None = None) -> EngineReady:
-    return EngineReady(pool, longest, vocab_size=100, pipeline_depth=1, windowed=windowed)
+def engine(pool: int, longest: int) -> EngineReady:
+    return EngineReady(pool, longest, vocab_size=100, pipeline_depth=1)
 
 
 def test_pins_leave_room_for_requests() -> None:
@@ -127,5 +127,3 @@ def test_pins_leave_room_for_requests() -> None:
         check_room(PROMPTS, engine(79, 22))
     with pytest.raises(OptionError, match="set --max_req_total_len to 60 or less"):
         check_room(PROMPTS, engine(100, 61))
-    with pytest.raises(OptionError, match="sliding windows"):
-        check_room(PROMPTS, engine(100, 30, WindowedKv(50, 10, 10)))

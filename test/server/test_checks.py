@@ -8,13 +8,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightserve.config.parse import parse_server
 from lightserve.server import api_server
 from lightserve.server.checks import check
 from lightserve.server.keys import with_keys
-from test.pooling.files import new_model, save
 from test.server.launcher_process import TINY, start_launcher, tiny_model
 
 TLS = Path(__file__).parent.parent / "api" / "tls"
@@ -52,18 +51,21 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
         (["--port", "70000"], "port=70000: must be between 0 and 65535"),
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--pp", "0"], "pp=0: must be at least 1"),
-        (["--pp", "2", "--null_worker"], "pp=2: the null worker has no layers to divide"),
-        (["--pp", "2", "--max_loras", "2"], "pp=2: pipeline stages do not serve LoRA adapters yet; use --tp"),
+        (
+            ["--pp", "2", "--max_loras", "2"],
+            "--max_loras cannot be used with --pp 2: pipeline stages do not serve LoRA adapters yet; use --tp",
+        ),
         (["--ep", "2"], "ep=2: the tensor-parallel ranks divide the experts; set --tp 2 too"),
-        (["--tp", "2", "--ep", "2", "--null_worker"], "ep=2: the null worker has no experts to divide"),
-        (["--tp", "3", "--ep", "3"], "ep=3: a llama model has no experts; use --tp alone"),
+        (
+            ["--tp", "3", "--ep", "3"],
+            "--ep 3 cannot be used with a llama model: it has no experts; use --tp alone",
+        ),
         (["--enable_dp_attention"], "enable_dp_attention: there is one rank; set --tp and --ep"),
         (
             ["--tp", "2", "--enable_dp_attention"],
             "all ranks share the experts of the model; set --ep 2 too",
         ),
         (["--tp", "4", "--ep", "4", "--attention_dp", "3"], "attention_dp=3: it does not divide the 4 ranks of --tp"),
-        (["--tp", "3", "--ep", "3", "--enable_dp_attention"], "ep=3: a llama model has no experts; use --tp alone"),
         (["--pp", "31"], "pp=31: the model has 30 layers, and each stage needs one"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),
         (["--host", "203.0.113.1"], "is not an address of this machine"),
@@ -173,20 +175,3 @@ def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("LIGHTSERVE_API_KEY", "")
     assert with_keys(parse_server([])).http.api_key == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        (["--deterministic"], "--deterministic is not supported for a model without a KV cache; leave it out"),
-        (["--dp", "2"], "several engines (--dp, --engines, --listen) serve text models only"),
-        (["--pp", "2"], "pp=2: pipeline stages serve text models only; use --tp"),
-    ],
-)
-def test_flags_that_an_encoder_does_not_support_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: list[str], message: str
-) -> None:
-    save(new_model(AutoModel, "bert"), tmp_path)
-    capsys.readouterr()  # transformers shows its progress
-
-    assert message in refusal(capsys, "--model_dir", str(tmp_path), "--port", "0", *flag)

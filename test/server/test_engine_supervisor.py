@@ -97,7 +97,7 @@ def test_restarts_may_be_switched_off(tmp_path: Path) -> None:
         (("--dp=2", "--cluster_policy=best"), "--cluster_policy: invalid choice: 'best'"),
         (
             ("--dp=2", "--max_loras=2"),
-            "dp: several engines do not serve LoRA adapters yet; use --dp 1, or --merge_lora",
+            "--max_loras cannot be used with --dp 2: several engines do not serve LoRA adapters yet; use --dp 1",
         ),
         (("--cluster_policy=session",), "cluster_policy=session: there is one engine; set --dp to 2 or more"),
     ],

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightserve.config import ClusterConfig, HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.config import WorkerConfig
 from lightserve.errors import OptionError
 from lightserve.models.registry import read_model_config
-from lightserve.server.parallel_checks import check_rank_flags, check_ranks
+from lightserve.server.parallel_checks import check_ranks
 
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -65,42 +65,3 @@ def test_the_first_rank_of_every_group_returns_tokens(
     config = WorkerConfig(tp=4, ep=4, **flags)
 
     assert (config.num_groups, config.attention_tp, config.answering_ranks) == (groups, ranks_of_a_group, answering)
-
-
-def grouped(
-    worker: dict[str, Any], router: RouterConfig | None = None, cluster: ClusterConfig | None = None
-) -> ServerConfig:
-    return ServerConfig(
-        worker=WorkerConfig(**{"tp": 2, "ep": 2, "enable_dp_attention": True} | worker),
-        router=router or RouterConfig(),
-        http=HttpConfig(),
-        launch=LaunchConfig(),
-        cluster=cluster or ClusterConfig(),
-    )
-
-
-NODES = ClusterConfig(nnodes=2, master_addr="10.0.0.1", cluster_keys="keys")
-
-
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        (grouped({"pp": 2}), "pp=2"),
-        (grouped({"max_loras": 2}), "LoRA adapters"),
-        (grouped({"kv_ram_gb": 1.0}), "kv_ram_gb"),
-        (grouped({}, RouterConfig(static_prompts="prompts.json")), "static_prompts"),
-        (grouped({}, cluster=ClusterConfig(dp=2)), "dp=2"),
-        (grouped({}, cluster=ClusterConfig(listen="tcp://127.0.0.1:9000", cluster_keys="keys")), "listen"),
-        (grouped({}, cluster=NODES), "nnodes=2"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_attention_groups_cannot_do_yet_is_refused_in_one_line(config: ServerConfig, found: str) -> None:
-    with pytest.raises(OptionError, match=f"{found}: not with data-parallel attention"):
-        check_rank_flags(config, has_pooling=False)
-
-
-def test_attention_groups_are_refused_for_embedding_models_only() -> None:
-    check_rank_flags(grouped({}), has_pooling=False)
-    with pytest.raises(OptionError, match="an embedding model: not with data-parallel attention"):
-        check_rank_flags(grouped({}), has_pooling=True)

@@ -45,8 +45,6 @@ def refusal(*flags: str) -> str:
         (("--kv_listen=tcp://a:1",), "kv_listen=tcp://a:1: only an engine with --role decode receives KV"),
         (("--min_split_tokens=9",), "min_split_tokens=9: set it where requests are divided"),
         ((*SPLIT, "--min_split_tokens=0"), "min_split_tokens"),
-        ((*SPLIT, "--null_worker"), "roles: the null worker has no KV to send"),
-        ((*SPLIT, "--disable_dynamic_prompt_cache"), "not with disable_dynamic_prompt_cache"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_by_name(flags: tuple[str, ...], found: str) -> None:

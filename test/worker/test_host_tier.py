@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,6 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.errors import OptionError, ServerError
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_step_runner import make
-from test.worker.test_windowed_pool import make as make_windowed, save_model
-
-
-def test_a_second_pool_of_layers_with_windows_is_refused(tmp_path: Path) -> None:
-    llm = make_windowed(save_model("gemma3_text", tmp_path), 500)
-
-    with pytest.raises(ServerError, match="max_windowed_token_num 0"):
-        llm.worker.add_host_tier(WorkerConfig(kv_ram_gb=1), 1)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ import torch
 from lightserve.common.device import pick_device
 from lightserve.common.kv.host_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.errors import ServerError
 from lightserve.io_struct import KvExpect, KvPush, KvReceived
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.kv_secret import make_kv_certificate, read_kv_certificate
@@ -34,7 +33,7 @@ from lightserve.worker.kv_mover.carrier import ReadableMemory
 from lightserve.worker.kv_mover.pipe import ReadTimeoutError, SocketPipe, WireError
 from lightserve.worker.kv_mover.sockets import SocketMover
 from lightserve.worker.kv_mover.wire import FrameStream, greet_receiver
-from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split, readable_memory
+from lightserve.worker.kv_split import KvReceiver, KvSender, readable_memory
 from lightserve.worker.kv_staging import SendStaging, frame_blocks
 from test.cluster.tcp_cluster import free_port
 from test.common.test_host_kv import LAYOUTS, filled
@@ -540,12 +539,3 @@ def test_what_cannot_be_sent_fails_no_step_and_leaves_no_memory_in_use(
     assert num_free(pair) == len(pair.sender._staging.kv)
     assert not pair.movers[0]._peers
     pair.close()
-
-
-def test_a_second_pool_of_layers_with_windows_is_refused() -> None:
-    platform = pick_device("cpu")
-    layout = LAYOUTS["two groups, one with a window"]
-    memory = MemoryManager(64, layout, platform.torch_device(0), windowed_size=32)
-
-    with pytest.raises(ServerError, match="max_windowed_token_num 0"):
-        make_kv_split(KvSplitArgs("prefill", "", b"", 0), memory, platform, IDENTITY)

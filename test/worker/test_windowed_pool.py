@@ -13,16 +13,12 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightserve.common.parallel import Parallel
-from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.model_files.source import resolve
 from lightserve.router.windowed_pool import WindowedPool
 from lightserve.worker.rpc import GetResult
-from lightserve.worker.worker import ModelWorker
 
 WINDOW, MAX_LEN = 16, 600
 SMALL = {
@@ -224,8 +220,3 @@ def test_a_windowed_pool_that_cannot_hold_a_window_is_refused(model_dir: str) ->
         make(model_dir, KEPT)
     with pytest.raises(ServerError, match="at most the 4000 tokens of the KV pool; 0: one pool"):
         make(model_dir, 4001)
-
-
-def test_a_windowed_pool_of_a_model_without_windows_is_refused(folder: str) -> None:
-    with pytest.raises(ServerError, match="no layer of this model has a sliding window; leave it out"):
-        ModelWorker(WorkerConfig(device="cpu", max_windowed_token_num=1000), resolve(folder), Parallel())

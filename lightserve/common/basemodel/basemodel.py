@@ -40,7 +40,7 @@ from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
-from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
+from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
 
 # tensors of checkpoints that the model computes itself
@@ -188,9 +188,7 @@ class TpPartBaseModel:
             raise ModelFilesError(
                 f"config.json: is_causal false is not supported for {self.config.model_type}; set it to true"
             )
-        layer_types = self.config.layer_types
-        is_in_effect = self.config.window is not None and (layer_types is None or SLIDING_ATTENTION in layer_types)
-        if is_in_effect and all(spec.window is None for spec in self.layer_specs):
+        if self.config.has_windows and all(spec.window is None for spec in self.layer_specs):
             raise ModelFilesError(
                 f"config.json: sliding_window {self.config.window} is not supported for {self.config.model_type}; "
                 "set it to null to attend to all tokens"

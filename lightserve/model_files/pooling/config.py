@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightserve.errors import ModelFilesError, ServerError
+from lightserve.errors import ModelFilesError
 from lightserve.model_files.config_names import with_common_names
 from lightserve.model_files.pooling.head import Head, HeadLayer, classification_head, hidden_size, reward_head
 from lightserve.model_files.pooling.sentence_transformers import SentenceTransformer, read_sentence_transformer
@@ -58,11 +58,6 @@ class PoolingConfig:
     def needs_whole_prompt(self) -> bool:
         """Whether the hidden states of all tokens count, so that a cached prefix cannot be used."""
         return self.pooling != "last"
-
-    def check_deterministic(self) -> None:
-        """Raise if --deterministic cannot hold: texts of one step without a KV cache are computed together."""
-        if not self.is_causal:
-            raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
 
     @property
     def module_folders(self) -> tuple[str, ...]:

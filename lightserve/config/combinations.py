@@ -1,0 +1,246 @@
+"""Which features exclude each other: one table, read before a process starts or a weight loads.
+
+A row is two features, the reason and the remedy. A feature is a flag that is set, or a property of the model that its
+config.json tells. A wrong value of a single flag, or a flag that needs another one, is refused with its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightserve.config.commands import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
+from lightserve.config.option import changed_options
+from lightserve.errors import OptionError
+
+if TYPE_CHECKING:
+    from lightserve.config.server import ServerConfig
+
+OF_PORT = frozenset({"host", "port"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What config.json and the flags tell of a model before its weights load."""
+
+    model_type: str
+    generates_text: bool = True
+    has_kv_cache: bool = True
+    kv_dtype: str | None = None  # None: KV is not quantised
+    has_latent_attention: bool = False
+    has_experts: bool = False
+    has_windows: bool = False  # layers with a sliding window
+    has_windowed_pool: bool = False  # these layers may get a KV pool of their own
+
+
+class Setup(NamedTuple):
+    """What is known of a server or an LLM before it starts."""
+
+    config: ServerConfig
+    model: ModelFacts | None = None  # None: not known yet, or there is none
+    is_offline: bool = False  # an LLM in the process of its caller
+
+
+class Feature(NamedTuple):
+    name: str
+    shown: Callable[[Setup], str]  # what turns it on, as the operator writes it; "": it is off
+
+
+class Conflict(NamedTuple):
+    first: Feature
+    second: Feature
+    reason: str
+    remedy: str
+
+
+def _above(part: str, name: str, usual: float) -> Feature:
+    """A number that turns something on."""
+
+    def shown(setup: Setup) -> str:
+        value = getattr(getattr(setup.config, part), name)
+        return f"--{name} {value:g}" if value is not None and value > usual else ""
+
+    return Feature(name, shown)
+
+
+def _set(part: str, name: str) -> Feature:
+    """A switch or a text. Its value is not shown: it may be long or secret."""
+    return Feature(name, lambda setup: f"--{name}" if getattr(getattr(setup.config, part), name) else "")
+
+
+def _model(name: str, is_on: Callable[[ModelFacts], bool], text: str) -> Feature:
+    def shown(setup: Setup) -> str:
+        return text.format(setup.model.model_type) if setup.model is not None and is_on(setup.model) else ""
+
+    return Feature(name, shown)
+
+
+def _first_other(part: Any, allowed: Collection[str]) -> str:
+    return next((f"--{name}" for name in changed_options(part) if name not in allowed), "")
+
+
+def _attention_dp(setup: Setup) -> str:
+    worker = setup.config.worker
+    if worker.num_groups == 1:
+        return ""
+    return "--enable_dp_attention" if worker.attention_dp is None else f"--attention_dp {worker.attention_dp}"
+
+
+def _loras(setup: Setup) -> str:
+    worker = setup.config.worker
+    if not worker.num_loras:
+        return ""
+    return "--lora_modules" if worker.lora_modules else "--lora_dir" if worker.lora_dir else "--max_loras"
+
+
+def _roles(setup: Setup) -> str:
+    cluster = setup.config.cluster
+    if not cluster.is_split:
+        return ""
+    return "--roles" if cluster.roles else f"--role {cluster.role}"
+
+
+def _ranks(setup: Setup) -> str:
+    worker = setup.config.worker
+    return f"--tp {worker.tp}" if worker.tp > 1 else f"--pp {worker.pp}" if worker.pp > 1 else ""
+
+
+def _gateway(setup: Setup) -> str:
+    cluster = setup.config.cluster
+    return "--engines" if cluster.engines else "--engines_file" if cluster.engines_file is not None else ""
+
+
+def _engine_flag(setup: Setup) -> str:
+    """The first flag that is not of gateways."""
+    config = setup.config
+    parts = ((config.worker, GATEWAY_WORKER), (config.router, GATEWAY_ROUTER), (config.launch, GATEWAY_LAUNCH))
+    return next(filter(None, (_first_other(part, allowed) for part, allowed in parts)), "")
+
+
+def _http_flag(setup: Setup) -> str:
+    """The first flag that only a server with HTTP takes; other nodes have the flags of node 0."""
+    return "" if setup.config.is_other_node else _first_other(setup.config.http, ENGINE_HTTP | OF_PORT)
+
+
+def _http_address(setup: Setup) -> str:
+    changed = {} if setup.config.is_other_node else changed_options(setup.config.http)
+    return next((f"--{name}" for name in changed if name in OF_PORT), "")
+
+
+def _kv_dtype(setup: Setup) -> str:
+    """Of the flag, or of the checkpoint."""
+    return "" if setup.model is None or setup.model.kv_dtype is None else f"--kv_dtype {setup.model.kv_dtype}"
+
+
+def _windowed_pool(setup: Setup) -> str:
+    """Of a process that computes."""
+    is_on = setup.model is not None and setup.model.has_windowed_pool and not setup.config.cluster.is_gateway
+    return "a model with a second KV pool for its sliding windows" if is_on else ""
+
+
+MANY_RANKS = Feature("more_than_two_ranks", _above("worker", "tp", 2).shown)
+PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
+ATTENTION_DP = Feature("attention_dp", _attention_dp)
+RANKS = Feature("ranks", _ranks)
+DETERMINISTIC = _set("worker", "deterministic")
+QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker", "quantization_config")
+DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
+LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
+KV_RAM = _above("worker", "kv_ram_gb", 0)
+MAX_WINDOWED = _above("worker", "max_windowed_token_num", 0)
+NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
+STATIC_PROMPTS = _set("router", "static_prompts")
+NULL_WORKER, PROFILE_DIR = _set("launch", "null_worker"), _set("launch", "profile_dir")
+DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
+ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
+GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
+ROLES = Feature("roles", _roles)
+ENGINE_FLAG = Feature("engine_flag", _engine_flag)
+HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
+OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
+POOLING = _model("pooling", lambda model: not model.generates_text, "a model that generates no text")
+NO_KV_CACHE = _model("no_kv_cache", lambda model: not model.has_kv_cache, "a model without a KV cache")
+KV_DTYPE = Feature("kv_dtype", _kv_dtype)
+LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a {} model")
+NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
+NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
+WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
+
+_ONE_ADAPTER = "--merge_lora serves one adapter"
+_NO_WINDOWS = "add --max_windowed_token_num 0, or leave it out"
+
+TABLE = (
+    # a process is a gateway, an engine, or both in one
+    Conflict(ENGINES, ENGINES_FILE, "both list the engines", "write all addresses into the file"),
+    Conflict(GATEWAY, LISTEN, "a process is a gateway or an engine", "start two"),
+    Conflict(DP, GATEWAY, "a gateway has no engines of its own", "start one engine for each device with --listen"),
+    Conflict(DP, LISTEN, "an address has one engine", "start one engine for each of several ports"),
+    Conflict(NNODES, GATEWAY, "a gateway has no ranks", "set it on the engines"),
+    Conflict(ENGINE_FLAG, GATEWAY, "a gateway does not compute", "set it on the engines"),
+    Conflict(HTTP_FLAG, LISTEN, "an engine has no HTTP", "set it on the gateways"),
+    Conflict(HTTP_ADDRESS, LISTEN, "an engine has no HTTP", "its address is --listen tcp://HOST:PORT"),
+    # an LLM in the process of its caller
+    Conflict(RANKS, OFFLINE, "it runs a single rank", "start a server"),
+    Conflict(KV_RAM, OFFLINE, "it has the KV pool only", "start a server, which has KV tiers"),
+    # several nodes
+    Conflict(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
+    Conflict(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
+    Conflict(NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"),
+    # attention groups
+    Conflict(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
+    Conflict(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
+    Conflict(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
+    Conflict(ATTENTION_DP, STATIC_PROMPTS, "a prompt is pinned in one group only", "leave out --static_prompts"),
+    Conflict(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
+    Conflict(ATTENTION_DP, DP, "a server has attention groups or engines", "start several servers"),
+    Conflict(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
+    Conflict(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
+    # adapters
+    Conflict(LORA, DP, "several engines do not serve LoRA adapters yet", f"use --dp 1; {_ONE_ADAPTER}"),
+    Conflict(LORA, LISTEN, "engines of a gateway do not serve LoRA adapters yet", _ONE_ADAPTER),
+    Conflict(LORA, PP, "pipeline stages do not serve LoRA adapters yet", f"use --tp; {_ONE_ADAPTER}"),
+    Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),
+    # the null worker
+    Conflict(NULL_WORKER, PP, "it has no layers to divide", "leave out one of the flags"),
+    Conflict(NULL_WORKER, EP, "it has no experts to divide", "leave out one of the flags"),
+    Conflict(NULL_WORKER, ROLES, "it has no KV to send", "leave out one of the flags"),
+    Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
+    Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
+    # the prefix cache
+    Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),
+    Conflict(ROLES, NO_PREFIX_CACHE, "KV that is sent enters the prefix cache", "leave out one of the flags"),
+    Conflict(STATIC_PROMPTS, NO_PREFIX_CACHE, "static prompts stay in the prefix cache", "leave out one of the flags"),
+    # numbers
+    Conflict(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
+    Conflict(QUANTIZATION, QUANTIZATION_CONFIG, "both choose a format", "put the first into the file as its default"),
+    # models
+    Conflict(POOLING, PP, "pipeline stages serve text models only", "use --tp"),
+    Conflict(POOLING, DP, "several engines serve text models only", "start several servers"),
+    Conflict(POOLING, GATEWAY, "several engines serve text models only", "start a server with one engine"),
+    Conflict(POOLING, LISTEN, "several engines serve text models only", "use `lightserve serve`"),
+    Conflict(POOLING, KV_RAM, "no prefix of it is cached", "leave out --kv_ram_gb"),
+    Conflict(POOLING, STATIC_PROMPTS, "no prefix of it is cached", "leave out --static_prompts"),
+    Conflict(NO_KV_CACHE, DETERMINISTIC, "the texts of a step are computed together", "leave out --deterministic"),
+    Conflict(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
+    Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
+    Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
+    Conflict(KV_RAM, WINDOWED_POOL, "KV of windows is not kept in host memory", _NO_WINDOWS),
+    Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
+    Conflict(STATIC_PROMPTS, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
+)
+FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.first, row.second)}.values())
+
+
+def first_conflict(setup: Setup) -> str | None:
+    """Why these features exclude each other, in one line; None: they do not."""
+    shown = {feature: feature.shown(setup) for feature in FEATURES}
+    for first, second, reason, remedy in TABLE:
+        if shown[first] and shown[second]:
+            return f"{shown[first]} cannot be used with {shown[second]}: {reason}; {remedy}"
+    return None
+
+
+def check_combinations(setup: Setup) -> None:
+    if found := first_conflict(setup):
+        raise OptionError(found)

@@ -1,0 +1,17 @@
+"""How large the KV pool of layers with a sliding window is beside that of the others, and whether it saves memory."""
+
+from __future__ import annotations
+
+MIN_SHARE = 1 / 8  # contexts of 8 windows: 4 k tokens with Gemma 3 1B, 8 k with Gemma 3 27B, 1.5 k with gpt-oss
+LENGTHS_PER_CONTEXT = 4  # contexts are a quarter of the longest request or shorter
+MIN_GAIN = 1.2  # a second pool must hold so many times the tokens of a single one
+
+
+def windowed_share(kept: int, max_len: int) -> float:
+    """Of the windowed pool, in tokens of the other pool. ``kept``: windowed slots that a running request keeps."""
+    return max(MIN_SHARE, LENGTHS_PER_CONTEXT * kept / max_len)
+
+
+def may_save_memory(window: int, max_len: int) -> bool:
+    """Whether a second pool is worth it if all layers have this window; with fewer of them it saves less."""
+    return MIN_GAIN * windowed_share(window, max_len) <= 1
