@@ -54,8 +54,8 @@ from test.httpserver.app_client import served
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DATED = [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "log")]  # past runs: their flags may be gone
 # flags of pytest, benchmarks, test/faults, docker, kubectl and systemctl
 OTHER_TOOLS = {
     "--address",  # of ray start
@@ -91,7 +91,7 @@ METHODS = "DELETE|GET|HEAD|POST"
 
 
 def by_name(page: Path) -> str:
-    return page.name
+    return str(page.relative_to(ROOT))
 
 
 def test_the_page_on_adding_a_model_is_the_model() -> None:
@@ -210,7 +210,7 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in DATED], ids=by_name)
 def test_extras_on_a_page_exist_in_the_checkout(page: Path) -> None:
     known = metadata("lightserve").get_all("Provides-Extra")
     text = page.read_text()
@@ -290,7 +290,7 @@ def flags() -> set[str]:
     return {*commands, *simulator, "--version"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in DATED], ids=by_name)
 def test_flags_on_a_page_exist(page: Path, flags: set[str]) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
 

@@ -65,7 +65,18 @@ def test_the_comparison_has_the_start_of_the_banner() -> None:
     assert comparison_rows()["until ready"].startswith(f"{float(total):.0f} s ")
 
 
-def test_the_readme_links_every_page() -> None:
-    linked = set(re.findall(r"\]\((docs/\w+\.md)[#)]", README.read_text()))
+def pages_linked_on(page: Path) -> set[Path]:
+    links = re.findall(r"\]\(([\w/.-]+\.md)[#)]", page.read_text())
+    return {(page.parent / link).resolve() for link in links}
 
-    assert {str(page.relative_to(ROOT)) for page in PAGES if page.parent.name == "docs"} <= linked
+
+def test_the_readme_links_every_page() -> None:
+    assert {page for page in PAGES if page.parent == ROOT / "docs"} <= pages_linked_on(README)
+
+
+FOLDERS = sorted(folder for folder in (ROOT / "docs").iterdir() if any(folder.glob("*.md")))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=by_name)
+def test_the_page_of_a_folder_links_every_page_in_it(folder: Path) -> None:
+    assert set(folder.glob("*.md")) <= pages_linked_on(folder.with_suffix(".md"))

@@ -5,6 +5,7 @@ On GitHub, pages link to ``../README.md`` and ``../lightserve/...``. The site ha
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,21 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    folder = ROOT if page.file.src_uri in ROOT_PAGES.values() else ROOT / "docs"
+    source = page.file.src_uri
+    folder = ROOT if source in ROOT_PAGES.values() else (ROOT / "docs" / source).parent
 
     def rewritten(match: re.Match[str]) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         path = (folder / target).resolve()
         if path.is_relative_to(ROOT / "docs"):
-            return f"[{text}]({path.relative_to(ROOT / 'docs').as_posix()}{anchor})"
+            return f"[{text}]({site_link(source, path.relative_to(ROOT / 'docs'))}{anchor})"
         if path.parent == ROOT and path.name in ROOT_PAGES:
-            return f"[{text}]({ROOT_PAGES[path.name]}{anchor})"
+            return f"[{text}]({site_link(source, Path(ROOT_PAGES[path.name]))}{anchor})"
         return text if path.exists() else match[0]  # mkdocs reports a link that leads nowhere
 
     return _LINK.sub(rewritten, markdown)
+
+
+def site_link(source: str, target: Path) -> str:
+    """The target as a page sees it; both are paths in the site."""
+    return Path(os.path.relpath(target, Path(source).parent)).as_posix()
