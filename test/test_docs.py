@@ -270,9 +270,9 @@ def test_the_page_on_processes_names_every_call_to_workers_and_its_messages() ->
     assert named == {call.name: (messages_in(call.request), messages_in(call.reply)) for call in calls}
 
 
-def test_the_page_on_scaling_names_the_files_of_keygen(tmp_path: Path) -> None:
+def test_the_page_on_clusters_names_the_files_of_keygen(tmp_path: Path) -> None:
     made = {path.name for path in generate(tmp_path / "keys")}
-    rows = re.findall(r"^\| (.*?) \|", section_of(ROOT / "docs" / "scaling.md", "Keys"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \|", section_of(ROOT / "docs" / "scaling" / "cluster.md", "Keys"), flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([a-z]+\.[a-z]+)`", row)}
 
     assert named == made | {KV_CERTIFICATE}  # which is not made without openssl

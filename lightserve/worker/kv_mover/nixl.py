@@ -37,7 +37,9 @@ class NixlMemory:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
             self.agent: Any = nixl.nixl_agent(secrets.token_hex(16), config)
         except (ImportError, RuntimeError) as error:
-            raise ServerError(f"kv_transport=nixl: NIXL does not start ({error}); see docs/scaling.md") from error
+            raise ServerError(
+                f"kv_transport=nixl: NIXL does not start ({error}); see docs/scaling/disaggregation.md"
+            ) from error
         self._senders: Counter[str] = Counter()  # connections and late reads, by the name of the sender's agent
         self._late: Counter[str] = Counter()  # reads that were given up and go on, the same
         self._lock = threading.Lock()
