@@ -1,4 +1,4 @@
-"""The examples of docs/api.md: a real server gives the responses that the page shows."""
+"""The examples of the API pages: a real server gives the responses that a page shows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from test.api.server import ServerProcess
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-EXAMPLES = re.findall(r"```\n((?:GET|POST) /[^\n]*)\n\n(.*?)\n```", PAGE.read_text(), flags=re.DOTALL)
+TEXT = "".join(page.read_text() for page in sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md")))
+EXAMPLES = re.findall(r"```\n((?:GET|POST) /[^\n]*)\n\n(.*?)\n```", TEXT, flags=re.DOTALL)
 JSON = r"[{\[][\"{].*"  # one per line
 # differs from run to run; what was cached is no input in Anthropic's usage
 DRAWN = (
