@@ -127,6 +127,22 @@ def test_functions_on_the_page_about_a_request_are_in_the_files_beside_them() ->
     assert [pair for pair in pairs if pair[0] not in definitions_of(ROOT / pair[1])] == []
 
 
+def stops_of_the_tour() -> list[tuple[str, list[str]]]:
+    """File, and the definitions in it that a reader should read."""
+    page = (ROOT / "docs" / "tour.md").read_text()
+    stops = re.findall(r"^### \d+\. .*\]\(\.\./(.*)\)\n\nRead ([^#]*?)\.\n\n", page, flags=re.MULTILINE)
+    return [(file, re.findall(r"`([\w.]+)`", names)) for file, names in stops]
+
+
+def test_the_tour_has_twenty_files_and_their_definitions_exist() -> None:
+    stops = stops_of_the_tour()
+
+    assert len({file for file, _ in stops}) == 20
+    for file, names in stops:
+        assert names
+        assert set(names) <= definitions_of(ROOT / file), file
+
+
 def test_every_hop_of_a_request_names_a_function_that_exists() -> None:
     packages = ("httpserver", "router", "detokenization", "worker", "common/basemodel")
     files = [file for package in packages for file in (ROOT / "lightserve" / package).rglob("*.py")]
