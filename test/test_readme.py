@@ -1,4 +1,4 @@
-"""What the README says of LightServe is so: counts of models, the comparison with other servers, links to all pages."""
+"""The README is right: counts of models, figures, the comparison with other servers, links to all pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_a_page_counts_the_models(page: Path) -> None:
     assert re.search(rf"\b{len(ENCODERS)} are (\[encoders\]|encoders)", page.read_text())
 
 
-# rows of the README's comparison, and a test of what LightServe's column says
+COMPARISON = ROOT / "docs" / "comparison.md"
+# rows of the comparison, and a test of what LightServe's column says
 FEATURES = {
     "schemas on one port": "test/api/test_other_clients.py::test_a_lightllm_benchmark_client_counts_every_token",
     "CPU": "test/api/test_openai_client.py::test_chat",
@@ -44,9 +45,8 @@ MISSING_FEATURES = {"images": "test/httpserver/openai/test_faults.py::test_a_par
 
 
 def comparison_rows() -> dict[str, str]:
-    """What the README's comparison says of LightServe."""
-    rows = re.findall(r"^\| (\w.*?) \| (.+?) \|", section_of(README, "Feature comparison"), flags=re.MULTILINE)
-    return dict(rows)
+    """What the comparison says of LightServe."""
+    return dict(re.findall(r"^\| (\w.*?) \| (.+?) \|", COMPARISON.read_text(), flags=re.MULTILINE))
 
 
 def test_every_feature_in_the_comparison_has_a_test() -> None:
@@ -60,9 +60,20 @@ def test_every_feature_in_the_comparison_has_a_test() -> None:
 
 
 def test_the_comparison_has_the_start_of_the_banner() -> None:
-    (total,) = re.findall(r"^  start .* total ([\d.]+) s$", README.read_text(), flags=re.MULTILINE)
+    (total,) = re.findall(r"^  start .* total ([\d.]+) s$", COMPARISON.read_text(), flags=re.MULTILINE)
 
     assert comparison_rows()["until ready"].startswith(f"{float(total):.0f} s ")
+
+
+def test_figures_in_the_readme_are_those_of_the_page_on_speed() -> None:
+    rows = re.findall(r"^\| .*\*\* \|$", section_of(README, "Speed"), flags=re.MULTILINE)
+
+    assert len(rows) == 4
+    assert set(rows) <= set((ROOT / "docs" / "speed.md").read_text().splitlines())
+
+
+def test_the_readme_can_be_read_in_one_sitting() -> None:
+    assert len(README.read_text().splitlines()) <= 130
 
 
 def pages_linked_on(page: Path) -> set[Path]:

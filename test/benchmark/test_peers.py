@@ -1,4 +1,4 @@
-"""The README's plot is made from the figures of its table."""
+"""The plot of speed is made from the figures of its table."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_the_committed_plot_is_made_from_the_committed_figures() -> None:
 
 
 def test_the_figures_of_the_plot_are_those_of_the_table() -> None:
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "speed.md").read_text()
 
     for figure in read(DATA).figures:
         *others, own = [", ".join(map(number, runs)) for runs in figure.values]
-        assert f"| {' | '.join(others)} | **{own}** |" in readme, figure.load
+        assert f"| {' | '.join(others)} | **{own}** |" in page, figure.load
 
 
 def test_the_bar_of_several_runs_is_the_worst() -> None:
