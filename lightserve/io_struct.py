@@ -33,7 +33,7 @@ from __future__ import annotations
 import enum
 import functools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -477,13 +477,65 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """A new output token: sampled, or forced by the grammar after a sampled one."""
+    """A new output token. Several of a request in one result follow one another."""
 
     req_id: int
     token: Token
     completes_grammar: bool = False  # nothing may follow
-    # The grammar forces it after the sampled token. The step that is in flight already then samples none.
-    is_forced: bool = False
+
+
+class TokenColumns(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that have nothing but an id, in columns, because there may be thousands. The requests differ."""
+
+    req_ids: Int64s = NO_INT64
+    token_ids: Int32s = NO_INT32  # of all requests, one request after the other
+    counts: Int32s = NO_INT32  # tokens of each request, 1 at least; empty: one each
+
+    @classmethod
+    def of(cls, tokens: Sequence[tuple[int, Sequence[int]]]) -> TokenColumns:
+        """Of requests and their tokens."""
+        counts = int32s([len(token_ids) for _, token_ids in tokens])
+        ids = int32s([token_id for _, token_ids in tokens for token_id in token_ids])
+        return cls(int64s([req_id for req_id, _ in tokens]), ids, counts if len(ids) > len(counts) else NO_INT32)
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.req_ids)
+
+    @property
+    def each_counts(self) -> Int32s:
+        """``counts``, also if there is one token each."""
+        return int32s(self.counts) if len(self.counts) else np.ones(len(self), dtype=np.int32)
+
+    def where(self, is_chosen: npt.NDArray[np.bool_]) -> TokenColumns:
+        """The tokens of some of the requests."""
+        req_ids, token_ids = int64s(self.req_ids)[is_chosen], int32s(self.token_ids)
+        if not len(self.counts):
+            return TokenColumns(req_ids, token_ids[is_chosen])
+        counts = int32s(self.counts)
+        return TokenColumns(req_ids, token_ids[np.repeat(is_chosen, counts)], counts[is_chosen])
+
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        """The request and the id of each token."""
+        req_ids = np.repeat(int64s(self.req_ids), self.counts) if len(self.counts) else int64s(self.req_ids)
+        return zip(req_ids.tolist(), int32s(self.token_ids).tolist(), strict=True)
+
+    def outs(self) -> list[TokenOut]:
+        """Slower than the columns, and simpler."""
+        return [TokenOut(req_id, Token(token_id)) for req_id, token_id in self.pairs()]
+
+
+NO_TOKENS = TokenColumns()
+
+
+def joined_columns(parts: Sequence[TokenColumns]) -> TokenColumns:
+    """The tokens of all parts as one, whose requests differ."""
+    counts = [part.each_counts for part in parts] if any(len(part.counts) for part in parts) else []
+    return TokenColumns(
+        np.concatenate([NO_INT64, *(int64s(part.req_ids) for part in parts)]),
+        np.concatenate([NO_INT32, *(int32s(part.token_ids) for part in parts)]),
+        np.concatenate([NO_INT32, *counts]),
+    )
 
 
 class ReqFailed(msgspec.Struct, frozen=True):
@@ -502,23 +554,22 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The results of one step. A request may get several tokens, in their order.
+    """The results of one step. A request may get several tokens, in their order: all are plain, or all detailed.
 
-    Tokens that have nothing but an id are columns, because there may be thousands. Such a request gets one token.
+    The first is sampled. The others are forced by its grammar: then a step that is in flight already, and does not
+    compute all of them, samples none.
     """
 
     detailed: list[TokenOut] = []
     failed: list[ReqFailed] = []
     embeddings: list[Embedding] = []
-    plain_req_ids: Int64s = NO_INT64
-    plain_token_ids: Int32s = NO_INT32
+    plain: TokenColumns = NO_TOKENS
     launch_s: float = 0.0  # how long the worker took to launch it
 
     @property
     def tokens(self) -> list[TokenOut]:
         """All tokens: slower than the columns, and simpler."""
-        plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
-        return [*(TokenOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.detailed]
+        return [*self.plain.outs(), *self.detailed]
 
 
 def joined_results(results: Sequence[StepResult]) -> StepResult:
@@ -529,8 +580,7 @@ def joined_results(results: Sequence[StepResult]) -> StepResult:
         [out for result in results for out in result.detailed],
         [failure for result in results for failure in result.failed],
         [embedding for result in results for embedding in result.embeddings],
-        np.concatenate([int64s(result.plain_req_ids) for result in results]),
-        np.concatenate([int32s(result.plain_token_ids) for result in results]),
+        joined_columns([result.plain for result in results]),
         max(result.launch_s for result in results),
     )
 
@@ -779,22 +829,20 @@ class EmbeddingOut(msgspec.Struct, frozen=True, array_like=True):
 class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one step, requests that are new or failed, and ids of requests that were aborted.
 
-    A request is in ``new`` before its tokens come. Tokens that have nothing but an id are columns.
+    A request is in ``new`` before its tokens come.
     """
 
     outs: list[TokenIdOut] = []
     new: list[TextReq] = []
     failed: list[ReqFailed] = []
     aborted: list[int] = []
-    plain_req_ids: Int64s = NO_INT64
-    plain_token_ids: Int32s = NO_INT32
+    plain: TokenColumns = NO_TOKENS  # neither the first nor the last of their requests
     embeddings: list[EmbeddingOut] = []
 
     @property
     def tokens(self) -> list[TokenIdOut]:
         """All tokens: slower than the columns, and simpler."""
-        plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
-        return [*(TokenIdOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.outs]
+        return [*(TokenIdOut(req_id, Token(token_id)) for req_id, token_id in self.plain.pairs()), *self.outs]
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -1131,7 +1179,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | HttpProcessLost
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 8  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 9  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

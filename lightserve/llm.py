@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from numbers import Integral
 from typing import Any, overload
 
@@ -27,7 +28,7 @@ from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_token
 from lightserve.models.registry import read_model_config
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
-from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
+from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.worker.rpc import GetResult
@@ -298,19 +299,26 @@ class LLM(PoolingMethods):
         for embedding in result.embeddings:
             if self._scheduler.process_embedding(embedding.req_id) is not None:
                 self._results[embedding.req_id] = embedding.values
-        for out in result.tokens:
-            req = self._scheduler.process_token(out)
-            if req is not None:
-                self._push_token(req, out)
+        for _, outs in groupby(result.tokens, key=lambda out: out.req_id):
+            tokens = self._scheduler.process_req(list(outs))
+            if tokens is not None:
+                self._push_tokens(tokens)
 
     def _fail(self, failure: ReqFailed) -> None:
         stream = self._open.pop(failure.req_id)
         stream.outs.append(StreamOut(stream.index, None, None, "", FinishReason.ABORT, error=failure.message))
 
-    def _push_token(self, req: Req, out: TokenOut) -> None:
+    def _push_tokens(self, tokens: ReqTokens) -> None:
+        """The last token may end the request, and a stop string before it."""
+        for out in tokens.outs:
+            is_last = out is tokens.outs[-1]
+            self._push_token(tokens.req, out, tokens.req.finish_reason if is_last else None)
+            if tokens.req.req_id not in self._open:
+                return
+
+    def _push_token(self, req: Req, out: TokenOut, finish_reason: FinishReason | None) -> None:
         stream, token = self._open[req.req_id], out.token
-        text = stream.text.push(token.id, req.finish_reason, req.ends_in_text)
-        finish_reason = req.finish_reason
+        text = stream.text.push(token.id, finish_reason, req.ends_in_text)
         if stream.text.matched_stop is not None:
             finish_reason = FinishReason.STOP
             self._scheduler.abort(req.req_id)

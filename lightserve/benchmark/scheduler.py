@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import GenerationParams, Token, TokenOut
+from lightserve.io_struct import GenerationParams, TokenColumns
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
@@ -97,9 +97,10 @@ def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
 def process(scheduler: Scheduler, req_ids: Int64Array) -> None:
     """Every request of the step has got a token. Only the first one of a request is not plain."""
     scheduler.complete_step()
-    is_known = scheduler.process_plain(req_ids, np.ones(len(req_ids), dtype=np.int32))
-    for req_id in req_ids[~is_known].tolist():
-        scheduler.process_token(TokenOut(req_id, Token(1)))
+    tokens = TokenColumns(req_ids, np.ones(len(req_ids), dtype=np.int32))
+    is_known = scheduler.process_plain(tokens)
+    for out in tokens.where(~is_known).outs():
+        scheduler.process_req([out])
 
 
 def main() -> None:

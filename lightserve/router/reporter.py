@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import groupby
+
+import msgspec
 
 from lightserve.io_struct import (
     Admission,
@@ -18,17 +21,16 @@ from lightserve.io_struct import (
     TextParams,
     TextReq,
     ToDetokenization,
-    Token,
+    TokenColumns,
     TokenIdOut,
     TokenOut,
 )
 from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
-from lightserve.router.scheduler import AnyScheduler
+from lightserve.router.scheduler import AnyScheduler, ReqTokens
 from lightserve.router.stats import RouterMetrics
 from lightserve.utils.channel import Sender
-from lightserve.utils.int_arrays import Int32Array, Int64Array, int32s, int64s
 
 
 class Reporter:
@@ -76,20 +78,15 @@ class Reporter:
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
         now = time.monotonic()
-        plain_req_ids, plain_token_ids, others = self._process_plain(result, now)
+        num_forced = self._scheduler.num_forced
+        plain, others = self._process_plain(result.plain, now)
         outs = self._process_tokens([*others, *result.detailed], now)
+        self.metrics.forced(self._scheduler.num_forced - num_forced)
         embeddings = self._process_embeddings(result.embeddings, now)
         self._send_news()  # before the last token of a request, so that the dispatcher always knows where its KV is
-        if outs or failed or self._aborted or embeddings or len(plain_req_ids):
+        if outs or failed or self._aborted or embeddings or len(plain):
             self._to_detokenization.send(
-                BatchTokenIdOut(
-                    outs,
-                    failed=failed,
-                    aborted=self._aborted,
-                    embeddings=embeddings,
-                    plain_req_ids=plain_req_ids,
-                    plain_token_ids=plain_token_ids,
-                )
+                BatchTokenIdOut(outs, failed=failed, aborted=self._aborted, plain=plain, embeddings=embeddings)
             )
             self._aborted = []
 
@@ -132,53 +129,45 @@ class Reporter:
             self.pinned.end(req, has_failed)
         return req.is_internal
 
-    def _process_plain(self, result: StepResult, now: float) -> tuple[Int64Array, Int32Array, list[TokenOut]]:
-        """The plain tokens that only have to be sent on, as columns, and the others."""
-        req_ids, token_ids = int64s(result.plain_req_ids), int32s(result.plain_token_ids)
-        if not len(req_ids):
-            return req_ids, token_ids, []
-        is_known = self._scheduler.process_plain(req_ids, token_ids)
-        known_ids = req_ids[is_known]
-        for gap_s, count in zip(*self._scheduler.observe_gaps(known_ids, now), strict=True):
+    def _process_plain(self, plain: TokenColumns, now: float) -> tuple[TokenColumns, list[TokenOut]]:
+        """The plain tokens that only have to be sent on, and the others."""
+        if not len(plain):
+            return plain, []
+        is_known = self._scheduler.process_plain(plain)
+        known = plain.where(is_known)
+        for gap_s, count in zip(*self._scheduler.observe_gaps(known.req_ids, now), strict=True):
             self.metrics.next_tokens(gap_s, count)
-        others = zip(req_ids[~is_known].tolist(), token_ids[~is_known].tolist(), strict=True)
-        return known_ids, token_ids[is_known], [TokenOut(req_id, Token(token_id)) for req_id, token_id in others]
+        if len(known.counts):
+            self.metrics.next_tokens(0.0, len(known.token_ids) - len(known))
+        return known, [] if is_known.all() else plain.where(~is_known).outs()
 
     def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:
-        gaps: dict[float, int] = {}  # time of the last token -> requests; most requests got it in the same step
-        outs = []
-        for out in tokens:
-            req = self._scheduler.process_token(out)
-            if req is None:
+        gaps: dict[float, int] = {}  # time of the last token -> tokens; most requests got it in the same step
+        outs: list[TokenIdOut] = []
+        for _, of_req in groupby(tokens, key=lambda out: out.req_id):
+            processed = self._scheduler.process_req(list(of_req))
+            if processed is None or self._end_internal(processed.req):
                 continue
-            if req.is_internal:
-                self._end_internal(req)
-                continue
-            admission = None
-            if req.target is not None:  # the engine that wants its prompt counts the request
-                admission = Admission(req.admitted_s - req.arrived_s, req.cached_len)
-            elif req.output_len == 1:
-                admission = self._count_first_token(req, now)
-            else:
-                gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
-            req.last_token_s = now
-            if out.is_forced:
-                self.metrics.forced()
-            outs.append(
-                TokenIdOut(
-                    req.req_id,
-                    out.token,
-                    finish_reason=req.finish_reason,
-                    stop_reason=req.stop_token,
-                    admission=admission,
-                    ends_in_text=req.ends_in_text,
-                )
-            )
+            outs += _token_id_outs(processed, self._count_tokens(processed, gaps, now))
+            req = processed.req
             if req.finish_reason is not None:
                 self._count_finished(req, req.finish_reason, now)
         for last_token_s, count in gaps.items():
             self.metrics.next_tokens(now - last_token_s, count)
         return outs
+
+    def _count_tokens(self, processed: ReqTokens, gaps: dict[float, int], now: float) -> Admission | None:
+        """Of a request, in the metrics or in ``gaps``. Returns how it was admitted, if these are its first tokens."""
+        req, count = processed.req, len(processed.outs)
+        if req.target is not None:  # the engine that wants its prompt counts the request
+            return Admission(req.admitted_s - req.arrived_s, req.cached_len)
+        last_token_s, req.last_token_s = req.last_token_s, now
+        if count > 1:
+            gaps[now] = gaps.get(now, 0) + count - 1
+        if req.output_len == count:
+            return self._count_first_token(req, now)
+        gaps[last_token_s] = gaps.get(last_token_s, 0) + 1
+        return None
 
     def _process_embeddings(self, results: list[Embedding], now: float) -> list[EmbeddingOut]:
         outs = []
@@ -220,3 +209,15 @@ class Reporter:
 def _crash_suspects(scheduler: AnyScheduler) -> list[int]:
     """Requests that have to run alone until their next token."""
     return [req_id for group in scheduler.groups for req_id in group.isolation.pending_ids]
+
+
+def _token_id_outs(processed: ReqTokens, admission: Admission | None) -> list[TokenIdOut]:
+    """The tokens of a request. ``admission`` comes with the first, the end of the request with the last."""
+    req, added = processed
+    outs = [TokenIdOut(req.req_id, out.token) for out in added]
+    outs[0] = msgspec.structs.replace(outs[0], admission=admission)
+    if req.finish_reason is not None:
+        outs[-1] = msgspec.structs.replace(
+            outs[-1], finish_reason=req.finish_reason, stop_reason=req.stop_token, ends_in_text=req.ends_in_text
+        )
+    return outs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +99,7 @@ class Req(ReqProgress):
         self.columns, self.row = ReqColumns(1), 0
         self.columns.prompt_len[0] = len(self.prompt_ids)
         self.columns.max_new_tokens[0] = self.max_new_tokens
-        self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens or sampling.grammar)
+        self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens)
 
     @property
     def slots(self) -> Int32Array:
@@ -268,7 +269,15 @@ class Req(ReqProgress):
     def fail(self) -> None:
         self.finish_reason = FinishReason.ABORT
 
-    def add_token(self, out: TokenOut) -> None:
+    def add_tokens(self, outs: Sequence[TokenOut]) -> Sequence[TokenOut]:
+        """Append the tokens of a step up to the one that ends it, and return them. Later ones are dropped."""
+        for place, out in enumerate(outs, start=1):
+            self._add_token(out)
+            if self.finish_reason is not None:
+                return outs[:place]
+        return outs
+
+    def _add_token(self, out: TokenOut) -> None:
         token_id = out.token.id
         self.flush()
         self._outputs.extend((token_id,))

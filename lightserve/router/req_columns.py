@@ -19,7 +19,7 @@ FIELDS = (
     "certain_len",  # of these, the tokens whose step has completed
     "planned_outputs",  # output tokens that exist after the planned steps, not counting forced ones
     "output_len",  # output tokens that are known
-    "is_plain",  # 1: only its length or an end token of the model ends it
+    "is_plain",  # 1: only its length, an end token of the model or its grammar ends it
     "admission",  # number of its admission; 0: it does not run
     "planned_step",  # number of the last step that computes some of its tokens
 )

@@ -13,7 +13,7 @@ from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.planner import PlannedStep
-from lightserve.utils.int_arrays import MAX_EXTENSION, Int32Array, Int64Array, Tails
+from lightserve.utils.int_arrays import BLOCK, Int32Array, Int64Array, Tails
 
 OneStep = tuple[Int32Array, Int64Array]  # the slots of the step, and the tokens of each request after it
 
@@ -60,8 +60,8 @@ class DecodeRun:
 
     def _extend(self, tails: Tails, values: Int32Array) -> None:
         """``values``: a row for each request."""
-        for begin in range(0, values.shape[1], MAX_EXTENSION):
-            part = values[:, begin : begin + MAX_EXTENSION]
+        for begin in range(0, values.shape[1], BLOCK):
+            part = values[:, begin : begin + BLOCK]
             for req in self._batch.at(np.array(tails.full(self.rows, part.shape[1]), dtype=np.int64)):
                 req.flush()
             tails.extend(self.rows, part)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.io_struct import Step
-from lightserve.utils.int_arrays import NO_INT64, Int32Array, Int64Array, int64s
+from lightserve.io_struct import Step, TokenColumns
+from lightserve.utils.int_arrays import NO_INT64, Int64Array, int64s
 
 EOS, OTHER = 0, 1  # token ids that the simulated model returns
 MIN_IDS = 1024  # requests that arrays are made for at once
@@ -53,13 +52,6 @@ class CostModel:
 H200 = CostModel()
 
 
-class StepTokens(NamedTuple):
-    """The tokens that a step returns, one of each request."""
-
-    req_ids: Int64Array
-    token_ids: Int32Array
-
-
 class Worker:
     """Runs steps like a model worker, and returns how long each takes. Its arrays have one number per request id."""
 
@@ -89,7 +81,7 @@ class Worker:
         self._computed[req_ids] += steps
         self._left[req_ids] -= steps
 
-    def run(self, step: Step) -> tuple[float, StepTokens]:
+    def run(self, step: Step) -> tuple[float, TokenColumns]:
         for new in step.new:
             self._computed[new.req_id] = len(new.cached_slots)
             self._todo[new.req_id] = len(new.token_ids) - len(new.cached_slots)
@@ -112,4 +104,4 @@ class Worker:
         self._todo[req_ids] = 1
         self._left[req_ids] -= 1
         token_ids = np.where(self._left[req_ids] > 0, OTHER, EOS).astype(np.int32)
-        return self._cost.step_s(tokens, kv_read, pairs), StepTokens(req_ids, token_ids)
+        return self._cost.step_s(tokens, kv_read, pairs), TokenColumns(req_ids, token_ids)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.io_struct import (
+    NO_TOKENS,
     KvCancel,
     KvExpect,
     KvMissing,
@@ -19,8 +20,7 @@ from lightserve.io_struct import (
     KvTarget,
     KvTicket,
     KvWanted,
-    Token,
-    TokenOut,
+    TokenColumns,
 )
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
@@ -30,12 +30,10 @@ from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.decode_run import DecodeRun, DecodeRunScheduler
 from lightserve.simulate.front import NO_FRONT, Front
-from lightserve.simulate.gpu import H200, OTHER, CostModel, StepTokens, Worker
+from lightserve.simulate.gpu import H200, OTHER, CostModel, Worker
 from lightserve.simulate.kv_tiers import SimulatedTiers, StoreBlocks, Tiers
-from lightserve.utils.int_arrays import NO_INT32, NO_INT64
 
 MIN_DECODES = 2  # steps: fewer are planned one by one
-NO_TOKENS = StepTokens(NO_INT64, NO_INT32)
 
 LIMITS = SchedulerLimits(  # on a GPU
     256,
@@ -79,7 +77,7 @@ class EndedStep(NamedTuple):
 class _InFlight(NamedTuple):
     end_s: float
     seconds: float
-    tokens: StepTokens | None  # None: the step belongs to the run of decodes
+    tokens: TokenColumns | None  # None: the step belongs to the run of decodes
     pushes: Sequence[KvPush] = ()
     prompt_tokens: int = 0
 
@@ -171,13 +169,12 @@ class Replica:
         if tokens is None and self._decodes is not None:
             self._ended_decodes += 1
             return EndedStep([now - last_end_s], [len(self._decodes.rows)], [])
-        req_ids, token_ids = tokens or NO_TOKENS
+        tokens = tokens or NO_TOKENS
         self.scheduler.complete_step(seconds)
-        is_known = self.scheduler.process_plain(req_ids, token_ids)
-        gaps = self.scheduler.observe_gaps(req_ids[is_known], now)
-        others = zip(req_ids[~is_known].tolist(), token_ids[~is_known].tolist(), strict=True)
-        reqs = [self.scheduler.process_token(TokenOut(req_id, Token(token_id))) for req_id, token_id in others]
-        return EndedStep(*gaps, [req for req in reqs if req is not None], pushes)
+        is_known = self.scheduler.process_plain(tokens)
+        gaps = self.scheduler.observe_gaps(tokens.req_ids[is_known], now)
+        processed = [self.scheduler.process_req([out]) for out in tokens.where(~is_known).outs()]
+        return EndedStep(*gaps, [tokens.req for tokens in processed if tokens is not None], pushes)
 
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
@@ -245,8 +242,10 @@ class Replica:
             return
         self._worker.decode(run.req_ids, len(run))
         self.scheduler.end_decodes(run, [OTHER] * self._ended_decodes, self._last_end_s)
-        tokens = StepTokens(run.req_ids, np.full(len(run.rows), OTHER, dtype=np.int32))
-        self._in_flight = deque(step if step.tokens else step._replace(tokens=tokens) for step in self._in_flight)
+        tokens = TokenColumns(run.req_ids, np.full(len(run.rows), OTHER, dtype=np.int32))
+        self._in_flight = deque(
+            step if step.tokens is not None else step._replace(tokens=tokens) for step in self._in_flight
+        )
 
     def _is_early(self, now: float) -> bool:
         """Whether it is too early for the next step: the simulator knows what StepPacer estimates."""

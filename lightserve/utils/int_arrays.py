@@ -17,7 +17,6 @@ NO_INT32.flags.writeable = NO_INT64.flags.writeable = False
 MIN_ROOM = 64  # values that are added to the capacity at least
 ROOM_SHARE = 4  # and this part of the length: appending stays cheap, and a long array wastes little
 BLOCK = 64  # values that wait in a row of Tails before they are appended to the array of a request
-MAX_EXTENSION = BLOCK // 2  # values that fit into every row of Tails that was taken
 
 
 def int32s(values: Int32Array | Sequence[int]) -> Int32Array:
@@ -75,21 +74,26 @@ class Tails:
     def __init__(self, rows: int) -> None:
         self._values: Int32Array = np.empty((rows, BLOCK), dtype=np.int32)
         self._lens = np.zeros(rows, dtype=np.int64)
-        self._limits = BLOCK - np.arange(rows) % MAX_EXTENSION  # so that not all rows are full at once
+        self._limits = BLOCK - np.arange(rows) % (BLOCK // 2)  # so that not all rows are full at once
 
-    def full(self, rows: Int64Array, count: int = 1) -> list[int]:
-        """Those of ``rows`` that must be taken before ``count`` more values are appended, at most MAX_EXTENSION."""
-        full: list[int] = rows[self._lens[rows] + count > self._limits[rows]].tolist()
+    def full(self, rows: Int64Array, counts: Int32Array | int = 1) -> list[int]:
+        """Those of ``rows`` that must be taken before ``counts`` more values are appended, at most BLOCK."""
+        full: list[int] = rows[self._lens[rows] + counts > self._limits[rows]].tolist()
         return full
 
-    def append(self, rows: Int64Array, values: Int32Array) -> None:
-        """One value to each of ``rows``, which differ."""
+    def append(self, rows: Int64Array, values: Int32Array, counts: Int32Array = NO_INT32) -> None:
+        """``counts`` values to each of ``rows``, which differ, at most BLOCK; empty: one each."""
         at = self._lens[rows]
-        self._values[rows, at] = values
-        self._lens[rows] = at + 1
+        if not len(counts):
+            self._values[rows, at] = values
+            self._lens[rows] = at + 1
+            return
+        first = np.cumsum(counts) - counts  # of a row's values
+        self._values[np.repeat(rows, counts), np.arange(len(values)) + np.repeat(at - first, counts)] = values
+        self._lens[rows] = at + counts
 
     def extend(self, rows: Int64Array, values: npt.NDArray[np.int32]) -> None:
-        """Several values to each of ``rows``: a row of ``values``."""
+        """Several values to each of ``rows``: a row of ``values``. At most BLOCK."""
         at = self._lens[rows]
         self._values[rows[:, None], at[:, None] + np.arange(values.shape[1])] = values
         self._lens[rows] = at + values.shape[1]

@@ -20,14 +20,16 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
-from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
+from lightserve.io_struct import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
 from lightserve.utils.int_arrays import Int32Array, Int64Array
 from lightserve.worker.infer_batch import Sampled, SampledRow, StepUpdates, TokenUpdate
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
@@ -93,42 +95,55 @@ class StepCollector:
         return step
 
     def _result_of(self, step: PendingStep) -> StepResult:
-        ids = step.token_ids()
-        tokens, failed, updates = _details(step.sampled.others, ids, step.logprobs())
-        plain = step.sampled.plain
+        ids, plain = step.token_ids(), step.sampled.plain
+        others = OtherResults.of(step.sampled.others, ids, step.logprobs())
         plain_ids: Int32Array = ids[plain.places].astype(np.int32)
         has_token = plain_ids >= 0
         without = zip(plain.req_ids[~has_token].tolist(), plain_ids[~has_token].tolist(), strict=True)
-        failed += [_failure(req_id, token_id) for req_id, token_id in without]
-        self._updates.append(StepUpdates(updates, plain, np.maximum(plain_ids, 0)))  # as ops.place_tokens takes them
-        return StepResult(tokens, failed, plain_req_ids=plain.req_ids[has_token], plain_token_ids=plain_ids[has_token])
+        failed = others.failed + [_failure(req_id, token_id) for req_id, token_id in without]
+        taken_ids = np.maximum(plain_ids, 0)  # as ops.place_tokens takes them
+        self._updates.append(StepUpdates(others.updates, plain, taken_ids))
+        columns = TokenColumns(plain.req_ids[has_token], plain_ids[has_token])
+        if others.plain:
+            columns = joined_columns([columns, TokenColumns.of(others.plain)])
+        return StepResult(others.detailed, failed, plain=columns)
 
 
-def _details(
-    sampled: Sequence[SampledRow], ids: Int64Array, logprobs: dict[int, TopLogprobs]
-) -> tuple[list[TokenOut], list[ReqFailed], list[TokenUpdate]]:
-    """The tokens of requests with a grammar or logprobs, failed requests, and what the launching thread must know."""
-    tokens: list[TokenOut] = []
-    failed: list[ReqFailed] = []
-    updates: list[TokenUpdate] = []
-    for row, req, prompt_chunks in sampled:
-        token_id = int(ids[row])
-        if token_id < 0:
-            failed.append(_failure(req.req_id, token_id))
-            updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
-            continue
-        prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
-        token = Token(token_id, *logprobs.get(row, NO_LOGPROBS), prompt)
+class OtherResults(NamedTuple):
+    """The results of requests with a grammar or logprobs."""
+
+    plain: list[tuple[int, list[int]]]  # requests and their tokens, of those that need no details
+    detailed: list[TokenOut]
+    failed: list[ReqFailed]
+    updates: list[TokenUpdate]  # what the launching thread must know
+
+    @classmethod
+    def of(cls, sampled: Sequence[SampledRow], ids: Int64Array, logprobs: dict[int, TopLogprobs]) -> OtherResults:
+        results = cls([], [], [], [])
+        for row, req, prompt_chunks in sampled:
+            token_id = int(ids[row])
+            if token_id < 0:
+                results.failed.append(_failure(req.req_id, token_id))
+                results.updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
+                continue
+            prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
+            results._add(req, Token(token_id, *logprobs.get(row, NO_LOGPROBS), prompt))
+        return results
+
+    def _add(self, req: InferReq, token: Token) -> None:
         if req.output is None:
-            tokens.append(TokenOut(req.req_id, token))
-            updates.append((req, [token_id], False))
-            continue
-        outs, error = _extend(req.req_id, req.output, token)
-        tokens += outs
+            self.detailed.append(TokenOut(req.req_id, token))
+            self.updates.append((req, [token.id], False))
+            return
+        forced_ids, is_complete, error = _advance(req.output, token.id)
+        self.updates.append((req, [token.id, *forced_ids], not req.output.is_unconstrained))
         if error is not None:
-            failed.append(ReqFailed(req.req_id, 400, error))
-        updates.append((req, [token_id, *(out.token.id for out in outs[1:])], not req.output.is_unconstrained))
-    return tokens, failed, updates
+            self.failed.append(ReqFailed(req.req_id, 400, error))
+        elif is_complete or token != Token(token.id):
+            tokens = [token, *map(Token, forced_ids)]
+            self.detailed.extend(TokenOut(req.req_id, one, is_complete and one is tokens[-1]) for one in tokens)
+        else:
+            self.plain.append((req.req_id, [token.id, *forced_ids]))
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:
@@ -142,10 +157,11 @@ def _failure(req_id: int, token_id: int) -> ReqFailed:
     return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
 
 
-def _extend(req_id: int, output: GrammarOutput, token: Token) -> tuple[list[TokenOut], str | None]:
-    """A sampled token and the tokens that the grammar forces after it, or why the sampled one is not allowed."""
-    is_complete, error = output.add(token.id)
+def _advance(output: GrammarOutput, token_id: int) -> tuple[list[int], bool, str | None]:
+    """Add a sampled token. Returns the tokens that the grammar forces after it, whether the last token completes the
+    grammar, and why the sampled one is not allowed, if so."""
+    is_complete, error = output.add(token_id)
     if error is not None:
-        return [], error
-    sampled = TokenOut(req_id, token, completes_grammar=is_complete)
-    return [sampled, *(TokenOut(req_id, Token(i), is_last, is_forced=True) for i, is_last in output.forced())], None
+        return [], False, error
+    forced = list(output.forced())
+    return [forced_id for forced_id, _ in forced], forced[-1][1] if forced else is_complete, None

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenOut
+from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.profiler import WorkerProfiler
@@ -65,8 +65,7 @@ class NullWorker:
         return StepResult(
             detailed,
             embeddings=embeddings,
-            plain_req_ids=np.array(req_ids, dtype=np.int64),
-            plain_token_ids=np.array(token_ids, dtype=np.int32),
+            plain=TokenColumns(np.array(req_ids, dtype=np.int64), np.array(token_ids, dtype=np.int32)),
         )
 
     def _with_logprobs(self, req_id: int) -> Token:

@@ -137,7 +137,7 @@ class SeededModel(FakeModel):
     def kv_inbox(self) -> Any:  # type: ignore[override]
         return self.inbox
 
-    def _token(self, req_id: int, is_forced: bool) -> TokenOut:
+    def _token(self, req_id: int) -> TokenOut:
         self._made[req_id] += 1
         return TokenOut(req_id, Token(token_of(self._seeds[req_id], self._made[req_id])))
 

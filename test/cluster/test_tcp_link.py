@@ -47,6 +47,7 @@ from lightserve.io_struct import (
     TimelineEvent,
     Timelines,
     Token,
+    TokenColumns,
     TokenIdOut,
 )
 from lightserve.utils.channel import make_decoder
@@ -423,14 +424,15 @@ def test_results_that_are_too_large_for_the_link_are_divided_or_refused(monkeypa
         sockets: Any = RecordingSocket()
         server = EngineServer(sockets, hello_of("engine", 0))
         server._handle(b"peer", HELLO)
-        server.send(BatchTokenIdOut(outs, aborted=[9], plain_req_ids=[8], plain_token_ids=[1]))
+        server.send(BatchTokenIdOut(outs, aborted=[9], plain=TokenColumns.of([(8, [1, 2])])))
 
         sent = [out.req_id for batch in sockets.sent for out in batch.outs]
         failed = [(failure.req_id, failure.status) for batch in sockets.sent for failure in batch.failed]
         assert sorted(sent) == [0, 2]
         assert failed == [(1, 413)]
         assert [batch.aborted for batch in sockets.sent if batch.aborted] == [[9]]
-        assert [batch.plain_req_ids.tolist() for batch in sockets.sent if len(batch.plain_req_ids)] == [[8]]
+        plain = [(out.req_id, out.token.id) for batch in sockets.sent for out in batch.plain.outs()]
+        assert plain == [(8, 1), (8, 2)]
         assert await server.recv() == AbortReq(1)  # the engine computes it no more
 
     asyncio.run(scenario())

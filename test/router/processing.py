@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
-import numpy as np
-
-from lightserve.io_struct import Token, TokenOut
+from lightserve.io_struct import Token, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 
 
 def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut]) -> list[Req]:
-    """Complete the oldest step in flight, and give every token to its request. Returns the request of each token."""
+    """Complete the oldest step in flight, and give every request its tokens. Returns the requests that got some."""
     scheduler.complete_step()
-    outs = list(outs)
+    by_req = {req_id: list(own) for req_id, own in groupby(outs, key=lambda out: out.req_id)}
+    plain = {req_id: own for req_id, own in by_req.items() if all(_is_plain(out) for out in own)}
+    columns = TokenColumns.of([(req_id, [out.token.id for out in own]) for req_id, own in plain.items()])
     running = {req.req_id: req for req in scheduler._batch}
-    req_ids = np.array([out.req_id for out in outs], dtype=np.int64)
-    is_known = np.zeros(len(outs), dtype=np.bool_)
-    if len(set(req_ids.tolist())) == len(outs):  # as in StepResult's columns
-        is_plain = np.array([out == TokenOut(out.req_id, Token(out.token.id)) for out in outs], dtype=np.bool_)
-        token_ids = np.array([out.token.id for out in outs], dtype=np.int32)
-        is_known[is_plain] = scheduler.process_plain(req_ids[is_plain], token_ids[is_plain])
-    processed = [
-        running[out.req_id] if known else scheduler.process_token(out)
-        for out, known in zip(outs, is_known.tolist(), strict=True)
-    ]
-    return [req for req in processed if req is not None]
+    known = set(columns.req_ids[scheduler.process_plain(columns)].tolist())
+    others = {req_id: scheduler.process_req(own) for req_id, own in by_req.items() if req_id not in known}
+    reqs = [running[req_id] for req_id in by_req if req_id in known]
+    return reqs + [tokens.req for tokens in others.values() if tokens is not None]
+
+
+def _is_plain(out: TokenOut) -> bool:
+    return out == TokenOut(out.req_id, Token(out.token.id))

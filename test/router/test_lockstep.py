@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import ReqFailed, Step, TokenOut
+from lightserve.io_struct import ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LockstepScheduler
 from lightserve.router.scheduler.lockstep import GroupLoad, choose_group
@@ -59,12 +58,11 @@ class Server:
 
     def _process(self, outs: list[TokenOut]) -> None:
         """As the reporter does it: in columns if possible."""
-        req_ids = np.array([out.req_id for out in outs], dtype=np.int64)
-        is_known = self.scheduler.process_plain(req_ids, np.array([out.token.id for out in outs], dtype=np.int32))
-        assert sum(self.scheduler.observe_gaps(req_ids[is_known], 0.0)[1]) == is_known.sum()
-        for out, known in zip(outs, is_known.tolist(), strict=True):
-            if not known:
-                self.scheduler.process_token(out)
+        tokens = TokenColumns.of([(out.req_id, [out.token.id]) for out in outs])
+        is_known = self.scheduler.process_plain(tokens)
+        assert sum(self.scheduler.observe_gaps(tokens.req_ids[is_known], 0.0)[1]) == is_known.sum()
+        for out in tokens.where(~is_known).outs():
+            self.scheduler.process_req([out])
 
     def crash(self) -> None:
         self._in_flight.clear()

@@ -36,6 +36,7 @@ from lightserve.io_struct import (
     StepResult,
     ToDetokenization,
     Token,
+    TokenColumns,
     TokenIdOut,
     TokenOut,
     ToRouter,
@@ -48,7 +49,7 @@ from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.block_hash import block_keys
 from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.int_arrays import int32s, int64s
+from lightserve.utils.int_arrays import int32s
 from lightserve.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from test.waiting import DEADLINE_S, until
 
@@ -122,31 +123,25 @@ class FakeModel:
                 if row.req_id in self.failing:
                     failed.append(ReqFailed(row.req_id, self.failing_status, "nothing is left"))
                 else:
-                    outs += [self._token(row.req_id, is_forced=place > 0) for place in range(1 + self.forces)]
+                    outs += [self._token(row.req_id) for _ in range(1 + self.forces)]
         return with_columns(outs, failed)
 
-    def _token(self, req_id: int, is_forced: bool) -> TokenOut:
+    def _token(self, req_id: int) -> TokenOut:
         self._made[req_id] += 1
         made = self._made[req_id]
         token_id = EOS if made == self._end_after else 100 + made
-        return TokenOut(
-            req_id,
-            Token(token_id),
-            completes_grammar=made == self.completes_after,
-            is_forced=is_forced,
-        )
+        return TokenOut(req_id, Token(token_id), completes_grammar=made == self.completes_after)
 
 
 def with_columns(outs: list[TokenOut], failed: list[ReqFailed]) -> StepResult:
     """The result of a step, with plain tokens as columns, as a worker has them."""
-    plain = [out for out in outs if out == TokenOut(out.req_id, Token(out.token.id))]
-    if len({out.req_id for out in outs}) < len(outs):  # forced tokens follow others
-        plain = []
+    detailed = {out.req_id for out in outs if out != TokenOut(out.req_id, Token(out.token.id))}
+    plain: dict[int, list[int]] = {}
+    for out in outs:
+        if out.req_id not in detailed:
+            plain.setdefault(out.req_id, []).append(out.token.id)
     return StepResult(
-        [out for out in outs if out not in plain],
-        failed,
-        plain_req_ids=int64s([out.req_id for out in plain]),
-        plain_token_ids=int32s([out.token.id for out in plain]),
+        [out for out in outs if out.req_id in detailed], failed, plain=TokenColumns.of(list(plain.items()))
     )
 
 

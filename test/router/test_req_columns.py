@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightserve.io_struct import WindowedKv
+from lightserve.io_struct import TokenColumns, WindowedKv
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.utils.int_arrays import BLOCK, GrowingArray, Heads, Int32Array, Tails, int32s
@@ -22,8 +22,7 @@ def decode(scheduler: Scheduler, steps: int) -> None:
         step = scheduler.next_step()
         assert step is not None
         scheduler.complete_step()
-        req_ids = np.array([row.req_id for row in step.rows], dtype=np.int64)
-        scheduler.process_plain(req_ids, np.full(len(req_ids), OTHER, dtype=np.int32))
+        scheduler.process_plain(TokenColumns.of([(row.req_id, [OTHER]) for row in step.rows]))
 
 
 @pytest.mark.parametrize(("windowed", "num_stages"), [(None, 1), (WINDOWED, 1), (None, 2)])

@@ -204,11 +204,11 @@ class KvWorker:
         if len(req.slots) < len(req.ids):
             return []
         outs = []
-        for place in range(1 + (num_forced(req.prefixes[-1], req.seed) if self._forces else 0)):
+        for _ in range(1 + (num_forced(req.prefixes[-1], req.seed) if self._forces else 0)):
             token_id = next_token(req.prefixes[-1], req.seed)
             req.ids.append(token_id)
             req.extend_prefixes()
-            outs.append(TokenOut(req_id, Token(token_id), is_forced=place > 0))
+            outs.append(TokenOut(req_id, Token(token_id)))
         return outs
 
 
@@ -791,7 +791,7 @@ def test_forced_tokens_are_computed_in_one_step(depth: int) -> None:
     scheduler.add(req)
     steps = [scheduler.next_step() for _ in range(depth)]
 
-    forced = [TokenOut(0, Token(token), is_forced=True) for token in (101, 102, 103)]
+    forced = [TokenOut(0, Token(token)) for token in (101, 102, 103)]
     process_tokens(scheduler, [TokenOut(0, Token(100)), *forced])
     step = scheduler.next_step()
 
@@ -810,7 +810,7 @@ def test_forced_tokens_beyond_the_end_of_their_request_are_dropped() -> None:
 
     outs = []
     for req_id in (0, 1):
-        forced = [TokenOut(req_id, Token(token), is_forced=True) for token in (101, 102, EOS, 103)]
+        forced = [TokenOut(req_id, Token(token)) for token in (101, 102, EOS, 103)]
         outs += [TokenOut(req_id, Token(100)), *forced]
     process_tokens(scheduler, outs)
 
@@ -1293,6 +1293,6 @@ def test_a_forced_token_of_before_is_not_that_of_a_request_that_comes_back() -> 
     back.continue_from([3], 0.0)
     scheduler.add(back)
 
-    process_tokens(scheduler, [TokenOut(1, Token(5)), TokenOut(1, Token(6), is_forced=True)])
+    process_tokens(scheduler, [TokenOut(1, Token(5)), TokenOut(1, Token(6))])
 
     assert back.output_ids == [3]

@@ -164,7 +164,7 @@ def test_a_token_of_a_request_that_left_does_not_reach_the_next_in_its_row() -> 
     result = collect()
     batch.apply(collector.take_updates())
 
-    assert (result.plain_req_ids.tolist(), result.plain_token_ids.tolist()) == ([1], [77])
+    assert (result.plain.req_ids.tolist(), result.plain.token_ids.tolist()) == ([1], [77])
     assert batch._reqs[2].token_ids.tolist() == [8, 9]
     assert not batch._reqs[2].has_token_in_flight
     assert np.array_equal(batch.columns.entry, [2])

@@ -28,7 +28,7 @@ from lightserve.io_struct import (
     Timelines,
     ToEngine,
 )
-from lightserve.utils.int_arrays import int32s, int64s
+from lightserve.utils.int_arrays import int64s
 
 replace = msgspec.structs.replace
 
@@ -82,13 +82,10 @@ def _split(batch: BatchTokenIdOut) -> dict[int, BatchTokenIdOut]:
         found[session_of(req_id)].aborted.append(gateway_id(req_id))
     for embedding in batch.embeddings:
         found[session_of(embedding.req_id)].embeddings.append(replace(embedding, req_id=gateway_id(embedding.req_id)))
-    plain_ids, plain_tokens = int64s(batch.plain_req_ids), int32s(batch.plain_token_ids)
-    if len(plain_ids):
-        sessions = plain_ids >> REQ_ID_BITS
-        for session in np.unique(sessions).tolist():
-            is_own = sessions == session
-            columns = {"plain_req_ids": gateway_ids(plain_ids[is_own]), "plain_token_ids": plain_tokens[is_own]}
-            found[session] = replace(found[session], **columns)
+    sessions = int64s(batch.plain.req_ids) >> REQ_ID_BITS
+    for session in np.unique(sessions).tolist():
+        own = batch.plain.where(sessions == session)
+        found[session] = replace(found[session], plain=replace(own, req_ids=gateway_ids(own.req_ids)))
     return found
 
 

@@ -22,7 +22,7 @@ earlier step in flight still reads.
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
 from lightserve.router.scheduler.lockstep import LockstepScheduler
 from lightserve.router.scheduler.lora_slots import LoraSlots
-from lightserve.router.scheduler.scheduler import Scheduler
+from lightserve.router.scheduler.scheduler import ReqTokens, Scheduler
 
 AnyScheduler = Scheduler | LockstepScheduler  # what the router's loop drives
 
@@ -30,6 +30,7 @@ __all__ = [
     "AnyScheduler",
     "LockstepScheduler",
     "LoraSlots",
+    "ReqTokens",
     "Scheduler",
     "SchedulerLimits",
     "make_limits",

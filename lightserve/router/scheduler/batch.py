@@ -8,12 +8,13 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
+from lightserve.io_struct import TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.scheduler.lora_slots import LoraSlots
-from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array, int32s
 
 
 class RunningBatch:
@@ -88,11 +89,14 @@ class RunningBatch:
             self._ends = np.array(sorted(self._eos_ids), dtype=np.int32)
         self.loras.acquire(req)
 
-    def may_end(self, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
-        """Which of these tokens are end tokens. A request may ignore them."""
-        if len(self._ends) != 1:
-            return np.isin(token_ids, self._ends)
-        ends: npt.NDArray[np.bool_] = token_ids == self._ends[0]  # 3 us instead of 50
+    def may_end(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
+        """Which of these requests get an end token. They may ignore it."""
+        token_ids = int32s(tokens.token_ids)
+        # one comparison takes 3 us instead of 50
+        is_end = token_ids == self._ends[0] if len(self._ends) == 1 else np.isin(token_ids, self._ends)
+        if len(tokens.counts) and len(is_end):
+            is_end = np.logical_or.reduceat(is_end, np.cumsum(tokens.counts) - tokens.counts)
+        ends: npt.NDArray[np.bool_] = is_end
         return ends
 
     def release(self, req: Req) -> None:
@@ -129,13 +133,13 @@ class RunningBatch:
         columns.windowed_begin[rows] += 1
         return leaving.take(rows)
 
-    def add_outputs(self, rows: Int64Array, token_ids: Int32Array) -> None:
-        """Each of these requests has got one more token, which does not end it."""
-        for req in self.at(np.array(self.columns.outputs.full(rows), dtype=np.int64)):
+    def add_outputs(self, rows: Int64Array, token_ids: Int32Array, counts: Int32Array = NO_INT32) -> None:
+        """Each of these requests has got ``counts`` more tokens, which do not end it; empty: one each."""
+        columns, added = self.columns, counts if len(counts) else 1
+        for req in self.at(np.array(columns.outputs.full(rows, added), dtype=np.int64)):
             req.flush()
-        columns = self.columns
-        columns.outputs.append(rows, token_ids)
-        columns.output_len[rows] += 1
+        columns.outputs.append(rows, token_ids, counts)
+        columns.output_len[rows] += added
         columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
 
     @property

@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.io_struct import ReqFailed, Step, TokenOut
+from lightserve.io_struct import ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.planner import PrefillChunk
-from lightserve.router.scheduler.scheduler import Scheduler
+from lightserve.router.scheduler.scheduler import ReqTokens, Scheduler
 from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import Int32Array, Int64Array
+from lightserve.utils.int_arrays import Int64Array, int64s
 
 MAX_LOAD_FACTOR = 1.25  # of the mean number of requests: beyond it a group gets none, whatever it has cached
 
@@ -95,6 +95,10 @@ class LockstepScheduler:
         return sum(group.num_preemptions for group in self.groups)
 
     @property
+    def num_forced(self) -> int:
+        return sum(group.num_forced for group in self.groups)
+
+    @property
     def is_isolating_crash(self) -> bool:
         return any(group.is_isolating_crash for group in self.groups)
 
@@ -144,11 +148,11 @@ class LockstepScheduler:
             for chunk in group.complete_step(seconds if num_tokens == most else None)
         ]
 
-    def process_plain(self, req_ids: Int64Array, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
-        is_known = np.zeros(len(req_ids), dtype=np.bool_)
+    def process_plain(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
+        is_known = np.zeros(len(tokens), dtype=np.bool_)
         for group in self.groups:
-            own = group.runs(req_ids)
-            is_known[own] = group.process_plain(req_ids[own], token_ids[own])
+            own = group.runs(int64s(tokens.req_ids))
+            is_known[own] = group.process_plain(tokens.where(own))
         return is_known
 
     def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
@@ -160,8 +164,8 @@ class LockstepScheduler:
             counts += own_counts
         return gaps, counts
 
-    def process_token(self, out: TokenOut) -> Req | None:
-        return self._first(lambda group: group.process_token(out))
+    def process_req(self, outs: Sequence[TokenOut]) -> ReqTokens | None:
+        return self._first(lambda group: group.process_req(outs))
 
     def process_embedding(self, req_id: int) -> Req | None:
         return self._first(lambda group: group.process_embedding(req_id))

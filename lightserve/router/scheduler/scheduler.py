@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from lightserve.io_struct import (
     NewReq,
     ReqFailed,
     Step,
+    TokenColumns,
     TokenOut,
 )
 from lightserve.router.crash_isolation import CrashIsolation
@@ -31,7 +33,14 @@ from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.planner import PlannedStep, PrefillChunk, StepPlanner
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
-from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
+from lightserve.utils.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, int64s
+
+
+class ReqTokens(NamedTuple):
+    """The tokens that a request has got from a step. The last of them may have ended it."""
+
+    req: Req
+    outs: Sequence[TokenOut]
 
 
 class Scheduler:
@@ -55,6 +64,7 @@ class Scheduler:
         self.preemption = Preemption(self._batch, self.queue, policy)
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._planner = StepPlanner(self.queue, self._batch, self._chunking, self.preemption, limits)
+        self.num_forced = 0  # tokens that followed a sampled one in the same result
         self.parents = Parents()
         self.pushes = KvPushes()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
@@ -198,22 +208,29 @@ class Scheduler:
         step.completed.end()
         return step.prefills
 
-    def process_plain(self, req_ids: Int64Array, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
-        """Give a token to each of these requests, which differ, if it is neither the first nor perhaps the last.
+    def process_plain(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
+        """Give these requests their tokens, if none of them is the first or perhaps the last.
 
-        Returns which of them have got theirs. ``process_token`` takes the others.
+        Returns which requests have got theirs. ``process_req`` takes the others.
         """
-        columns = self._batch.columns
-        found = self._batch.rows_of(req_ids)
+        columns, counts = self._batch.columns, int32s(tokens.counts)
+        found = self._batch.rows_of(int64s(tokens.req_ids))
         rows = np.maximum(found, 0)
-        count = columns.output_len[rows]
-        is_inside = (count > 0) & (count + 1 < columns.max_new_tokens[rows]) & (count < columns.planned_outputs[rows])
+        begin = columns.output_len[rows]
+        end = begin + (counts if len(counts) else 1)
+        is_inside = (begin > 0) & (end < columns.max_new_tokens[rows]) & (begin < columns.planned_outputs[rows])
         is_known: npt.NDArray[np.bool_] = (
-            (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(token_ids)
+            (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(tokens)
         )
         if self.isolation.is_active:
             is_known[:] = False
-        self._batch.add_outputs(rows[is_known], token_ids[is_known])
+        if not len(counts):
+            self._batch.add_outputs(rows[is_known], int32s(tokens.token_ids)[is_known])
+            return is_known
+        is_known &= counts <= BLOCK
+        known = tokens.where(is_known)
+        self._batch.add_outputs(rows[is_known], known.token_ids, known.counts)
+        self.num_forced += len(known.token_ids) - len(known)
         return is_known
 
     def runs(self, req_ids: Int64Array) -> npt.NDArray[np.bool_]:
@@ -231,12 +248,14 @@ class Scheduler:
         last_s, counts = np.unique(last_s, return_counts=True)
         return (now - last_s).tolist(), counts.tolist()
 
-    def process_token(self, out: TokenOut) -> Req | None:
-        """Give a token to its request, and release the request if it is finished. None if it has ended before."""
-        req = self._batch.find(out.req_id) or self.queue.find_preempted(out.req_id)
-        if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
+    def process_req(self, outs: Sequence[TokenOut]) -> ReqTokens | None:
+        """Give a request the tokens of a step, and release it if it is finished. None if it has ended before."""
+        req_id = outs[0].req_id
+        req = self._batch.find(req_id) or self.queue.find_preempted(req_id)
+        if req is None or not req.in_flight:  # it ended or was aborted meanwhile
             return None
-        req.add_token(out)
+        added = req.add_tokens(outs)
+        self.num_forced += len(added) - 1
         if self.isolation.is_active:
             self.isolation.clear(req)
         if req.finish_reason is not None:
@@ -245,7 +264,7 @@ class Scheduler:
             if req.may_be_parent:
                 self.parents.add(req, is_in_workers=req in self._batch)
             self._drop(req)
-        return req
+        return ReqTokens(req, added)
 
     def process_embedding(self, req_id: int) -> Req | None:
         """The result of a pooling request is back, which ends it. None if it has ended before."""

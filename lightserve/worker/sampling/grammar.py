@@ -138,6 +138,8 @@ class GrammarOutput:
                 break
             is_complete, _ = self.add(token_id)
             yield token_id, is_complete
+            if is_complete:
+                break
 
 
 class GrammarManager:

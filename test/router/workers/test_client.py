@@ -24,6 +24,7 @@ from lightserve.io_struct import (
     StepResult,
     StepRow,
     Token,
+    TokenColumns,
     TokenOut,
 )
 from lightserve.router.workers.client import RpycModelClient
@@ -104,7 +105,7 @@ def test_the_tokens_of_all_attention_groups_come_together_in_their_order(tmp_pat
             may_end.wait(DEADLINE_S)  # the other group is back before
         own = step.groups[group]
         slots = [int(row.slots[0]) for row in own.rows]
-        return StepResult(echo(own).detailed, plain_req_ids=[7 + group], plain_token_ids=int32s(slots))
+        return StepResult(echo(own).detailed, plain=TokenColumns.of([(7 + group, slots)]))
 
     async def scenario() -> None:
         paths = served(tmp_path, partial(run_group, 0), partial(run_group, 0), partial(run_group, 1))
