@@ -320,6 +320,12 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
 
+    With ``draft_counts``, a decode computes its next token and drafts of so many tokens after it. They begin where the
+    accepted tokens of the request's last step end. Only the worker knows that place while that step is in flight, so
+    slots belong to places in the text and not to steps: ``decode_slots`` are those of the places after all that have
+    slots. A step writes drafts that were rejected again, to the same slots. Its result has as many tokens of the
+    request as were accepted, and one that was sampled after them.
+
     With data-parallel attention it has only ``groups``: one step for each group, which all ranks compute at once.
     """
 
@@ -330,7 +336,9 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     dropped: list[int] = []  # of the requests that are kept: none will name them any more
     windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
-    decode_slots: Int32s = NO_INT32  # of these tokens
+    decode_slots: Int32s = NO_INT32  # of these tokens, one request after the other
+    slot_counts: Int32s = NO_INT32  # how many of ``decode_slots`` each of ``decode_ids`` gets; empty: one
+    draft_counts: Int32s = NO_INT32  # drafts of each of ``decode_ids``; empty: none
     loras: list[LoraPlace] = []
     stores: list[KvStore] = []
     loads: list[KvLoad] = []
@@ -350,13 +358,16 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     @property
     def num_tokens(self) -> int:
         chunks = sum(len(row.slots) for row in self.chunks)
-        return len(self.decode_ids) + chunks + sum(group.num_tokens for group in self.groups)
+        drafts = int(np.sum(self.draft_counts)) if len(self.draft_counts) else 0
+        return len(self.decode_ids) + drafts + chunks + sum(group.num_tokens for group in self.groups)
 
     @property
     def rows(self) -> list[StepRow]:
         """All requests: slower than the columns, and simpler."""
-        decodes = zip(int64s(self.decode_ids).tolist(), int32s(self.decode_slots).tolist(), strict=True)
-        return [*(StepRow(req_id, [slot]) for req_id, slot in decodes), *self.chunks]
+        counts = int32s(self.slot_counts) if len(self.slot_counts) else np.ones(len(self.decode_ids), dtype=np.int32)
+        slots, ends = int32s(self.decode_slots).tolist(), np.cumsum(counts).tolist()
+        decodes = zip(int64s(self.decode_ids).tolist(), [0, *ends], ends, strict=False)
+        return [*(StepRow(req_id, slots[begin:end]) for req_id, begin, end in decodes), *self.chunks]
 
 
 class CompileGrammar(msgspec.Struct, frozen=True):
@@ -556,8 +567,8 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The results of one step. A request may get several tokens, in their order: all are plain, or all detailed.
 
-    The first is sampled. The others are forced by its grammar: then a step that is in flight already, and does not
-    compute all of them, samples none.
+    One is sampled. Those before it are drafts that were accepted, if the step computed any. Otherwise those after it
+    are forced by the grammar: then a step that is in flight already, and does not compute all of them, samples none.
     """
 
     detailed: list[TokenOut] = []

@@ -161,7 +161,7 @@ class KvPool:
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
         kept = req.shared_len  # slots from here on are private
-        known = min(req.planned_len, req.total_len) if req.keeps_kv_cached else 0
+        known = req.cacheable_len if req.keeps_kv_cached else 0
         if known > kept:
             ids = req.token_ids[:known]
             _, spare = self._cache.insert(ids, req.slots[:known], req.salt)

@@ -80,7 +80,8 @@ class Reporter:
         now = time.monotonic()
         num_forced = self._scheduler.num_forced
         plain, others = self._process_plain(result.plain, now)
-        outs = self._process_tokens([*others, *result.detailed], now)
+        others += result.detailed
+        outs = self._process_tokens(others, now) if others else []
         self.metrics.forced(self._scheduler.num_forced - num_forced)
         embeddings = self._process_embeddings(result.embeddings, now)
         self._send_news()  # before the last token of a request, so that the dispatcher always knows where its KV is
@@ -134,12 +135,14 @@ class Reporter:
         if not len(plain):
             return plain, []
         is_known = self._scheduler.process_plain(plain)
-        known = plain.where(is_known)
+        known, others = plain, list[TokenOut]()
+        if not is_known.all():
+            known, others = plain.where(is_known), plain.where(~is_known).outs()
         for gap_s, count in zip(*self._scheduler.observe_gaps(known.req_ids, now), strict=True):
             self.metrics.next_tokens(gap_s, count)
         if len(known.counts):
             self.metrics.next_tokens(0.0, len(known.token_ids) - len(known))
-        return known, [] if is_known.all() else plain.where(~is_known).outs()
+        return known, others
 
     def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:
         gaps: dict[float, int] = {}  # time of the last token -> tokens; most requests got it in the same step

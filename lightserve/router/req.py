@@ -35,7 +35,12 @@ def _column(name: str) -> Any:
 
 class ReqProgress:
     """How far a request is planned, computed and known. Planned lengths are ahead of known tokens: a step is planned
-    before the tokens of the last step are back."""
+    before the tokens of the last step are back.
+
+    A step may compute drafts of the next tokens, and only its result says how many of them were accepted. So what is
+    planned is a range: ``planned_len`` and ``planned_outputs`` are its lower end, and ``planned_drafts`` its width.
+    KV slots belong to places in the text: those of rejected drafts are written again by the next step.
+    """
 
     columns: ReqColumns
     row: int
@@ -43,7 +48,10 @@ class ReqProgress:
     planned_len: int = _column("planned_len")
     certain_len: int = _column("certain_len")
     planned_outputs: int = _column("planned_outputs")
+    planned_drafts: int = _column("planned_drafts")
     output_len: int = _column("output_len")
+    has_drafted: int = _column("has_drafted")
+    spare_slots: int = _column("spare_slots")
     windowed_begin: int = _column("windowed_begin")
 
 
@@ -100,6 +108,7 @@ class Req(ReqProgress):
         self.columns.prompt_len[0] = len(self.prompt_ids)
         self.columns.max_new_tokens[0] = self.max_new_tokens
         self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens)
+        self.columns.may_draft[0] = sampling.grammar is None
 
     @property
     def slots(self) -> Int32Array:
@@ -155,14 +164,14 @@ class Req(ReqProgress):
 
     @property
     def in_flight(self) -> int:
-        """Output tokens that steps in flight will return."""
+        """Steps in flight that will return output tokens."""
         return self.planned_outputs - self.output_len
 
     @property
     def unplanned(self) -> int:
         """Tokens without planned KV, among those that are known after the steps planned so far."""
         planned_outputs = self.planned_outputs
-        if planned_outputs >= self.max_new_tokens:
+        if planned_outputs + self.planned_drafts >= self.max_new_tokens:
             return 0  # a planned step samples the last token, whose KV is never needed
         return len(self.prompt_ids) + planned_outputs - self.planned_len
 
@@ -226,6 +235,7 @@ class Req(ReqProgress):
         self.planned_len = len(self.slots)
         self.certain_len = 0  # a step in flight may compute the cached tokens
         self.planned_outputs = self.output_len
+        self.has_drafted = 0
         self.num_admissions += 1
         self.max_missing = MANY
 
@@ -233,6 +243,7 @@ class Req(ReqProgress):
         """Steps in flight failed: plan again from the tokens whose KV is certain."""
         self.planned_len = self.certain_len
         self.planned_outputs = self.output_len
+        self.planned_drafts = 0
 
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
@@ -255,6 +266,7 @@ class Req(ReqProgress):
         self.flush()
         self._slots, self._windowed, self.node = GrowingArray(), GrowingArray(), None
         self.shared_len = self.planned_len = self.certain_len = self.windowed_begin = 0
+        self.planned_drafts = self.spare_slots = 0
 
     def continue_from(self, output_ids: list[int], now_s: float) -> None:
         """It has these output tokens from another engine. Latencies count from now on.
@@ -271,11 +283,30 @@ class Req(ReqProgress):
 
     def add_tokens(self, outs: Sequence[TokenOut]) -> Sequence[TokenOut]:
         """Append the tokens of a step up to the one that ends it, and return them. Later ones are dropped."""
+        if self.has_drafted:
+            self._accept(len(outs) - 1)
         for place, out in enumerate(outs, start=1):
             self._add_token(out)
             if self.finish_reason is not None:
                 return outs[:place]
         return outs
+
+    def _accept(self, count: int) -> None:
+        """So many drafts were accepted. A request that was preempted since has no slots."""
+        if self.planned_len:
+            self.columns.accept(np.array([self.row]), np.array([count]))
+        else:
+            self.planned_outputs += count
+
+    @property
+    def cacheable_len(self) -> int:
+        """Its tokens whose KV other requests may use from now on.
+
+        With drafts, those that steps in flight compute are not among them: if the steps fail, nobody knows the slots
+        to which they wrote.
+        """
+        planned_len = self.planned_len - self.in_flight if self.has_drafted else self.planned_len
+        return min(planned_len, self.total_len)
 
     def _add_token(self, out: TokenOut) -> None:
         token_id = out.token.id

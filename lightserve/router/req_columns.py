@@ -15,14 +15,19 @@ FIELDS = (
     "prompt_len",
     "max_new_tokens",
     "shared_len",  # how many of its KV slots, at the start, belong to the cache
-    "planned_len",  # tokens whose KV is cached, computed, or computed by a planned step
+    "planned_len",  # tokens whose KV is cached, computed, or computed by a planned step, at least
     "certain_len",  # of these, the tokens whose step has completed
-    "planned_outputs",  # output tokens that exist after the planned steps, not counting forced ones
+    "planned_outputs",  # output tokens that exist after the planned steps, at least, not counting forced ones
+    "planned_drafts",  # of steps in flight: so many more tokens there may be, if all are accepted
     "output_len",  # output tokens that are known
     "is_plain",  # 1: only its length, an end token of the model or its grammar ends it
     "admission",  # number of its admission; 0: it does not run
     "planned_step",  # number of the last step that computes some of its tokens
+    "may_draft",  # 1: steps may compute drafts of its next tokens
+    "has_drafted",  # 1: a step since its admission computes drafts
+    "spare_slots",  # KV slots that it has for the tokens after ``planned_len``; drafts are written there
 )
+PLANNING = FIELDS.index("planned_drafts") + 1  # the fields up to here say what to plan
 
 
 class ReqColumns:
@@ -36,10 +41,14 @@ class ReqColumns:
             self.planned_len,
             self.certain_len,
             self.planned_outputs,
+            self.planned_drafts,
             self.output_len,
             self.is_plain,
             self.admission,
             self.planned_step,
+            self.may_draft,
+            self.has_drafted,
+            self.spare_slots,
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.slots = Tails(rows)  # of KV
@@ -53,12 +62,28 @@ class ReqColumns:
 
         A planned step may sample the last token, whose KV is never needed.
         """
-        values = self.values[:, rows]
-        prompt_len, max_new_tokens, _, planned_len, _, planned_outputs, *_ = values
-        return np.where(planned_outputs >= max_new_tokens, 0, prompt_len + planned_outputs - planned_len)
+        prompt_len, max_new_tokens, _, planned_len, _, planned_outputs, drafts = self.values[:PLANNING, rows]
+        return np.where(planned_outputs + drafts >= max_new_tokens, 0, prompt_len + planned_outputs - planned_len)
+
+    def max_drafts(self, rows: Int64Array, most: int) -> Int64Array:
+        """How many drafts the next step may compute after the next token of each of these requests."""
+        prompt_len, max_new_tokens, _, planned_len, _, planned_outputs, drafts = self.values[:PLANNING, rows]
+        may_draft = (self.may_draft[rows] > 0) & (planned_len >= prompt_len)
+        return np.where(may_draft, np.minimum(max_new_tokens - planned_outputs - drafts - 1, most), 0)
+
+    def missing_slots(self, rows: Int64Array, drafts: Int64Array) -> Int64Array:
+        """KV slots that these requests need for their next token and so many drafts, beside those that they have."""
+        missing: Int64Array = np.maximum(self.planned_drafts[rows] + 1 + drafts - self.spare_slots[rows], 0)
+        return missing
+
+    def accept(self, rows: Int64Array, counts: Int64Array) -> None:
+        """So many drafts of these requests were accepted."""
+        self.planned_len[rows] += counts
+        self.planned_outputs[rows] += counts
+        self.spare_slots[rows] -= counts
 
     def in_flight(self, rows: Int64Array) -> Int64Array:
-        """Output tokens that steps in flight will return."""
+        """Steps in flight that will return output tokens."""
         return self.planned_outputs[rows] - self.output_len[rows]
 
     def copy_row(self, row: int, source: ReqColumns, source_row: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.planner import PlannedStep
 from lightserve.utils.int_arrays import BLOCK, Int32Array, Int64Array, Tails
 
@@ -74,6 +75,7 @@ class DecodeRunScheduler(Scheduler):
         """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
         is_simple = self.limits.num_stages == 1 and not self.pool.windowed.size and not self._may_transfer
+        is_simple = is_simple and not self.limits.num_drafts
         is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
         is_full = len(self._batch) >= self.limits.max_running
         may_start = (len(self.queue) and not is_full) or self._admission.may_prefetch
@@ -89,7 +91,9 @@ class DecodeRunScheduler(Scheduler):
         columns.planned_step[rows] = self._planner.num_planned
         admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
         for slots, planned_len in run.apply(token_ids, last_token_s):
-            self._in_flight.append(PlannedStep(len(rows), run.req_ids, rows, admissions, counts, planned_len, slots))
+            self._in_flight.append(
+                PlannedStep(Decodes(rows), run.req_ids, rows, admissions, counts, planned_len, slots)
+            )
 
     @property
     def _may_transfer(self) -> bool:

@@ -53,8 +53,8 @@ class EngineWorker(KvWorker):
             self._write_slots(slots, [None] * len(slots))
         self.loads |= {load.load_id: load for load in step.loads}
         self.expects |= {expect.ticket: expect for expect in step.expects}
-        self._check_written(step)
         outs = super().run(step)
+        self._check_written()
         for row in step.rows:
             slot, lora_id = self._adapter_of[row.req_id]
             assert self._adapters.get(slot, -1) == lora_id, "a request is computed with another adapter"
@@ -87,9 +87,9 @@ class EngineWorker(KvWorker):
             key = tiers.stored._storing[block].block.key
             assert self.host[block] == self._blocks[key], "a block is stored that does not hold its tokens"
 
-    def _check_written(self, step: Step) -> None:
+    def _check_written(self) -> None:
         """Nobody else writes to the slots of loads and of other engines."""
-        written = {slot for row in step.rows for slot in row.slots}
+        written = set(self.written[0])
         loading = [load.slots for load in self.loads.values()] + [one.slots for one in self.expects.values()]
         assert written.isdisjoint(slot for slots in loading for slot in int32s(slots).tolist())
 

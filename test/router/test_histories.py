@@ -18,6 +18,7 @@ import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.io_struct import (
+    GrammarSpec,
     HostKvSize,
     KvCancel,
     KvLoaded,
@@ -68,6 +69,7 @@ class Traits(NamedTuple):
     has_adapters: bool
     forces: bool  # grammars
     num_stages: int
+    num_drafts: int
 
 
 def random_traits(rng: random.Random, kind: str) -> Traits:
@@ -80,6 +82,7 @@ def random_traits(rng: random.Random, kind: str) -> Traits:
         has_adapters=rng.random() < 0.5,
         forces=rng.random() < 0.5,
         num_stages=rng.choice([1, 1, 2, 3]),
+        num_drafts=rng.choice([0, 1, 3, 7]),
     )
 
 
@@ -93,6 +96,7 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
         chunk_size=rng.choice([64, None]),
         num_stages=traits.num_stages,
         token_ratio=rng.choice([0.0, 0.85]),
+        num_drafts=traits.num_drafts,
     )
     loras = LoraSlots(ADAPTER_SLOTS)
     loras.loaded |= set(range(NUM_ADAPTERS))
@@ -170,7 +174,10 @@ class History:
     def add(self, ids: list[int], max_new_tokens: int, **fields: Any) -> None:
         number, rng = next(self.numbers), self.rng
         deadline_s = self.now_s + rng.choice([0.5, 200.0]) if rng.random() < 0.1 else None
-        req = make_req(number, ids, max_new_tokens, priority=rng.choice([0, 1]), deadline_s=deadline_s, **fields)
+        fields |= {"priority": rng.choice([0, 1]), "deadline_s": deadline_s}
+        if self.traits.forces and rng.random() < 0.5:
+            fields["grammar"] = GrammarSpec("regex", "a")
+        req = make_req(number, ids, max_new_tokens, **fields)
         req.arrived_s = self.now_s
         self.open[number] = req
         self.note_blocks(req)

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
     FinishReason,
     GenerationParams,
+    GrammarSpec,
     Int32s,
     NewReq,
     ParentPart,
@@ -37,6 +38,7 @@ from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
 from lightserve.router.windowed_pool import NONE, WindowedPool
 from lightserve.utils.codec import encode
+from lightserve.utils.int_arrays import int32s, int64s
 from test.router.processing import process_tokens
 
 EOS = 7
@@ -57,6 +59,11 @@ def num_forced(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 2)) % 7 if seed % 2 and hash((prefix, seed, 3)) % 2 else 0
 
 
+def num_accepted(prefix: int, seed: int, drafts: int) -> int:
+    """How many of the drafts after the next token are those that the model would sample."""
+    return hash((prefix, seed, 4)) % (drafts + 1)
+
+
 def truth(prompt: Iterable[int], seed: int, max_new_tokens: int, root: int = ROOT) -> list[int]:
     """The output of a server with one request and unlimited memory."""
     prefix = root
@@ -69,18 +76,29 @@ def truth(prompt: Iterable[int], seed: int, max_new_tokens: int, root: int = ROO
     return made
 
 
+Written = tuple[list[int], list[int]]  # slots of both pools to which a step writes
+
+
+class InFlight(NamedTuple):
+    step: Step
+    outs: list[TokenOut]
+    written: Written
+
+
 @dataclass
 class KvReq:
     ids: list[int]
     seed: int
-    slots: list[int]
-    windowed_slots: dict[int, int]  # by position
+    slots: list[int]  # by position
+    windowed_slots: dict[int, int]  # the same of the windowed pool
     prefixes: list[int] = field(default_factory=list)  # what each slot must hold
     root: int = ROOT  # the prefix of no tokens
+    may_force: bool = False  # it may get several tokens at once, like a request with a grammar
     entered_len: int = field(init=False)  # tokens with which it entered
+    computed: int = field(init=False)  # its first tokens, whose slots hold their KV
 
     def __post_init__(self) -> None:
-        self.entered_len = len(self.ids)
+        self.entered_len, self.computed = len(self.ids), len(self.slots)
         self.extend_prefixes()
 
     def extend_prefixes(self) -> None:
@@ -88,10 +106,23 @@ class KvReq:
             self.prefixes.append(fold(self.prefixes[-1] if self.prefixes else self.root, token_id))
 
 
+def drafts_of(step: Step) -> dict[int, int]:
+    """By request: the drafts that a step computes."""
+    return dict(zip(int64s(step.decode_ids).tolist(), int32s(step.draft_counts).tolist(), strict=False))
+
+
+def counts_of(step: Step) -> dict[int, int]:
+    """By request: the tokens that a step computes, with drafts."""
+    drafts = drafts_of(step)
+    decodes = {req_id: 1 + drafts.get(req_id, 0) for req_id in int64s(step.decode_ids).tolist()}
+    return decodes | {row.req_id: len(row.slots) for row in step.chunks}
+
+
 class KvWorker:
     """Runs steps like a model worker, and checks every slot of a request whenever it computes a token of it.
 
-    With ``forces`` it sometimes returns several tokens of a request at once, like a grammar.
+    With ``forces`` it sometimes returns several tokens of a request at once, like a grammar. It accepts a random number
+    of the drafts that a step computes. The slots of the others hold something else.
     """
 
     def __init__(
@@ -103,7 +134,9 @@ class KvWorker:
     ) -> None:
         self._num_rows = scheduler.limits.max_running  # a request has a row of the table until it is freed
         self._forces = forces
+        self._drafts = scheduler.limits.num_drafts > 0
         self._num_stages = scheduler.limits.num_stages
+        self.written: Written = [], []  # by the last step
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
@@ -124,24 +157,65 @@ class KvWorker:
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
             first = len(new.cached_slots) - len(new.cached_windowed_slots)
             windowed_slots = dict(enumerate(new.cached_windowed_slots, start=first))
-            self.reqs[new.req_id] = KvReq(
-                list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots, root=self._root_of(new)
-            )
+            req = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots, root=self._root_of(new))
+            req.may_force = self._forces and (not self._drafts or new.sampling.grammar is not None)
+            self.reqs[new.req_id] = req
         assert len({row.req_id for row in step.rows}) == len(step.rows)
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
-        written = [slot for row in step.rows for slot in row.slots]
-        assert len(set(written)) == len(written), "a slot is written twice in a step"
-        assert len(step.windowed_slots) == (0 if self._windowed is None else len(written))
-        assert len(set(step.windowed_slots)) == len(step.windowed_slots), "a windowed slot is written twice in a step"
+        given = sum(len(row.slots) for row in step.rows)
+        assert len(step.windowed_slots) == (0 if self._windowed is None else given)
         self._check_token_ids(step)
         left = iter(step.windowed_slots)
         for row in step.rows:
-            self._write_windowed(self.reqs[row.req_id], list(itertools.islice(left, len(row.slots))))
-            self._write(self.reqs[row.req_id], row.slots)
-        for row in step.rows:
-            self._read_windows(self.reqs[row.req_id], len(row.slots))
-        return [out for row in step.rows for out in self._read(row.req_id)]
+            self._give_slots(self.reqs[row.req_id], row.slots, list(itertools.islice(left, len(row.slots))))
+        counts = counts_of(step)
+        self.written = self._slots_of(counts)
+        for slots in self.written:
+            assert len(set(slots)) == len(slots), "a slot is written twice in a step"
+        before = {req_id: self.reqs[req_id].computed for req_id in counts}
+        drafts = drafts_of(step)
+        outs: list[TokenOut] = []
+        for req_id, count in counts.items():
+            outs += self._draft(req_id, count) if drafts.get(req_id) else self._compute(req_id, count)
+        for req_id, begin in before.items():  # all rows of a step are written before one is read
+            self._check_read(self.reqs[req_id], self.reqs[req_id].computed - begin)
+        return outs
+
+    def _give_slots(self, req: KvReq, slots: Iterable[int], windowed_slots: list[int]) -> None:
+        """For the positions after all that have slots."""
+        req.windowed_slots.update(enumerate(windowed_slots, start=len(req.slots)))
+        req.slots.extend(slots)
+
+    def _slots_of(self, counts: dict[int, int]) -> Written:
+        """The slots of both pools to which a step writes that computes so many tokens of these requests."""
+        slots, windowed_slots = list[int](), list[int]()
+        for req_id, count in counts.items():
+            req = self.reqs[req_id]
+            assert req.computed + count <= len(req.slots), "a token has no slot"
+            slots += req.slots[req.computed : req.computed + count]
+            if self._windowed is not None:
+                windowed_slots += [req.windowed_slots[req.computed + place] for place in range(count)]
+        return slots, windowed_slots
+
+    def _compute(self, req_id: int, count: int) -> list[TokenOut]:
+        req = self.reqs[req_id]
+        self._write(req, count)
+        return self._sample(req_id) if req.computed == len(req.ids) else []
+
+    def _draft(self, req_id: int, count: int) -> list[TokenOut]:
+        """Compute the next token of a request, and drafts of those after it."""
+        req = self.reqs[req_id]
+        assert req.computed + 1 == len(req.ids), "drafts follow a token that is not the last"
+        begin, accepted = req.computed, num_accepted(req.prefixes[-1], req.seed, count - 1)
+        self._write(req, 1)
+        outs = [out for _ in range(accepted) for out in self._sample(req_id)]
+        self._write(req, accepted)
+        for position in range(req.computed, begin + count):
+            self._kv[req.slots[position]] = None
+            if self._windowed is not None:
+                self._windowed_kv[req.windowed_slots[position]] = None
+        return outs + self._sample(req_id)
 
     def _root_of(self, new: NewReq) -> int:
         """Requests of different roots must not share KV."""
@@ -161,50 +235,48 @@ class KvWorker:
     def _check_token_ids(self, step: Step) -> None:
         """The first stage of a pipeline does not know the tokens that the last one has sampled."""
         reqs = [(self.reqs[row.req_id], len(row.slots)) for row in step.rows]
-        expected = [id for req, count in reqs for id in req.ids[len(req.slots) :][:count]]
+        expected = [id for req, count in reqs for id in req.ids[req.computed :][:count]]
         assert list(step.token_ids) == (expected if self._num_stages > 1 else [])
 
-    def fail(self, steps: Iterable[Step]) -> None:
-        """As if these steps had not been computed; their requests are freed."""
+    def fail(self, written: Iterable[Written]) -> None:
+        """As if steps that wrote to these slots had not been computed; their requests are freed."""
         self.reqs.clear()
         self.kept.clear()
-        for step in steps:
-            for slot in (slot for row in step.rows for slot in row.slots):
+        for slots, windowed_slots in written:
+            for slot in slots:
                 self._kv[slot] = None
-            for slot in step.windowed_slots:
+            for slot in windowed_slots:
                 self._windowed_kv[slot] = None
 
-    def _write(self, req: KvReq, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._kv[slot] = req.prefixes[len(req.slots)]
-            req.slots.append(slot)
-            self.computed += 1
-
-    def _write_windowed(self, req: KvReq, slots: list[int]) -> None:
-        for position, slot in enumerate(slots, start=len(req.slots)):
-            self._windowed_kv[slot] = req.prefixes[position]
-            req.windowed_slots[position] = slot
+    def _write(self, req: KvReq, count: int) -> None:
+        for position in range(req.computed, req.computed + count):
+            self._kv[req.slots[position]] = req.prefixes[position]
+            if self._windowed is not None:
+                self._windowed_kv[req.windowed_slots[position]] = req.prefixes[position]
+        req.computed += count
+        self.computed += count
 
     def _read_windows(self, req: KvReq, count: int) -> None:
         """The windows of the last ``count`` tokens, and the tokens before them that must be kept, if the request had
         them."""
         if self._windowed is None:
             return
-        end = len(req.slots)
+        end = req.computed
         first = max(end - count + 1 - self._windowed.window, 0)
         kept = [p for p in range(max(end - count - self._windowed.kept, 0), first) if p in req.windowed_slots]
         for position in [*kept, *range(first, end)]:
             held = self._windowed_kv[req.windowed_slots[position]]
             assert held == req.prefixes[position], "a windowed slot does not hold the token that is read from it"
 
-    def _read(self, req_id: int) -> list[TokenOut]:
-        req = self.reqs[req_id]
-        held = [self._kv[slot] for slot in req.slots]
+    def _check_read(self, req: KvReq, count: int) -> None:
+        """All slots that its last ``count`` tokens read."""
+        held = [self._kv[slot] for slot in req.slots[: req.computed]]
         assert held == req.prefixes[: len(held)], "a slot does not hold the prefix that is read from it"
-        if len(req.slots) < len(req.ids):
-            return []
-        outs = []
-        for _ in range(1 + (num_forced(req.prefixes[-1], req.seed) if self._forces else 0)):
+        self._read_windows(req, count)
+
+    def _sample(self, req_id: int) -> list[TokenOut]:
+        req, outs = self.reqs[req_id], []
+        for _ in range(1 + (num_forced(req.prefixes[-1], req.seed) if req.may_force else 0)):
             token_id = next_token(req.prefixes[-1], req.seed)
             req.ids.append(token_id)
             req.extend_prefixes()
@@ -228,7 +300,7 @@ class Server:
         self.crashes = 0
         self._depth = depth
         self._poison = poison
-        self._in_flight: deque[tuple[Step, list[TokenOut]]] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self.worker = self._new_worker()
 
     def _new_worker(self) -> KvWorker:
@@ -241,7 +313,7 @@ class Server:
             self.steps.append({row.req_id for row in step.rows})
             self._check_no_token_is_in_flight(step)
             try:
-                self._in_flight.append((step, self.worker.run(step)))
+                self.launch(step)
             except WorkerDiedError:
                 self.crash()
                 return True
@@ -252,13 +324,16 @@ class Server:
             self._check_kept_counts()
         if not self._in_flight:
             return False
-        process_tokens(self.scheduler, self._in_flight.popleft()[1])
+        process_tokens(self.scheduler, self._in_flight.popleft().outs)
         self._check_kept_counts()
         return True
 
+    def launch(self, step: Step) -> None:
+        self._in_flight.append(InFlight(step, self.worker.run(step), self.worker.written))
+
     def _check_no_token_is_in_flight(self, step: Step) -> None:
         """The first stage of a pipeline cannot begin with a token that the last one has not sampled."""
-        in_flight = {out.req_id for _, outs in self._in_flight for out in outs}
+        in_flight = {out.req_id for one in self._in_flight for out in one.outs}
         assert self.scheduler.limits.num_stages == 1 or in_flight.isdisjoint(row.req_id for row in step.rows)
 
     def _next_step(self) -> Step | None:
@@ -284,7 +359,7 @@ class Server:
 
     def fail_steps(self) -> None:
         """The steps in flight fail before they compute anything."""
-        self.worker.fail(step for step, _ in self._in_flight)
+        self.worker.fail(one.written for one in self._in_flight)
         self._in_flight.clear()
         self.scheduler.cancel_steps()
 
@@ -316,7 +391,8 @@ class Server:
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
         assert batch.has_in_flight() == any(req.in_flight for req in reqs)
         tails = batch.columns.slots._lens, batch.columns.outputs._lens  # a look at the arrays would empty them
-        assert all(req.planned_len == len(req._slots) + tails[0][req.row] for req in reqs)
+        assert all(req.planned_len + req.spare_slots == len(req._slots) + tails[0][req.row] for req in reqs)
+        assert all(req.spare_slots >= req.planned_drafts >= 0 for req in reqs)
         assert all(req.output_len == len(req._outputs) + tails[1][req.row] for req in reqs)
         assert sorted(batch.rows.tolist() + batch._free_rows) == list(range(self.scheduler.limits.max_running))
 
@@ -356,9 +432,17 @@ def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> t
     return scheduler, server
 
 
-def make_req(req_id: int, prompt: Int32s, max_new_tokens: int = 8, seed: int | None = None, **fields: object) -> Req:
-    params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=req_id if seed is None else seed)
-    return Req(req_id, prompt, params, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
+def make_req(
+    req_id: int,
+    prompt: Int32s,
+    max_new_tokens: int = 8,
+    seed: int | None = None,
+    grammar: GrammarSpec | None = None,
+    **fields: Any,
+) -> Req:
+    seed = req_id if seed is None else seed
+    params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=seed, grammar=grammar)
+    return Req(req_id, prompt, params, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)
 
 
 def endless(req_id: int) -> Req:

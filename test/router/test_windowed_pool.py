@@ -121,7 +121,7 @@ def test_slots_that_a_failed_step_was_to_fill_are_not_used_by_cached_tokens() ->
     server.scheduler.add(make_req(2, prompt(60), 50))  # computes tokens again that are cached
     step = server.scheduler.next_step()
     assert step is not None
-    server._in_flight.append((step, server.worker.run(step)))
+    server.launch(step)
 
     server.fail_steps()
 
@@ -138,7 +138,7 @@ def test_a_slot_that_two_failed_steps_were_to_fill_is_freed_once() -> None:
     server.run([make_req(1, prompt(100, 5000), 1)])
     server.scheduler.add(make_req(2, prompt(100), 50))
     server.step()
-    slots = [slot for step, _ in server._in_flight for slot in step.windowed_slots.tolist()]
+    slots = [slot for one in server._in_flight for slot in one.step.windowed_slots.tolist()]
     assert len(set(slots)) < len(slots)
 
     server.fail_steps()
@@ -157,7 +157,7 @@ def test_cached_tokens_lose_the_slots_of_a_request_that_failed_with_nan() -> Non
     server.scheduler.add(failing)
     step = server.scheduler.next_step()
     assert step is not None
-    server._in_flight.append((step, server.worker.run(step)))
+    server.launch(step)
 
     server.scheduler.fail(ReqFailed(1, 500, "numerical error"))
 

@@ -8,6 +8,7 @@
     windows.py        slots of layers that attend to a window only
     preemption.py     which requests make room when KV memory runs out
     lora_slots.py     which adapters are on the device
+    decodes.py        how many drafts a step computes beside decodes
     batch.py          the requests that run
     scheduler.py      composes them into steps
     lockstep.py       several schedulers whose steps are computed at once, for data-parallel attention

@@ -13,8 +13,9 @@ from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.lora_slots import LoraSlots
-from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array, int32s
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array, Tails, int32s
 
 
 class RunningBatch:
@@ -107,39 +108,49 @@ class RunningBatch:
         self.loras.release(req)
         self._released[req.req_id] = None
 
-    def plan_decodes(self, rows: Int64Array, slots: Int32Array) -> None:
+    def plan_decodes(self, decodes: Decodes, slots: Int32Array) -> None:
         """The next step computes one more token of each of these requests, and samples the next."""
-        for req in self.at(np.array(self.columns.slots.full(rows), dtype=np.int64)):
-            req.flush()
-        self.columns.slots.append(rows, slots)
-        self.columns.planned_len[rows] += 1
-        self.columns.planned_outputs[rows] += 1
+        columns, (rows, draft_counts, slot_counts) = self.columns, decodes
+        self._append(columns.slots, rows, slots, slot_counts)
+        columns.planned_len[rows] += 1
+        columns.planned_outputs[rows] += 1
+        if len(draft_counts):
+            columns.planned_drafts[rows] += draft_counts
+            columns.spare_slots[rows] += slot_counts - 1
+            columns.has_drafted[rows[draft_counts > 0]] = 1
 
-    def plan_windowed(self, rows: Int64Array, slots: Int32Array) -> None:
-        """The next token of each of these requests has this slot of the windowed pool."""
-        windowed = self.columns.windowed
-        assert windowed is not None
-        for req in self.at(np.array(windowed.full(rows), dtype=np.int64)):
+    def plan_windowed(self, decodes: Decodes, slots: Int32Array) -> None:
+        """The next tokens of these requests have these slots of the windowed pool."""
+        assert self.columns.windowed is not None
+        self._append(self.columns.windowed, decodes.rows, slots, decodes.slot_counts)
+
+    def _append(self, tails: Tails, rows: Int64Array, values: Int32Array, counts: Int32Array) -> None:
+        """``counts`` values to each of these rows, perhaps none; empty: one each."""
+        if len(counts):
+            rows, counts = rows[counts > 0], counts[counts > 0]
+        for req in self.at(np.array(tails.full(rows, counts if len(counts) else 1), dtype=np.int64)):
             req.flush()
-        windowed.append(rows, slots)
+        tails.append(rows, values, counts)
 
     def let_go_behind_windows(self, rows: Int64Array, kept: int) -> Int32Array:
-        """The windowed slots that the tokens after the planned ones do not reach, one of a request at most."""
+        """The windowed slots that the tokens after the planned ones do not reach."""
         columns, leaving = self.columns, self.columns.leaving
         assert leaving is not None
-        rows = rows[columns.planned_len[rows] - kept > columns.windowed_begin[rows]]
-        for req in self.at(leaving.empty(rows)):
-            leaving.fill(req.row, req.windowed_slots[req.windowed_begin :])
-        columns.windowed_begin[rows] += 1
-        return leaving.take(rows)
+        taken = [NO_INT32]
+        while len(rows := rows[columns.planned_len[rows] - kept > columns.windowed_begin[rows]]):  # rarely twice
+            for req in self.at(leaving.empty(rows)):
+                leaving.fill(req.row, req.windowed_slots[req.windowed_begin :])
+            columns.windowed_begin[rows] += 1
+            taken.append(leaving.take(rows))
+        return np.concatenate(taken)
 
     def add_outputs(self, rows: Int64Array, token_ids: Int32Array, counts: Int32Array = NO_INT32) -> None:
         """Each of these requests has got ``counts`` more tokens, which do not end it; empty: one each."""
-        columns, added = self.columns, counts if len(counts) else 1
-        for req in self.at(np.array(columns.outputs.full(rows, added), dtype=np.int64)):
-            req.flush()
-        columns.outputs.append(rows, token_ids, counts)
-        columns.output_len[rows] += added
+        columns = self.columns
+        self._append(columns.outputs, rows, token_ids, counts)
+        if len(counts):
+            columns.accept(rows, (counts - 1) * columns.has_drafted[rows])
+        columns.output_len[rows] += counts if len(counts) else 1
         columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
 
     @property

@@ -18,6 +18,7 @@ class SchedulerLimits:
     token_ratio: float = 0.0  # share of the pool up to which output lengths are estimated; above it the maximum counts
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     max_step_s: float | None = None  # what a step with prompts and decodes may take; None: chunk_size decides
+    num_drafts: int = 0  # tokens that the workers draft after the next one of a request; not by a pipeline
 
 
 def make_limits(

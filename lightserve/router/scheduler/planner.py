@@ -14,6 +14,7 @@ from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
+from lightserve.router.scheduler.decodes import Decodes, plan_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.scheduler.windows import make_windows
@@ -27,13 +28,13 @@ PrefillChunk = tuple[Timeline, int]  # of a request: how many tokens a step comp
 class PlannedStep:
     """A step in flight. The arrays have one number per request, unless they say otherwise."""
 
-    num_decodes: int  # the first requests compute one token each
+    decodes: Decodes  # the first requests
     req_ids: Int64Array
     rows: Int64Array  # of RunningBatch
     admissions: Int64Array
     counts: Int64Array  # tokens to compute
-    planned_len: Int64Array  # after the step
-    slots: Slots  # of all tokens
+    planned_len: Int64Array  # after the step, at least
+    slots: Slots  # of all tokens, without those that requests have already
     windowed_slots: Slots = field(default_factory=lambda: NO_INT32)
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
@@ -41,13 +42,17 @@ class PlannedStep:
     transfers: KvTransfers = field(default_factory=KvTransfers)
     completed: Wait = field(default_factory=Wait)  # of requests with the ids of dropped ones, whose tokens it brings
 
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes.rows)
+
     def work(self) -> tuple[int, float]:
         """Its tokens, and pairs of a prompt token and a token that it attends to."""
         counts, planned_len = self.counts[self.num_decodes :], self.planned_len[self.num_decodes :]
         return int(self.counts.sum()), float((counts * (planned_len - counts / 2)).sum())
 
     def chunks(self) -> list[StepRow]:
-        ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
+        ends = (self.decodes.num_slots + np.cumsum(self.counts[self.num_decodes :])).tolist()
         req_ids, counts = self.req_ids[self.num_decodes :].tolist(), self.counts[self.num_decodes :].tolist()
         return [
             StepRow(req_id, self.slots[end - count : end])
@@ -76,29 +81,30 @@ class StepPlanner:
     def plan(self) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
         decodes, chunks = self._chunks()
-        while not (len(decodes) or chunks) and self._preemption.is_stuck():
+        while not (len(decodes.rows) or chunks) and self._preemption.is_stuck():
             self._preemption.preempt_newest()
             decodes, chunks = self._chunks()
-        batch, columns = self._batch, self._batch.columns
-        counts = np.array([1] * len(decodes) + [count for _, count in chunks], dtype=np.int64)
-        slots = self._pool.alloc(int(counts.sum()))
-        of_prompts = batch.at(decodes[columns.planned_len[decodes] < columns.prompt_len[decodes]])
+        batch, columns, begin = self._batch, self._batch.columns, decodes.num_slots
+        slots = self._pool.alloc(begin + sum(count for _, count in chunks))
+        of_prompts = batch.at(decodes.rows[columns.planned_len[decodes.rows] < columns.prompt_len[decodes.rows]])
         windowed_slots = self._windows.alloc(decodes, chunks)
-        batch.plan_decodes(decodes, slots[: len(decodes)])
+        batch.plan_decodes(decodes, slots[:begin])
         prefills = [self._cache_prompt(req, 1) for req in of_prompts]
-        begin = len(decodes)
         for req, count in chunks:
             is_prompt = req.planned_len < len(req.prompt_ids)
             req.plan(slots[begin : begin + count])
             begin += count
             if is_prompt:
                 prefills.append(self._cache_prompt(req, count))
-        rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
-        self._windows.free_out_of_window(decodes, chunks)
+        rows = np.append(decodes.rows, np.array([req.row for req, _ in chunks], dtype=np.int64))
+        counts = np.array([1] * len(decodes.rows) + [count for _, count in chunks], dtype=np.int64)
+        if len(decodes.draft_counts):
+            counts[: len(decodes.rows)] += decodes.draft_counts
+        self._windows.free_out_of_window(decodes.rows, chunks)
         self.num_planned += 1
         columns.planned_step[rows] = self.num_planned
         return PlannedStep(
-            len(decodes),
+            decodes,
             batch.req_ids(rows),
             rows,
             columns.admission[rows],
@@ -107,7 +113,7 @@ class StepPlanner:
             slots,
             windowed_slots,
             prefills + _recomputed_outputs(chunks),
-            self._token_ids(decodes, chunks),
+            self._token_ids(decodes.rows, chunks),
         )
 
     def _token_ids(self, decodes: Int64Array, chunks: list[Chunk]) -> Int32Array:
@@ -127,20 +133,21 @@ class StepPlanner:
         self._pool.cache_prompt(req)
         return req.timeline, count
 
-    def _chunks(self) -> tuple[Int64Array, list[Chunk]]:
-        """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
+    def _chunks(self) -> tuple[Decodes, list[Chunk]]:
+        """The requests of which the next step computes the next token, and the chunks of prompts."""
         isolated = self._batch.isolation.isolated
         rows = np.array([isolated.row], dtype=np.int64) if isolated else self._batch.rows
         rows = self._without_in_flight(rows)
         unplanned = self._batch.columns.unplanned(rows)
-        decodes = self._share_of_step(rows[unplanned == 1])
+        decoding = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
         if self._pool.loading_tokens:  # loads hold slots that no preemption frees
-            decodes = decodes[: self._pool.available]
+            decoding = decoding[: self._pool.available]
+        decodes = plan_drafts(decoding, self._batch.columns, self._limits, self._pool.available)
         if not prompts:
             return decodes, []
-        available = self._pool.available - len(decodes)
-        return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
+        available = self._pool.available - decodes.num_slots
+        return decodes, self._chunking.divide(prompts, decodes.num_tokens, len(self._queue), available)
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.

@@ -64,7 +64,7 @@ class Scheduler:
         self.preemption = Preemption(self._batch, self.queue, policy)
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._planner = StepPlanner(self.queue, self._batch, self._chunking, self.preemption, limits)
-        self.num_forced = 0  # tokens that followed a sampled one in the same result
+        self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.parents = Parents()
         self.pushes = KvPushes()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
@@ -178,7 +178,9 @@ class Scheduler:
             dropped=dropped,
             windowed_slots=planned.windowed_slots,
             decode_ids=planned.req_ids[: planned.num_decodes],
-            decode_slots=planned.slots[: planned.num_decodes],
+            decode_slots=planned.slots[: planned.decodes.num_slots],
+            slot_counts=planned.decodes.slot_counts,
+            draft_counts=planned.decodes.draft_counts,
             loras=loras,
             stores=planned.transfers.stores,
             loads=planned.transfers.loads,
@@ -203,6 +205,9 @@ class Scheduler:
         columns = self._batch.columns
         runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
+        if len(step.decodes.draft_counts):
+            is_here = runs_on[: step.num_decodes]
+            columns.planned_drafts[step.decodes.rows[is_here]] -= step.decodes.draft_counts[is_here]
         for part in self.parts:
             part.on_completed(step.transfers)
         step.completed.end()
@@ -224,13 +229,12 @@ class Scheduler:
         )
         if self.isolation.is_active:
             is_known[:] = False
-        if not len(counts):
-            self._batch.add_outputs(rows[is_known], int32s(tokens.token_ids)[is_known])
-            return is_known
-        is_known &= counts <= BLOCK
-        known = tokens.where(is_known)
-        self._batch.add_outputs(rows[is_known], known.token_ids, known.counts)
-        self.num_forced += len(known.token_ids) - len(known)
+        if len(counts):
+            is_known &= counts <= BLOCK
+        known, rows = (tokens, rows) if is_known.all() else (tokens.where(is_known), rows[is_known])
+        self._batch.add_outputs(rows, known.token_ids, known.counts)
+        if len(counts):
+            self.num_forced += int((known.counts - 1)[columns.has_drafted[rows] == 0].sum())
         return is_known
 
     def runs(self, req_ids: Int64Array) -> npt.NDArray[np.bool_]:
@@ -255,7 +259,7 @@ class Scheduler:
         if req is None or not req.in_flight:  # it ended or was aborted meanwhile
             return None
         added = req.add_tokens(outs)
-        self.num_forced += len(added) - 1
+        self.num_forced += 0 if req.has_drafted else len(added) - 1
         if self.isolation.is_active:
             self.isolation.clear(req)
         if req.finish_reason is not None:

@@ -8,6 +8,7 @@ from lightserve.common.kv.token_slots import Slots
 from lightserve.router.req import Req
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.windowed_pool import WindowedPool
 from lightserve.utils.int_arrays import NO_INT32, Int64Array
@@ -16,8 +17,8 @@ from lightserve.utils.int_arrays import NO_INT32, Int64Array
 class NoWindows:
     """There is no windowed pool."""
 
-    def alloc(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
-        """Slots for all tokens of the step."""
+    def alloc(self, decodes: Decodes, chunks: list[Chunk]) -> Slots:
+        """Slots for all tokens of the step that have none."""
         return NO_INT32
 
     def free_out_of_window(self, decodes: Int64Array, chunks: list[Chunk]) -> None:
@@ -40,8 +41,8 @@ class Windows(NoWindows):
         assert isinstance(pool, WindowedPool)
         return pool
 
-    def alloc(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
-        begin = len(decodes)
+    def alloc(self, decodes: Decodes, chunks: list[Chunk]) -> Slots:
+        begin = decodes.num_slots
         slots = self._pool.alloc(begin + sum(count for _, count in chunks))
         self._batch.plan_windowed(decodes, slots[:begin])
         for req, count in chunks:

@@ -189,7 +189,7 @@ def prompt(first: int, length: int = 300) -> list[int]:
     return list(range(first, first + length))
 
 
-def one(req_id: int, ids: list[int], **fields: object) -> Req:
+def one(req_id: int, ids: list[int], **fields: Any) -> Req:
     return make_req(req_id, ids, 4, seed=0, **fields)
 
 

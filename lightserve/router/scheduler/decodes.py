@@ -1,0 +1,42 @@
+"""The requests of a step that compute their next token, and how many drafts of the tokens after it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.router.req_columns import ReqColumns
+from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
+
+
+class Decodes(NamedTuple):
+    rows: Int64Array  # of RunningBatch
+    draft_counts: Int32Array = NO_INT32  # of each request; empty: none
+    slot_counts: Int32Array = NO_INT32  # KV slots that each request gets; empty: one
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows) + int(self.draft_counts.sum())
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.slot_counts.sum()) if len(self.slot_counts) else len(self.rows)
+
+
+def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, available: int) -> Decodes:
+    """Decodes of these requests with drafts, if the workers make any. ``available``: slots of the KV pool.
+
+    A request has the slots of drafts that were rejected, and gets only those that are missing. If memory is short,
+    there are no drafts, and requests use up the slots that they have.
+    """
+    if not limits.num_drafts or limits.num_stages > 1 or not len(rows):
+        return Decodes(rows)
+    most = min(limits.num_drafts, limits.batch_max_tokens // len(rows) - 1)
+    draft_counts = columns.max_drafts(rows, max(most, 0))
+    slot_counts = columns.missing_slots(rows, draft_counts)
+    if slot_counts.sum() > available:
+        draft_counts = np.zeros_like(draft_counts)
+        slot_counts = columns.missing_slots(rows, draft_counts)
+    return Decodes(rows, draft_counts.astype(np.int32), slot_counts.astype(np.int32))

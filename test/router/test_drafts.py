@@ -1,0 +1,198 @@
+"""Steps that compute drafts: the planned length of a request is a range until the accepted drafts are known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from lightserve.io_struct import FinishReason, GrammarSpec, Step, Token, TokenColumns, TokenOut, WindowedKv
+from lightserve.router.scheduler import Scheduler
+from lightserve.utils.int_arrays import BLOCK
+from test.router.processing import process_tokens
+from test.router.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
+
+NUM_DRAFTS = 3
+OTHER = 50
+
+
+def drafting(num_slots: int = 1000, **limits: Any) -> Scheduler:
+    return make(num_slots, num_drafts=NUM_DRAFTS, **limits)
+
+
+def next_step(scheduler: Scheduler) -> Step:
+    step = scheduler.next_step()
+    assert step is not None
+    return step
+
+
+def complete(scheduler: Scheduler, *counts: int) -> None:
+    """Requests 0, 1 ... get so many tokens."""
+    process_tokens(
+        scheduler, [TokenOut(req_id, Token(OTHER)) for req_id, count in enumerate(counts) for _ in range(count)]
+    )
+
+
+def begin(scheduler: Scheduler, *max_new_tokens: int) -> None:
+    """Requests 0, 1 ... of three tokens have one output token."""
+    for req_id, most in enumerate(max_new_tokens):
+        scheduler.add(make_req(req_id, [1, 2, 30 + req_id], most))
+    next_step(scheduler)
+    complete(scheduler, *[1] * len(max_new_tokens))
+
+
+@pytest.mark.parametrize("accepted", range(NUM_DRAFTS + 1))
+def test_the_slots_of_rejected_drafts_are_those_of_the_next_tokens(accepted: int) -> None:
+    scheduler = drafting()
+    begin(scheduler, 500)
+    (req,) = scheduler._batch
+
+    steps = [next_step(scheduler), next_step(scheduler)]
+    in_flight = req.planned_len, req.planned_drafts, len(req.slots)
+    complete(scheduler, 1 + accepted)
+    steps.append(next_step(scheduler))
+
+    assert [drafts_of(step) for step in steps] == [{0: NUM_DRAFTS}] * 3
+    assert in_flight == (5, 2 * NUM_DRAFTS, 3 + 2 * (1 + NUM_DRAFTS))
+    assert [step.slot_counts.tolist() for step in steps] == [[4], [4], [1 + accepted]]
+    assert (req.planned_len, req.planned_drafts) == (6 + accepted, 2 * NUM_DRAFTS)
+    assert req.in_flight == 2
+
+
+def test_a_request_gets_no_slots_beyond_its_longest_output() -> None:
+    scheduler = drafting()
+    begin(scheduler, 7)
+    (req,) = scheduler._batch
+
+    first, second = next_step(scheduler), next_step(scheduler)
+    has_third = scheduler.next_step() is not None
+    complete(scheduler, 1)
+
+    assert (drafts_of(first), drafts_of(second)) == ({0: NUM_DRAFTS}, {0: 1})
+    assert not has_third  # the drafts in flight may be the rest of the output
+    assert len(req.slots) == 3 + 7 - 1
+    assert drafts_of(next_step(scheduler)) == {0: NUM_DRAFTS - 1}
+    assert len(req.slots) == 3 + 7 - 1
+
+
+def test_an_accepted_end_token_ends_the_request_and_drops_the_tokens_after_it() -> None:
+    scheduler = drafting()
+    begin(scheduler, 50)
+    (req,) = scheduler._batch
+    next_step(scheduler)
+
+    process_tokens(scheduler, [TokenOut(0, Token(token_id)) for token_id in (OTHER, EOS, OTHER, OTHER)])
+
+    assert (req.output_ids, req.finish_reason) == ([OTHER, OTHER, EOS], FinishReason.STOP)
+    assert scheduler.pool.used == 0
+    assert scheduler.pool.cached_tokens == 3 + 3 - 1
+
+
+def test_a_preempted_request_waits_for_all_its_steps_in_flight() -> None:
+    scheduler = drafting()
+    begin(scheduler, 500)
+    (req,) = scheduler._batch
+    next_step(scheduler)
+    next_step(scheduler)
+
+    scheduler.preemption.preempt_newest()
+    complete(scheduler, 3)
+    after_first = req.in_flight, req.output_len, scheduler.num_running
+    next_step(scheduler)  # the workers free it
+    is_back = scheduler.num_running
+    complete(scheduler, 4)
+
+    assert after_first == (1, 4, 0)
+    assert not is_back
+    assert (req.in_flight, req.output_len) == (0, 8)
+    assert [len(new.token_ids) for new in next_step(scheduler).new] == [3 + 8]
+
+
+def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
+    scheduler = drafting()
+    begin(scheduler, 500)
+    next_step(scheduler)
+    scheduler.complete_step()
+
+    assert scheduler.process_plain(TokenColumns.of([(0, [OTHER] * 3)])).all()
+    next_step(scheduler)
+    complete(scheduler, 4)
+
+    assert scheduler.num_forced == 0
+
+
+def test_a_request_with_a_grammar_and_a_pipeline_have_no_drafts() -> None:
+    scheduler, pipeline = drafting(), drafting(num_stages=2)
+    scheduler.add(make_req(0, [1, 2, 3], 50, grammar=GrammarSpec("regex", "a")))
+    pipeline.add(make_req(0, [1, 2, 3], 50))
+
+    for one in (scheduler, pipeline):
+        next_step(one)
+        complete(one, 1)
+        assert not sum(drafts_of(next_step(one)).values())
+
+
+def test_drafts_take_no_memory_from_a_request_that_fills_the_pool() -> None:
+    """No draft is planned for which there is no room, and the slots of rejected ones are used up."""
+    server = Server(drafting(40), depth=2)
+    reqs = [make_req(0, list(range(100, 110)), 31), make_req(1, list(range(200, 210)), 9)]
+    for req in reqs:
+        req.eos_ids = ()
+
+    server.run(reqs)
+
+    assert [len(req.outputs) for req in reqs] == [31, 9]
+    server.assert_idle()
+
+
+def test_a_step_of_many_decodes_has_fewer_drafts_than_its_limit_of_tokens() -> None:
+    scheduler = drafting(batch_max_tokens=15)
+    begin(scheduler, 50, 50, 50, 50)
+
+    step = next_step(scheduler)
+
+    assert step.num_tokens == 12
+    assert drafts_of(step) == dict.fromkeys(range(4), 2)
+
+
+def test_slots_behind_a_window_are_let_go_as_fast_as_drafts_are_accepted() -> None:
+    windowed = WindowedKv(size=100, window=8, kept=10)
+    scheduler = drafting(windowed=windowed)
+    scheduler.add(endless(0))
+    next_step(scheduler)
+    complete(scheduler, 1)
+
+    for _ in range(BLOCK):
+        next_step(scheduler)
+        complete(scheduler, 1 + NUM_DRAFTS)
+    next_step(scheduler)
+
+    assert scheduler.pool.windowed.used <= windowed.kept + 2 * (1 + NUM_DRAFTS)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_failed_steps_with_drafts_leave_no_wrong_kv_in_the_cache(seed: int) -> None:
+    """Requests leave while steps that wrote to reused slots are in flight, and then these steps fail."""
+    rng = random.Random(seed)
+    windowed = WindowedKv(size=rng.choice([150, 300]), window=20, kept=24) if seed % 2 else None
+    server = Server(drafting(300, windowed=windowed, max_running=4), depth=2)
+    scheduler = server.scheduler
+    for number in range(60):
+        shared = list(range(100, 100 + rng.choice([5, 30])))
+        req = make_req(number, shared, rng.randrange(1, 40), seed=0)  # the same text again and again
+        scheduler.add(req)
+        for _ in range(rng.randrange(12)):
+            server.step()
+        if rng.random() < 0.5 and scheduler.num_running:
+            scheduler.preemption.preempt_newest()
+        if rng.random() < 0.3:
+            scheduler.abort(number)
+        if rng.random() < 0.4:
+            server.fail_steps()
+        elif req.finish_reason is not None:
+            assert req.output_ids == truth(shared, 0, req.max_new_tokens)
+    while server.step():
+        pass
+
+    server.assert_idle()
