@@ -23,18 +23,18 @@ chaos: $(VENV)/.test
 	$(PY) -m test.faults --seed $(SEED) $(ARGS)
 
 lint: $(VENV)/.test
-	$(PY) -m ruff check lightserve test setup.py
-	$(PY) -m ruff format --check lightserve test setup.py
+	$(PY) -m ruff check lightserve benchmark test setup.py
+	$(PY) -m ruff format --check lightserve benchmark test setup.py
 
 types: $(VENV)/.test
 	$(PY) -m mypy
 
 format: $(VENV)/.test
-	$(PY) -m ruff check --fix lightserve test setup.py
-	$(PY) -m ruff format lightserve test setup.py
+	$(PY) -m ruff check --fix lightserve benchmark test setup.py
+	$(PY) -m ruff format lightserve benchmark test setup.py
 
 bench: $(VENV)/.test
-	$(PY) -m lightserve.benchmark.offline $(ARGS)
+	$(PY) -m lightserve.bench.offline $(ARGS)
 
 docs: $(VENV)/.test
 	$(PY) -m mkdocs build --strict

@@ -68,7 +68,6 @@ setup(
     ],
     cmdclass={"build_ext": BuildCpuKernels},
     package_data={
-        "lightserve.benchmark": ["perplexity.txt"],
         "lightserve.common.cpu_kernel": ["csrc/*"],
         "lightserve.httpserver.web": ["chat/*", "docs/*"],
     },

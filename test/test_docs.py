@@ -17,8 +17,8 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
+from benchmark.cluster.simulated_replicas import arguments as comparison_arguments
 from lightserve import io_struct, worker_calls
-from lightserve.benchmark.simulated_replicas import arguments as comparison_arguments
 from lightserve.cli.completion.flags import all_commands
 from lightserve.cluster.tcp.keys import generate
 from lightserve.common import basemodel as bm, ops

@@ -18,13 +18,13 @@ class Benchmark(NamedTuple):
     parser: str | None = None  # "module:function" that makes its parser without torch, for completion
 
 
-SERVE_PARSER = "lightserve.benchmark.client.arguments:parser"
-COMPARE_PARSER = "lightserve.benchmark.compare:parser"
+SERVE_PARSER = "lightserve.bench.client.arguments:parser"
+COMPARE_PARSER = "lightserve.bench.compare:parser"
 BENCHMARKS = {
-    "serve": Benchmark("latency and throughput of a running server", "lightserve.benchmark.serve", SERVE_PARSER),
-    "compare": Benchmark("results of `bench serve`, side by side", "lightserve.benchmark.compare", COMPARE_PARSER),
-    "offline": Benchmark("prefill and decode of a model in this process", "lightserve.benchmark.offline"),
-    "kernels": Benchmark("each kernel beside torch and the limits of the GPU", "lightserve.benchmark.kernels"),
+    "serve": Benchmark("latency and throughput of a running server", "lightserve.bench.serve", SERVE_PARSER),
+    "compare": Benchmark("results of `bench serve`, side by side", "lightserve.bench.compare", COMPARE_PARSER),
+    "offline": Benchmark("prefill and decode of a model in this process", "lightserve.bench.offline"),
+    "kernels": Benchmark("each kernel beside torch and the limits of the GPU", "lightserve.bench.kernels"),
 }
 
 

@@ -22,7 +22,7 @@ Ids = npt.NDArray[np.int32]
 
 # The first comparison covers so many tokens, each further one four times as many. So an early difference is cheap, and
 # a long match takes few calls of numpy. A match of 1k tokens takes 5.0 us (8.1 us with 256, 5.4 us with 1024), and a
-# miss takes the same with all three: see benchmark/radix_cache.py.
+# miss takes the same with all three: see benchmark/engine/radix_cache.py.
 FIRST_BLOCK = 2048
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightserve.benchmark.make_adapters import target_sizes, write_adapter
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.make_adapters import target_sizes, write_adapter
+from benchmark.models import TINY, save_model
 from lightserve.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import kill_worker

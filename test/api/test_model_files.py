@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.models import TINY, save_model
 from test.api.server import ServerProcess, running_server
 
 USER = {"role": "user", "content": "Hi"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.benchmark.models import TINY
+from benchmark.models import TINY
 from lightserve.model_files import Tokenizer, load_tokenizer, resolve
 from lightserve.model_files.tokenizer_files.sentencepiece_file import Piece, PieceType
 from test.api.server import RESPONSE_S, ServerProcess, running_server

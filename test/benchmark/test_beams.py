@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.benchmark.beams import BatchOnly, Costs, LocalServer, measure
+from benchmark.engine.beams import BatchOnly, Costs, LocalServer, measure
 from lightserve.errors import WorkerDiedError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import Step, StepResult

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.benchmark import eight_bit_linear
+from benchmark.kernels import eight_bit_linear
 from lightserve.errors import ServerError
 
 

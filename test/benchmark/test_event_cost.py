@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lightserve.benchmark.event_cost import CASES, Case, cost_us
+from benchmark.serving.event_cost import CASES, Case, cost_us
 from test.real_model import smollm2_tokenizer
 
 

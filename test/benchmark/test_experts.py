@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.benchmark import experts
-from lightserve.benchmark.kernel_cases import InputFactory
+from benchmark.kernels import experts
+from lightserve.bench.kernel_cases import InputFactory
 from lightserve.errors import ServerError
 
 CPU = torch.device("cpu")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.benchmark import grammar, models
+from benchmark import models
+from benchmark.engine import grammar
 from lightserve.common.basemodel import ModelConfig
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.source import resolve

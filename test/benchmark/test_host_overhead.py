@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightserve.benchmark import host_overhead
+from benchmark.engine import host_overhead
 
 
 def test_every_table_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

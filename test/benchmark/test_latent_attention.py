@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.benchmark import latent_attention
-from lightserve.benchmark.kernel_cases import InputFactory
+from benchmark.kernels import latent_attention
+from lightserve.bench.kernel_cases import InputFactory
 
 CPU = torch.device("cpu")
 

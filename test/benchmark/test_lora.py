@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.benchmark import lora, make_adapters
+from benchmark import make_adapters
+from benchmark.kernels import lora
 from lightserve.errors import ServerError
 from lightserve.model_files.lora.adapter import check_base, read_adapter
 from test.benchmark.test_static import TINY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.benchmark import observability
+from benchmark.serving import observability
 
 
 def test_the_table_has_a_time_for_every_part(

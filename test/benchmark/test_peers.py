@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightserve.benchmark.peers import draw, read
-from lightserve.benchmark.report.scale import number
+from benchmark.serving.peers import draw, read
+from lightserve.bench.report.scale import number
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "docs" / "speed.json"
@@ -16,7 +16,7 @@ IMAGE = ROOT / "docs" / "images" / "speed.svg"
 
 
 def test_the_committed_plot_is_made_from_the_committed_figures() -> None:
-    remedy = "run: python -m lightserve.benchmark.peers docs/speed.json docs/images/speed.svg"
+    remedy = "run: python -m benchmark.serving.peers docs/speed.json docs/images/speed.svg"
 
     assert IMAGE.read_text() == draw(read(DATA)), remedy
 

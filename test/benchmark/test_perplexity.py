@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightserve.benchmark.perplexity import TEXT, main, measure, windows_of
+from benchmark.engine.perplexity import TEXT, main, measure, windows_of
 from lightserve.llm import LLM
 from test.models.tiny import build_hf
 

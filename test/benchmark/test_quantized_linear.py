@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.benchmark import quantized_linear
-from lightserve.benchmark.kernel_cases import InputFactory
+from benchmark.kernels import quantized_linear
+from lightserve.bench.kernel_cases import InputFactory
 from lightserve.errors import ServerError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightserve.benchmark.server_profile import report
+from benchmark.serving.server_profile import report
 
 
 def span(name: str, ts: float, dur: float, pid: int, category: str = "") -> dict[str, Any]:

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lightserve.benchmark.request_hops import HOPS, hop_table, measure_hops
-from lightserve.benchmark.server import Server
-from lightserve.benchmark.serving_path import APIS, Load, drive, request_of
+from benchmark.serving.request_hops import HOPS, hop_table, measure_hops
+from benchmark.serving.server import Server
+from benchmark.serving.serving_path import APIS, Load, drive, request_of
 
 ROUNDING_MS = 0.01
 PARSERS = ["--tool_call_parser", "hermes", "--reasoning_parser", "qwen3"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightserve.benchmark.client.record import Record
-from lightserve.benchmark.simulated_replicas import LOAD, Figures, Times, compare, figures_of, simulated, table
+from benchmark.cluster.simulated_replicas import LOAD, Figures, Times, compare, figures_of, simulated, table
+from lightserve.bench.client.record import Record
 
 TIMES = Times(0.04, 100e-6)
 

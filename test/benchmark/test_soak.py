@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from lightserve.benchmark import soak
-from lightserve.benchmark.soak_requests import KINDS
+from benchmark.serving import soak
+from benchmark.serving.soak_requests import KINDS
 
 
 @pytest.mark.long

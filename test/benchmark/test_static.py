@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.benchmark import static
-from lightserve.benchmark.ceilings import Ceilings
-from lightserve.benchmark.model_cost import ModelCost, Work
-from lightserve.benchmark.static import StaticBench, decode_work, prefill_work
+from benchmark.engine import static
+from benchmark.engine.static import StaticBench, decode_work, prefill_work
+from lightserve.bench.ceilings import Ceilings
+from lightserve.bench.model_cost import ModelCost, Work
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.benchmark.step_profile import Kernel, gpu_table, gpu_time, kernels_of
+from benchmark.engine.step_profile import Kernel, gpu_table, gpu_time, kernels_of
 
 
 def test_the_time_of_a_gpu_is_split_into_groups_and_gaps() -> None:

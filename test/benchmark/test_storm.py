@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.benchmark.serving_path import Load
-from lightserve.benchmark.storm import Outcome, run
+from benchmark.serving.serving_path import Load
+from benchmark.serving.storm import Outcome, run
 
 LATE_MS = 5000.0  # the command has the goal; here other tests run too
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightserve.benchmark.model_cost import ModelCost
+from lightserve.bench.model_cost import ModelCost
 from lightserve.common import ops
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.ops import in_groups

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lightserve.benchmark.make_adapters import target_sizes, write_adapter
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.make_adapters import target_sizes, write_adapter
+from benchmark.models import TINY, save_model
 from lightserve.model_files.lora.adapter import WEIGHTS_FILE
 from test.api.test_faults import COMPLETE, Client
 from test.faults.case import Case

@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.models import TINY, save_model
 from test.faults.cases.stages import rank_case
 
 EXPERTS = {

@@ -7,7 +7,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.models import TINY, save_model
 from lightserve.cluster.tcp.keys import generate
 from test.api.server import START_S, ServerProcess, start_server
 from test.api.test_engines import serving

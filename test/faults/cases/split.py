@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.models import TINY, save_model
 from test.faults.case import Case
 from test.faults.cases.engines import GO_ON, _continue_elsewhere, kill_router
 from test.faults.cases.processes import Fault, send_signal

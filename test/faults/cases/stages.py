@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from lightserve.benchmark.models import TINY, save_model
+from benchmark.models import TINY, save_model
 from test.faults.case import Case
 from test.faults.cases.processes import send_signal
 from test.faults.harness import STREAMING

@@ -2,7 +2,7 @@
 
 Scales are applied to a tile's result where all of a row's numbers in the tile have one scale, else to the numbers. Two
 numbers of a byte are not moved beside each other: the low and the high ones are two products with half of ``x`` each.
-No constant here is measured yet; ``benchmark/experts.py --weights`` times them.
+No constant here is measured yet; ``benchmark/kernels/experts.py --weights`` times them.
 """
 
 from __future__ import annotations

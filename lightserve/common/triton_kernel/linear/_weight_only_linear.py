@@ -18,7 +18,7 @@ from lightserve.common.triton_kernel.linear._eight_bit_linear import Config
 
 MIN_BLOCK_M = 8
 MIN_GROUP = 16
-# not measured yet: python -m lightserve.benchmark.eight_bit_linear --configs
+# not measured yet: python -m benchmark.kernels.eight_bit_linear --configs
 FEW_ROWS = Config(block_n=32, block_k=256, num_warps=4, num_stages=4)
 INVARIANT = Config(block_n=64, block_k=128, num_warps=4, num_stages=3)
 INVARIANT_BLOCK_M = 64

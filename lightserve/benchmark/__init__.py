@@ -1,1 +1,0 @@
-"""Programs that print tables. They measure or compare, and assert nothing."""
