@@ -1,1 +1,22 @@
+"""LightServe serves large language models. ``from lightserve import LLM`` runs one in this process."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightserve.io_struct import GenerationParams
+    from lightserve.offline.llm import LLM
+
+__all__ = ["LLM", "GenerationParams"]
 __version__ = "0.1.0"
+
+_MODULES = {"LLM": "lightserve.offline.llm", "GenerationParams": "lightserve.io_struct"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: LLM needs torch, which most processes must not load."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'lightserve' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

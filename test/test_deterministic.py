@@ -15,7 +15,7 @@ import torch
 
 from lightserve.httpserver.logprobs import PromptToken
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM, Generation
+from lightserve.offline.llm import LLM, Generation
 from lightserve.worker.sampling.logprobs import ranked_logprobs
 from test.ops.cases import needs_library
 

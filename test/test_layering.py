@@ -149,22 +149,20 @@ LAYERS: dict[str, set[str]] = {
     "cluster": {*GROUND, "cluster.tcp", "model_files"},
     "server": {*GROUND, "cluster.nodes", "cluster.routing", "cluster.tcp", "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router", "cluster"},
-    "llm": {
+    "offline": {
         *GROUND,
         "common.parallel",
         "detokenization",
         "httpserver.beam_search.algorithm",
         "httpserver.logprobs",
-        "llm_chat",
-        "llm_pooling",
         "model_files",
         "models.registry",
         "router",
+        "server",
+        "utils",
         "worker",
     },
-    "llm_chat": {"errors"},
-    "llm_pooling": {"errors", "io_struct", "model_files", "router", "utils", "worker"},
-    "generate": {*GROUND, "llm", "server"},
+    "llm": {"offline"},
     "ray": {*GROUND, "cluster.proxy", "cluster.tcp", "server"},
     "cli": {
         *GROUND,
@@ -177,7 +175,7 @@ LAYERS: dict[str, set[str]] = {
         "server",
     },
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
-    "bench": {*GROUND, "common", "llm", "model_files", "models.registry", "server", "tools"},
+    "bench": {*GROUND, "common", "offline", "model_files", "models.registry", "server", "tools"},
 }
 TORCH_FREE = [
     "bench.compare",

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightserve.io_struct import FinishReason, GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.small_text import save_small_model
 
 BAD_TOKEN = 120  # beyond the tokenizer's vocabulary; this model never samples it in these tests

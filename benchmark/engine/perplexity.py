@@ -21,7 +21,7 @@ from lightserve.config.parse import Parser, add_flags, config_from_args
 from lightserve.errors import LightserveError
 
 if TYPE_CHECKING:
-    from lightserve.llm import LLM
+    from lightserve.offline.llm import LLM
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 PROMPTS = (
@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if min(args.window, args.tokens) < 2:
         parser.error("--window and --tokens must be at least 2")
     try:
-        from lightserve.llm import LLM  # here, because it imports torch: --help and errors in flags do not need it
+        from lightserve.offline.llm import (
+            LLM,  # here, because it imports torch: --help and errors in flags do not need it
+        )
 
         llm = LLM(**asdict(config_from_args(WorkerConfig, args)))
         ids = llm.tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]

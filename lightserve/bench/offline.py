@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from lightserve.bench.model_cost import ModelCost
-from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
+from lightserve.offline.llm import LLM
 from lightserve.tools.oracle import load_transformers
 
 Prompts = list[list[int]]

@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": Command("serve a model over HTTP", "[MODEL] [flags]", "lightserve.cli.serve"),
     "engine": Command("compute for servers on other machines", "[MODEL] [flags]", "lightserve.cli.engine"),
     "chat": Command("chat with a running server in this terminal", "[--url URL]", "lightserve.cli.chat.main"),
-    "generate": Command("answer one prompt, without a server", "[PROMPT] [flags]", "lightserve.generate"),
+    "generate": Command("answer one prompt, without a server", "[PROMPT] [flags]", "lightserve.offline.generate"),
     "bench": Command("measure a server, a model or the kernels", "NAME [flags]", "lightserve.cli.bench"),
     "models": Command("list supported models, and those on this machine", "", "lightserve.cli.models"),
     "doctor": Command("report what this machine has, and what is missing", "", "lightserve.cli.doctor"),

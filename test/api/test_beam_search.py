@@ -9,7 +9,7 @@ import pytest
 
 from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult
 from lightserve.io_struct import FinishReason
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.httpserver.beam_search.test_algorithm import transformers_beams
 from test.real_model import PROMPTS, smollm2, smollm2_tokenizer, transformers_smollm2

@@ -14,7 +14,7 @@ import pytest
 
 from benchmark.make_adapters import target_sizes, write_adapter
 from benchmark.models import TINY, save_model
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import kill_worker
 from test.held_adapter import held_load, write_held

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess
 from test.real_model import GOLDEN_TOKENS, PROMPTS, golden_ids, smollm2_tokenizer
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess
 from test.schemas import schema_of
 

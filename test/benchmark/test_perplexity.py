@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from benchmark.engine.perplexity import TEXT, main, measure, windows_of
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.models.tiny import build_hf
 
 IDS = [(7 * i * i + 3 * i) % 131 for i in range(50)]

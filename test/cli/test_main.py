@@ -86,7 +86,7 @@ def test_a_mistake_is_one_line_that_names_the_remedy(
 @pytest.mark.parametrize("argv", [["Who are you?"], ["--max_new_tokens", "3"]])
 def test_a_prompt_without_a_command_is_answered_as_before(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = FakeMain(0)
-    monkeypatch.setattr("lightserve.generate.main", answer)
+    monkeypatch.setattr("lightserve.offline.generate.main", answer)
 
     assert main(argv) == 0
     assert answer.calls == [(argv, {})]

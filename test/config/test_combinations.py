@@ -17,12 +17,12 @@ from lightserve.config import ServerConfig
 from lightserve.config.combinations import FEATURES, OFFLINE, TABLE, Conflict, Feature, Setup, first_conflict
 from lightserve.config.parse import config_from_args, parse_server, server_parser
 from lightserve.errors import LightserveError, OptionError
-from lightserve.llm import LLM
 from lightserve.model_files.facts import model_facts
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import pooling_of, resolve
 from lightserve.models.registry import read_model_config
+from lightserve.offline.llm import LLM
 from lightserve.server.checks import check
 from test.cluster.tcp_cluster import free_port
 from test.lora_files import write_adapter

@@ -13,8 +13,8 @@ import torch
 
 from lightserve.common.basemodel import LogitRows
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM
 from lightserve.model_files import resolve
+from lightserve.offline.llm import LLM
 from lightserve.tools.oracle import load_transformers
 from test.models.session import Session
 from test.real_model import LONG, PROMPTS

@@ -12,7 +12,7 @@ import pytest
 
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.real_model import PROMPTS
 
 NAMED = [os.environ.get(name) for name in ("LIGHTSERVE_TEST_GEMMA", "LIGHTSERVE_TEST_TOOL_MODEL")]

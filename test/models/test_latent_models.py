@@ -12,7 +12,7 @@ from lightserve.common import ops, triton_kernel  # noqa: F401  registers its ba
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.errors import ModelFilesError
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.models.architectures.case import MAX_LEN, Tiny, build
 from test.models.architectures.cases import CASES
 from test.models.session import Session

@@ -23,12 +23,12 @@ from lightserve.common.cpu_kernel._library import BACKEND as NATIVE, library
 from lightserve.common.cpu_kernel.packed_weight import Packed
 from lightserve.common.quantization import LinearSpec, QuantizedLinear, eight_bit
 from lightserve.errors import CheckpointError
-from lightserve.llm import LLM
 from lightserve.model_files.lora.adapter import read_adapter
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
 from lightserve.model_files.quantization.eight_bit import BLOCK
 from lightserve.model_files.source import resolve
 from lightserve.models.registry import get_model_class
+from lightserve.offline.llm import LLM
 from test.lora_files import LLAMA_TARGETS, linear_sizes, write_adapter
 from test.models import eight_bit_files, test_eight_bit, test_fp8_experts, test_gguf_packed, test_packed_formats
 from test.models.architectures.case import MAX_LEN, Tiny, build as build_tiny

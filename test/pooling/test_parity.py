@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightserve.common import ops
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.pooling.files import CLS, SEP, VOCAB_SIZE, add_sentence_transformers, new_model, save
 
 DEVICE = os.environ.get("LIGHTSERVE_TEST_DEVICE", "cpu")  # cuda: products are rounded to TF32

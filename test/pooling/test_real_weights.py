@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
 
-from lightserve.llm import LLM
 from lightserve.model_files.gguf_header import read_gguf_header
+from lightserve.offline.llm import LLM
 from test.real_model import LONG, PROMPTS
 
 MINILM = os.environ.get("LIGHTSERVE_TEST_MINILM")

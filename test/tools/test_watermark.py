@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from lightserve.tools.watermark import look_for_watermark, main
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer

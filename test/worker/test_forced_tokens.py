@@ -8,7 +8,7 @@ import pytest
 
 from lightserve.grammar.specs import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, Step
-from lightserve.llm import LLM, Generation
+from lightserve.offline.llm import LLM, Generation
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.worker import ModelWorker

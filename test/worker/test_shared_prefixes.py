@@ -20,8 +20,8 @@ from lightserve.common.parallel import Parallel
 from lightserve.common.triton_kernel import _gpu
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
-from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
+from lightserve.offline.llm import LLM
 from lightserve.worker import infer_batch, shared_prefixes, step_runner
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.shared_prefixes import Arrangement, SharedPrefixes

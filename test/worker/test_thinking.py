@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
-from lightserve.llm import LLM, Generation
+from lightserve.offline.llm import LLM, Generation
 from lightserve.utils.int_arrays import GrowingArray
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.sampler import make_plan

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightserve.errors import ServerError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import GenerationParams, Step
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from lightserve.router.windowed_pool import WindowedPool
 from lightserve.worker.rpc import GetResult
 

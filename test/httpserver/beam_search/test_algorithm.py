@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult, BeamSearch, Candidates
 from lightserve.io_struct import FinishReason, Step
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from lightserve.worker.rpc import GetResult
 from test.models.tiny import build_hf
 from test.real_model import PROMPTS, transformers_smollm2

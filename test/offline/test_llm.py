@@ -10,7 +10,7 @@ import pytest
 
 from lightserve.errors import InvalidRequestError, ModelFilesError, PromptTooLongError, ServerError
 from lightserve.io_struct import FinishReason, GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 
 GREEDY = GenerationParams.of(max_new_tokens=12, temperature=0)
 

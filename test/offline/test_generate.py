@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def lightserve(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightserve.generate", *args]
+    command = [sys.executable, "-m", "lightserve.offline.generate", *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lightserve.io_struct import GenerationParams, Step
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from lightserve.worker.rpc import GetResult
 from test.models.tiny import build_hf
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(config: WorkerConfig, prompt: str, params: GenerationParams) -> None:
-    from lightserve.llm import LLM  # here, because it imports torch: --help and errors in flags do not need it
+    from lightserve.offline.llm import LLM  # here, because it imports torch: --help and errors in flags do not need it
 
     begin = time.monotonic()
     llm = LLM(**asdict(config))

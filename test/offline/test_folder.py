@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import GenerationParams
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightserve.errors import InvalidRequestError
-from lightserve.llm import LLM
+from lightserve.offline.llm import LLM
 from test.lora_files import save_adapter
 from test.real_model import transformers_smollm2
 

@@ -1,0 +1,355 @@
+"""A model without a server: it runs the server's scheduler and worker in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from numbers import Integral
+from typing import Any, overload
+
+from lightserve.common.parallel import Parallel
+from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.config.combinations import Setup, check_combinations
+from lightserve.detokenization.req_text import ReqText
+from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
+from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
+from lightserve.io_struct import FinishReason, GenerationParams, LoraLoad, ReqFailed, StepResult, TokenOut
+from lightserve.model_files.facts import model_facts
+from lightserve.model_files.lora.paths import parse_module
+from lightserve.model_files.sampling_defaults import read_sampling_defaults
+from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
+from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
+from lightserve.models.registry import read_model_config
+from lightserve.offline.chat import Conversation, check_conversation, is_conversation
+from lightserve.offline.pooling import PoolingMethods
+from lightserve.router.kv_pool import KvPool
+from lightserve.router.req import Req
+from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
+from lightserve.utils.int_arrays import int32s
+from lightserve.utils.logger import init_logger
+from lightserve.worker.rpc import GetResult
+from lightserve.worker.select import worker_class
+
+logger = init_logger(__name__)
+
+Prompt = str | Sequence[int]
+Loras = str | Sequence[str | None] | None  # an adapter for all prompts, or one each
+Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOut:
+    """One token of one prompt. The texts of a prompt's tokens add up to its whole text."""
+
+    index: int  # of the prompt
+    token_id: int | None  # None: the request failed before a token was sampled
+    logprob: float | None  # if requested
+    text: str
+    finish_reason: FinishReason | None
+    top: list[tuple[int, float]] | None = None  # the most likely tokens and their logprobs, if requested
+    error: str | None = None  # why it was aborted
+    prompt: list[PromptToken] | None = None  # with the first token, if prompt_logprobs were requested
+
+
+@dataclass(slots=True)
+class Generation:
+    """The result of one prompt."""
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, logprob), most likely first
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # why it was aborted
+    prompt_logprobs: list[PromptToken] | None = None  # if requested
+
+
+class LLM(PoolingMethods):
+    """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread.
+
+    ``generation_config`` is the server's flag: whose sampling parameters count where a call gives none.
+    """
+
+    def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
+        self.config = WorkerConfig(model_dir=model_dir, **options)
+        source = resolve(model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
+        _check_combinations(self.config, source)
+        if self.config.load_format != "dummy":
+            require_weights(source)
+        self._sampling_defaults = read_sampling_defaults(source, generation_config)
+        self._tokenizer = load_tokenizer_or_none(source)
+        if self._tokenizer is None:
+            logger.warning(NO_TOKENIZER, source.path)
+        self.worker = worker_class(self.config, source)(self.config, source, Parallel())
+        self.worker.capture()
+        vocab_size = self.worker.model_config.vocab_size
+        self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
+        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
+        pool, loras = KvPool(self.worker.max_total_token_num, self.worker.windowed), LoraSlots(self.config.num_loras)
+        self._scheduler = Scheduler(pool, limits, loras=loras)
+        self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
+        self._open: dict[int, _OpenStream] = {}
+        self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer; give prompts as token ids")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> GenerationParams:
+        """The parameters of a call that gives none: those that the model's files recommend."""
+        return GenerationParams.of(**self._sampling_defaults.fill({}))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        lora: Loras = None,
+        **fields: Any,
+    ) -> list[Generation]:
+        """Complete every prompt (text or token ids).
+
+        Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each. Without
+        ``params``, the others are those of ``get_default_sampling_params``. ``lora``: a name of ``lora_modules`` or the
+        folder of an adapter, for all prompts or one for each; None: the base model.
+        """
+        requests = self._requests(prompts, params, fields, lora)
+        generations = [Generation(req.prompt_ids.tolist()) for req in requests]
+        for out in self._run(requests):
+            generation = generations[out.index]
+            generation.text += out.text
+            if out.token_id is not None:
+                generation.token_ids.append(out.token_id)
+            if out.logprob is not None:
+                generation.logprobs.append(out.logprob)
+                generation.top_logprobs.append(out.top or [])
+            generation.finish_reason, generation.error = out.finish_reason, out.error
+            generation.prompt_logprobs = generation.prompt_logprobs or out.prompt
+        return generations
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        lora: Loras = None,
+        **fields: Any,
+    ) -> Iterator[StreamOut]:
+        """Like ``generate``, but yields every token as it comes. The tokens of several prompts alternate."""
+        return self._run(self._requests(prompts, params, fields, lora))
+
+    @overload
+    def chat(
+        self, messages: Conversation, params: GenerationParams | None = None, *, lora: Loras = None, **fields: Any
+    ) -> Iterator[StreamOut]: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Conversation], params: Params = None, *, lora: Loras = None, **fields: Any
+    ) -> list[Generation]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        lora: Loras = None,
+        **fields: Any,
+    ) -> Iterator[StreamOut] | list[Generation]:
+        """Answer a conversation, and yield every token as it comes. Of a list of conversations, return all answers."""
+        fields = {"continues_text": False} | fields
+        if is_conversation(messages):
+            return self.stream([self._chat_ids(messages)], params, lora=lora, **fields)
+        return self.generate([self._chat_ids(one) for one in messages], params, lora=lora, **fields)
+
+    def _chat_ids(self, messages: Any) -> list[int]:
+        check_conversation(messages)
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
+    ) -> list[list[BeamResult]]:
+        """The most likely continuations of every prompt that beam search finds, best first."""
+        params = params or BeamParams()
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        starts = [req.prompt_ids.tolist() for req in self._requests(prompts, None, {})]
+        searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
+        batch = BeamBatch(starts, searches)
+        while sequences := batch.sequences():
+            batch.advance([one.top_logprobs[0] for one in self.generate(sequences, batch.params)])
+        return batch.best()
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params,
+        fields: dict[str, Any],
+        lora: Loras = None,
+    ) -> list[Req]:
+        self._check_generates()
+        many = [prompts] if _is_one(prompts) else list(prompts)
+        if params is None or isinstance(params, GenerationParams):
+            params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
+        if len(params) != len(many):
+            raise InvalidRequestError(f"{len(many)} prompts but {len(params)} sets of parameters")
+        loras = [lora] * len(many) if lora is None or isinstance(lora, str) else list(lora)
+        if len(loras) != len(many):
+            raise InvalidRequestError(f"{len(many)} prompts but {len(loras)} adapters")
+        ids = [self._adapter(one) for one in loras]
+        requests = [self._request(prompt, own.replace(**fields)) for prompt, own in zip(many, params, strict=True)]
+        for req, lora_id in zip(requests, ids, strict=True):
+            req.lora_id, req.salt = lora_id, "" if lora_id is None else f"lora {lora_id}"
+        return requests
+
+    def _adapter(self, lora: str | None) -> int | None:
+        """The id of an adapter, which is in host memory afterwards."""
+        if lora is None:
+            return None
+        if self.worker.loras is None:
+            raise InvalidRequestError("this LLM takes no adapters; give max_loras or lora_modules", "lora")
+        folder = dict(map(parse_module, self.config.lora_modules)).get(lora, lora)
+        if folder not in self._adapters:
+            lora_id = len(self._adapters)
+            loaded = self.worker.loras.load(LoraLoad(lora_id, folder))
+            if loaded.error:
+                raise InvalidRequestError(f"the adapter {lora!r} cannot be used: {loaded.error}", "lora")
+            self._adapters[folder] = lora_id
+            self._scheduler.loras.loaded.add(lora_id)
+        return self._adapters[folder]
+
+    def _request(self, prompt: Any, params: GenerationParams) -> Req:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        longest = self.worker.longest_request
+        if not ids:
+            raise InvalidRequestError("the prompt is empty")
+        self._check_ids("a prompt's token ids", ids)
+        self._check_ids("stop_token_ids", params.stopping.stop_token_ids)
+        if len(ids) >= longest:
+            raise PromptTooLongError(len(ids), longest)
+        max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
+        return Req(next(self._ids), int32s(ids), params, max_new_tokens, self.eos_token_ids)
+
+    def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
+        vocab_size = self.worker.model_config.vocab_size
+        if not all(isinstance(token, Integral) and 0 <= int(token) < vocab_size for token in ids):
+            raise InvalidRequestError(f"{what} must be integers in 0..{vocab_size - 1}")
+
+    def _run(self, requests: Sequence[Req]) -> Iterator[StreamOut]:
+        """Run steps until these requests end. Other open streams share the steps."""
+        outs: deque[StreamOut] = deque()
+        decoder = None if self._tokenizer is None else self._tokenizer.decoder
+        for i, req in enumerate(requests):
+            self._open[req.req_id] = _OpenStream(i, ReqText(decoder, req.params.text), outs)
+            self._scheduler.add(req)
+        pending = len(requests)
+        try:
+            while pending:
+                while not outs:
+                    self._step()
+                out = outs.popleft()
+                pending -= out.finish_reason is not None
+                yield out
+        finally:  # the caller may stop iterating
+            for req in requests:
+                if self._open.pop(req.req_id, None) is not None:
+                    self._scheduler.abort(req.req_id)
+
+    def _step(self) -> None:
+        """Keep the worker busy, and give the tokens of the oldest step to their streams."""
+        try:
+            while len(self._in_flight) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
+                self._in_flight.append(self.worker.launch(step))
+            if not self._in_flight:
+                raise ServerError("the request was dropped because a step of its batch failed")
+            result = self._in_flight.popleft()()
+            self._scheduler.complete_step()
+            self._distribute(result)
+        except Exception:
+            self._drop_requests()
+            self._scheduler.cancel_steps()
+            raise
+        except BaseException:  # an interrupt may have stopped the scheduler in the middle of a change
+            self._drop_requests()
+            self._scheduler.reset()
+            raise
+
+    def _drop_requests(self) -> None:
+        """End all streams. The worker has no step in flight and no request afterwards."""
+        self._open.clear()
+        self._in_flight.clear()
+        self.worker.reset()
+
+    def _distribute(self, result: StepResult) -> None:
+        """Give the tokens of a step to their streams."""
+        for failure in result.failed:
+            if self._scheduler.fail(failure) is None:
+                continue
+            if failure.req_id in self._open:
+                self._fail(failure)
+            else:
+                self._failures[failure.req_id] = failure.message
+        for embedding in result.embeddings:
+            if self._scheduler.process_embedding(embedding.req_id) is not None:
+                self._results[embedding.req_id] = embedding.values
+        for _, outs in groupby(result.tokens, key=lambda out: out.req_id):
+            tokens = self._scheduler.process_req(list(outs))
+            if tokens is not None:
+                self._push_tokens(tokens)
+
+    def _fail(self, failure: ReqFailed) -> None:
+        stream = self._open.pop(failure.req_id)
+        stream.outs.append(StreamOut(stream.index, None, None, "", FinishReason.ABORT, error=failure.message))
+
+    def _push_tokens(self, tokens: ReqTokens) -> None:
+        """The last token may end the request, and a stop string before it."""
+        for out in tokens.outs:
+            is_last = out is tokens.outs[-1]
+            self._push_token(tokens.req, out, tokens.req.finish_reason if is_last else None)
+            if tokens.req.req_id not in self._open:
+                return
+
+    def _push_token(self, req: Req, out: TokenOut, finish_reason: FinishReason | None) -> None:
+        stream, token = self._open[req.req_id], out.token
+        text = stream.text.push(token.id, finish_reason, req.ends_in_text)
+        if stream.text.matched_stop is not None:
+            finish_reason = FinishReason.STOP
+            self._scheduler.abort(req.req_id)
+        if finish_reason is not None:
+            del self._open[req.req_id]
+        prompt = (
+            None
+            if token.prompt_logprobs is None
+            else unpack_prompt_logprobs(req.prompt_ids.tolist(), token.prompt_logprobs)
+        )
+        stream.outs.append(
+            StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStream:
+    """The stream of a request that has not ended."""
+
+    index: int  # of its prompt
+    text: ReqText
+    outs: deque[StreamOut]  # of the stream that it belongs to
+
+
+def _check_combinations(worker: WorkerConfig, source: ModelSource) -> None:
+    hf = stored_as(source, worker.quantization, packed_by_default=False).hf_config()
+    model = read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
+    facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
+    config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
+    check_combinations(Setup(config, facts, is_offline=True))
+
+
+def _is_one(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
