@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightserve.httpserver.logprobs import PromptToken
 from lightserve.io_struct import GenerationParams
 from lightserve.offline.llm import LLM, Generation
+from lightserve.text.logprobs import PromptToken
 from lightserve.worker.sampling.logprobs import ranked_logprobs
 from test.ops.cases import needs_library
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.offline.llm import LLM
+from lightserve.text.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.worker.sampling import logprobs as worker_logprobs
 from test.models.tiny import build_hf
 

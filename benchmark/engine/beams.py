@@ -23,7 +23,6 @@ import torch
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.config import RouterConfig
 from lightserve.detokenization.manager import DetokenizationManager
-from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -32,6 +31,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
+from lightserve.text.beam_search import BeamParams
 from lightserve.utils.codec import encode, make_decode
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.null_worker import NullWorker

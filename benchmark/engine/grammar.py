@@ -27,9 +27,9 @@ import torch
 from benchmark.models import LARGE, TINY, save_model
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import ServerError
-from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.offline.llm import LLM
+from lightserve.text.grammar.specs import schema_grammar
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.step_runner import graph_shapes

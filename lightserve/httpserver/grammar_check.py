@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from lightserve.errors import InvalidRequestError, UnavailableError
-from lightserve.grammar.messages import GrammarReport
-from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.httpserver.grammar_process import GrammarProcess
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.text.grammar.messages import GrammarReport
+from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.codec import encode
 
 MAX_COMPILING = 64  # grammars that are being compiled or wait for it

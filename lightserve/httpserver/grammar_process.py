@@ -11,15 +11,15 @@ import tempfile
 from contextlib import suppress
 
 from lightserve.errors import UnavailableError
-from lightserve.grammar.messages import STARTED, GrammarReport
-from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GrammarSpec
+from lightserve.text.grammar.messages import STARTED, GrammarReport
+from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.codec import encode, make_decode
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
-MODULE = "lightserve.grammar.process"
+MODULE = "lightserve.text.grammar.process"
 WAIT_LIMIT_S = 30.0  # until a compilation begins: others may come before it, and the process may be starting
 REPLY_LIMIT_S = 60.0  # for COMPILE_LIMIT_S of CPU time on a busy machine
 ATTEMPTS = 3

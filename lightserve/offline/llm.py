@@ -15,8 +15,6 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.config.combinations import Setup, check_combinations
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
-from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
-from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, LoraLoad, ReqFailed, StepResult, TokenOut
 from lightserve.model_files.facts import model_facts
 from lightserve.model_files.lora.paths import parse_module
@@ -29,6 +27,8 @@ from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
+from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
+from lightserve.text.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.worker.rpc import GetResult

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult
 from lightserve.io_struct import FinishReason
 from lightserve.offline.llm import LLM
+from lightserve.text.beam_search import BeamParams, BeamResult
 from test.api.server import ServerProcess, running_server
-from test.httpserver.beam_search.test_algorithm import transformers_beams
 from test.real_model import PROMPTS, smollm2, smollm2_tokenizer, transformers_smollm2
 from test.small_text import save_small_model
+from test.text.test_beam_search import transformers_beams
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ import jsonschema_rs
 import openai
 import pytest
 
-from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.offline.llm import LLM
+from lightserve.text.grammar.specs import schema_grammar
 from test.api.server import ServerProcess
 from test.schemas import schema_of
 

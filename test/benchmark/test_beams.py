@@ -10,8 +10,8 @@ import pytest
 
 from benchmark.engine.beams import BatchOnly, Costs, LocalServer, measure
 from lightserve.errors import WorkerDiedError
-from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import Step, StepResult
+from lightserve.text.beam_search import BeamParams
 from test.waiting import DEADLINE_S, until
 
 PARAMS = BeamParams(num_beams=4, n=4, max_new_tokens=12, ignore_eos=True)

@@ -16,18 +16,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import GrammarCompiler
-from lightserve.grammar.process import MAX_PEAK_MIB
-from lightserve.grammar.specs import schema_grammar
-from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.io_struct import MAX_GRAMMAR_LENGTH, GrammarSpec
-from lightserve.json_schema.budget import CHARACTERS_PER_STEP, MAX_STEPS
-from lightserve.json_schema.closing import closed_schema
-from lightserve.json_schema.schema import JsonSchema
-from lightserve.json_schema.tool_schema import ToolSchema
+from lightserve.text.grammar.compiler import GrammarCompiler
+from lightserve.text.grammar.process import MAX_PEAK_MIB
+from lightserve.text.grammar.specs import schema_grammar
+from lightserve.text.grammar.vocabulary import GrammarVocabulary
+from lightserve.text.json_schema.budget import CHARACTERS_PER_STEP, MAX_STEPS
+from lightserve.text.json_schema.closing import closed_schema
+from lightserve.text.json_schema.schema import JsonSchema
+from lightserve.text.json_schema.tool_schema import ToolSchema
 from test.fuzz.profile import FUZZ
-from test.json_schema.hostile import (
+from test.small_text import small_tokenizer
+from test.text.json_schema.hostile import (
     chain,
     equal_objects_in_branches,
     every_object_in_every_other,
@@ -35,7 +36,6 @@ from test.json_schema.hostile import (
     names_beside_branches,
     nested,
 )
-from test.small_text import small_tokenizer
 from test.waiting import has_ended
 
 TOKENIZER = small_tokenizer()

@@ -12,14 +12,14 @@ from lightserve.detokenization.req_text import ReqText
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason, TextParams
 from lightserve.model_files import Tokenizer
-from lightserve.output_parsing import Output, OutputParser, merge_deltas
-from lightserve.output_parsing.delta_writer import DeltaWriter
-from lightserve.output_parsing.reasoning import THINK, ReasoningParser
-from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
+from lightserve.text.parsing import Output, OutputParser, merge_deltas
+from lightserve.text.parsing.delta_writer import DeltaWriter
+from lightserve.text.parsing.reasoning import THINK, ReasoningParser
+from lightserve.text.parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 from test.fuzz.profile import FUZZ
-from test.output_parsing.corpus import CORPUS, TOOLS, cut
 from test.real_model import smollm2_tokenizer
 from test.small_text import small_tokenizer
+from test.text.parsing.corpus import CORPUS, TOOLS, cut
 
 TOKENIZERS = [small_tokenizer(), smollm2_tokenizer()]
 tokenizers = st.sampled_from(TOKENIZERS)

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from lightserve.errors import InvalidRequestError, LightserveError, UnavailableError
-from lightserve.grammar.process import COMPILE_LIMIT_S, MAX_MEMORY_MIB
-from lightserve.grammar.specs import schema_grammar
 from lightserve.httpserver import grammar_check, grammar_process
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.io_struct import GrammarSpec
-from test.grammar.test_lark_rules import rules
+from lightserve.text.grammar.process import COMPILE_LIMIT_S, MAX_MEMORY_MIB
+from lightserve.text.grammar.specs import schema_grammar
 from test.small_text import small_tokenizer
+from test.text.grammar.test_lark_rules import rules
 from test.waiting import has_ended, wait_until
 
 TOKENIZER = small_tokenizer()
@@ -159,8 +159,8 @@ def test_only_the_last_reports_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 AS_A_WORKER = """
-from lightserve.grammar.compiler import STACK_BYTES, GrammarCompiler
-from lightserve.grammar.vocabulary import GrammarVocabulary
+from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler
+from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.threads import pool_with_stack
 from test.httpserver.test_grammar_process import DEADLY, TOKENIZER
 compiler = GrammarCompiler(GrammarVocabulary.of(TOKENIZER))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightserve.grammar.specs import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, Step
 from lightserve.offline.llm import LLM, Generation
+from lightserve.text.grammar.specs import choice_grammar, schema_grammar
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.worker import ModelWorker

@@ -17,12 +17,12 @@ from llguidance import LLMatcher, LLParserLimits
 from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar import compiler as compiler_module
-from lightserve.grammar.compiler import GrammarCompiler
-from lightserve.grammar.specs import choice_grammar, schema_grammar
 from lightserve.io_struct import CompileGrammar, FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM, Generation
+from lightserve.text.grammar import compiler as compiler_module
+from lightserve.text.grammar.compiler import GrammarCompiler
+from lightserve.text.grammar.specs import choice_grammar, schema_grammar
 from lightserve.utils.memory import allocated_bytes
 from lightserve.worker.sampling.grammar import LANES, LARGE_MIB, MAX_GROWTH_BYTES, GrammarManager, ReqGrammar
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder

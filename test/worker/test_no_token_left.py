@@ -8,10 +8,10 @@ import pytest
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.grammar.specs import choice_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM
+from lightserve.text.grammar.specs import choice_grammar
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
 

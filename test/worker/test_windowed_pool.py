@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightserve.errors import ServerError
-from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.offline.llm import LLM
 from lightserve.router.windowed_pool import WindowedPool
+from lightserve.text.beam_search import BeamParams
 from lightserve.worker.rpc import GetResult
 
 WINDOW, MAX_LEN = 16, 600

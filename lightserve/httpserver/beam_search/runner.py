@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Generation, PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, GenerationParams, SchedulingParams, StrOut, Token
 from lightserve.model_files.decoding import EmptyDecodeStream
+from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 
 
 async def beam_search_outputs(

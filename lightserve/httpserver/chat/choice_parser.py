@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.httpserver.chat.custom_input import CustomCallDecoder
 from lightserve.io_struct import FinishReason, StrOut
-from lightserve.output_parsing import Delta, OutputParser, Reasoning
+from lightserve.text.parsing import Delta, OutputParser, Reasoning
 
 
 class ChoiceParser:

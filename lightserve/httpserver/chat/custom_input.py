@@ -10,7 +10,7 @@ import json
 import re
 
 from lightserve.httpserver.chat.tools import INPUT
-from lightserve.output_parsing import CallArguments, CallStart, Delta
+from lightserve.text.parsing import CallArguments, CallStart, Delta
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _LONGEST_BEGIN = 64  # characters, with white space; other arguments are decoded when they are complete

@@ -11,7 +11,6 @@ import msgspec
 from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.specs import schema_grammar
 from lightserve.httpserver.chat.choice_parser import ChoiceParser, CustomToolParser
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.chat.tools import Tool
@@ -19,16 +18,17 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, ThinkingLimit
-from lightserve.json_schema.budget import StepBudget
-from lightserve.json_schema.tool_schema import ToolSchema
 from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.output_parsing import OutputParser
-from lightserve.output_parsing.delta_writer import DeltaWriter, Tools, call_id
-from lightserve.output_parsing.parser import parse_content
-from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
-from lightserve.output_parsing.tool_calls.base import ToolFormat
-from lightserve.output_parsing.tool_calls.formats import tool_format
-from lightserve.output_parsing.tool_grammar import (
+from lightserve.text.grammar.specs import schema_grammar
+from lightserve.text.json_schema.budget import StepBudget
+from lightserve.text.json_schema.tool_schema import ToolSchema
+from lightserve.text.parsing import OutputParser
+from lightserve.text.parsing.delta_writer import DeltaWriter, Tools, call_id
+from lightserve.text.parsing.parser import parse_content
+from lightserve.text.parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
+from lightserve.text.parsing.tool_calls.base import ToolFormat
+from lightserve.text.parsing.tool_calls.formats import tool_format
+from lightserve.text.parsing.tool_grammar import (
     ANY_OBJECT,
     Calls,
     Thinking,

@@ -24,7 +24,7 @@ from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
-from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
+from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 Events = list[JsonObject]  # the type of each is its event name too
 DELTA_TEXT = "\0delta\0"  # stands for the text in an event that split_event splits

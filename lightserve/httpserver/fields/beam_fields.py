@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.beam_search.algorithm import MAX_CANDIDATES, MAX_LENGTH_PENALTY, BeamParams
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import GenerationParams
+from lightserve.text.beam_search import MAX_CANDIDATES, MAX_LENGTH_PENALTY, BeamParams
 
 DEFAULTS = GenerationParams()
 # parameters that change which tokens are likely: a beam search uses the model's own top tokens

@@ -10,10 +10,10 @@ import orjson
 from pydantic import Field
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import MAX_GRAMMAR_LENGTH, GrammarSpec
+from lightserve.text.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 
 MAX_CHOICES = 4096
 MAX_STRUCTURES = 128  # of a structural tag

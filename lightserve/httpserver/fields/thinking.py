@@ -10,7 +10,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import ThinkingLimit
-from lightserve.output_parsing.tool_grammar import Thinking
+from lightserve.text.parsing.tool_grammar import Thinking
 
 Budget = Annotated[int, Field(ge=-1, lt=2**31, description="tokens between the tags of reasoning; -1: no limit")]
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, LogitBias, TokenRuleFields
@@ -20,6 +19,7 @@ from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import GenerationParams
+from lightserve.text.beam_search import BeamParams
 
 DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 10

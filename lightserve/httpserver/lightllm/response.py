@@ -13,13 +13,13 @@ from lightserve.errors import LightserveError
 from lightserve.httpserver.beam_search.runner import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.lightllm.request import LightllmBody, LightllmRequest, lightllm_request
-from lightserve.httpserver.logprobs import finite_logprob, logprob_json, mean_logprob
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import validate
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import StrOut
+from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob
 
 
 async def lightllm_response(

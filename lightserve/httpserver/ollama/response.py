@@ -15,7 +15,6 @@ from starlette.responses import Response
 from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.output import arguments_object
-from lightserve.httpserver.logprobs import finite_logprob
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
@@ -24,7 +23,8 @@ from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.output_parsing import Call, CallArguments, CallStart, Content, Delta, Reasoning
+from lightserve.text.logprobs import finite_logprob
+from lightserve.text.parsing import Call, CallArguments, CallStart, Content, Delta, Reasoning
 
 NS = 1_000_000_000
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from lightserve.httpserver.logprobs import PromptToken, finite_logprob
 from lightserve.io_struct import StrOut
 from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.text.logprobs import PromptToken, finite_logprob
 
 Logprobs = dict[str, Any]  # every value is a list, except ``refusal``
 TokenLogprobs = Callable[[StrOut], Logprobs]  # of one token of one choice; called in order

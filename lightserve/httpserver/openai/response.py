@@ -18,7 +18,7 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.sse import KEEP_ALIVE
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
-from lightserve.output_parsing import Call, Delta, Output, merge_deltas
+from lightserve.text.parsing import Call, Delta, Output, merge_deltas
 
 FINGERPRINT = f"lightserve-{__version__}"  # TGI's client does not accept null
 

@@ -28,7 +28,7 @@ from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import StrOut
-from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
+from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 DONE = b"data: [DONE]\n\n"
 # the JSON around the texts of delta_json

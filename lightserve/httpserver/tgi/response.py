@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.logprobs import finite_logprob, logprob_json, mean_logprob, unpack_prompt_logprobs
 from lightserve.httpserver.tgi.errors import tgi_error_object, tgi_error_response
 from lightserve.httpserver.tgi.request import TgiBody, TgiRequest, tgi_request
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -21,6 +20,7 @@ from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob, unpack_prompt_logprobs
 
 COMPUTE_TYPE = "lightserve"  # HTTP processes do not know the device
 

@@ -10,8 +10,8 @@ from test.faults.case import Case
 from test.faults.cases.processes import STEP, Fault
 from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import Reaction, same_text, streams_continue
-from test.grammar.test_lark_rules import rules
-from test.json_schema.hostile import chain_of_branches, chain_of_objects
+from test.text.grammar.test_lark_rules import rules
+from test.text.json_schema.hostile import chain_of_branches, chain_of_objects
 
 FLAGS = (*STEP, "--tool_call_parser", "qwen3_coder")
 CHAT = "/v1/chat/completions"

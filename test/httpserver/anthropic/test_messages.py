@@ -17,7 +17,7 @@ from lightserve.config import HttpConfig
 from lightserve.io_struct import FinishReason
 from test.httpserver.chat.tool_chats import ALL, THOUGHT, WEATHER, prompt
 from test.httpserver.openai_server import CACHED, Server, fails, named_events, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, PARIS, cut
+from test.text.parsing.corpus import CORPUS, PARIS, cut
 from test.waiting import DEADLINE_S
 
 # what a template shows of a model that thinks and calls tools: <tool_call> </think>

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from lightserve.httpserver.chat.custom_input import CustomToolInput
 from test.cpu_time import growth
-from test.output_parsing.corpus import cut
+from test.text.parsing.corpus import cut
 
 
 def decode(*pieces: str) -> tuple[list[str], str]:

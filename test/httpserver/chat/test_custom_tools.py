@@ -12,11 +12,11 @@ from hypothesis import given, strategies as st
 
 from lightserve.httpserver.chat.custom_input import CustomCallDecoder
 from lightserve.io_struct import FinishReason
-from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, merge_deltas
+from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, merge_deltas
 from test.httpserver.chat.test_tools import SHOW, USER, pieces
 from test.httpserver.chat.tool_chats import WEATHER, prompt
 from test.httpserver.openai_server import Server, events, rows, running, with_template
-from test.output_parsing.corpus import PARIS, call, cut, tagged
+from test.text.parsing.corpus import PARIS, call, cut, tagged
 
 PATCH = '*** Begin Patch\n*** Add File: a.txt\n+"hé" \\ 🙂\n*** End Patch\n'
 APPLY_PATCH: dict[str, Any] = {

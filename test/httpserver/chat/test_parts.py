@@ -15,9 +15,9 @@ from lightserve.httpserver.chat.parts import Events, PartsResponse
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
-from lightserve.output_parsing import OutputParser
-from lightserve.output_parsing.delta_writer import DeltaWriter
-from lightserve.output_parsing.parser import parse_content
+from lightserve.text.parsing import OutputParser
+from lightserve.text.parsing.delta_writer import DeltaWriter
+from lightserve.text.parsing.parser import parse_content
 
 
 def plain_parser() -> ChoiceParser:

@@ -13,18 +13,18 @@ import pytest
 import tokenizers
 
 from lightserve.config import HttpConfig
-from lightserve.grammar.compiler import GrammarCompiler
-from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.httpserver.chat.prompt import for_template
 from lightserve.httpserver.chat.request import Function, Message, ToolCall
 from lightserve.io_struct import FinishReason
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.text.grammar.compiler import GrammarCompiler
+from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from test.httpserver.chat.tool_chats import TWO_CALLS, WEATHER
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, PARIS, call, cut, tagged
 from test.real_model import smollm2_tokenizer as smol
+from test.text.parsing.corpus import CORPUS, PARIS, call, cut, tagged
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 # what a template shows of a model that thinks and calls tools: <tool_call> </think>

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from test.httpserver.openai_server import Server
-from test.output_parsing.corpus import PARIS, call, tagged
+from test.text.parsing.corpus import PARIS, call, tagged
 
 WEATHER = {
     "type": "object",

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightserve.grammar.specs import schema_grammar, structural_tag_grammar
 from lightserve.io_struct import GrammarSpec
+from lightserve.text.grammar.specs import schema_grammar, structural_tag_grammar
 from test.httpserver.openai_server import Server, rows, running
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.grammar.compiler import GrammarCompiler
-from lightserve.grammar.vocabulary import GrammarVocabulary
 from lightserve.io_struct import GenerateReq, GrammarSpec, ThinkingLimit
+from lightserve.text.grammar.compiler import GrammarCompiler
+from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightserve.grammar.specs import schema_grammar
 from lightserve.io_struct import FinishReason, GrammarSpec
+from lightserve.text.grammar.specs import schema_grammar
 from test.httpserver.chat.tool_chats import ALL, THOUGHT, TWO_CALLS, WEATHER, prompt
 from test.httpserver.fake_engine import LIMITS
 from test.httpserver.ollama.ollama_client import (
@@ -28,7 +28,7 @@ from test.httpserver.ollama.ollama_client import (
     whole,
 )
 from test.httpserver.openai_server import CACHED, Server, fails, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, cut
+from test.text.parsing.corpus import CORPUS, cut
 from test.waiting import wait_until
 
 CALL = {"function": {"name": "weather", "arguments": {"city": "Paris", "days": 2}}}

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from lightserve.io_struct import FinishReason
 from test.httpserver.chat.tool_chats import ALL, THOUGHT, WEATHER, prompt
 from test.httpserver.openai_server import CACHED, Server, fails, named_events, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, PARIS, cut
+from test.text.parsing.corpus import CORPUS, PARIS, cut
 
 # what a template shows of a model that thinks and calls tools: <tool_call> </think>
 SHOW = (

@@ -14,7 +14,7 @@ from lightserve.httpserver.openai.response import ResponseSpec
 from lightserve.httpserver.openai.stream import ChunkWriter, delta_json
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
-from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
+from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 from test.httpserver.openai_server import Server, events, fails, rows, running, tokens
 from test.real_model import smollm2_tokenizer as smol
 
