@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 
 TINY = {
     "hidden_size": 64,

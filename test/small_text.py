@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from lightserve.model_files import Tokenizer
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.models.tiny import build_hf
 
 CHARACTERS = 'abcdexyz0123456789{}[]":,.- '

@@ -36,7 +36,7 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from lightserve.utils.channel import Receiver, Sender
 
 PER_MESSAGE = 64  # tokens that come at once

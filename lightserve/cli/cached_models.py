@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightserve.model_files.fetch import DEFAULT_MODEL, user_cache
+from lightserve.model_files.hub.default_model import DEFAULT_MODEL, user_cache
 from lightserve.models.registry import supported_models
 
 PREFIX = "models--"

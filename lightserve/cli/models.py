@@ -12,7 +12,7 @@ from typing import Any
 
 from lightserve.cli.cached_models import CachedModel, default_model_file, models_in
 from lightserve.config.parse import Parser
-from lightserve.model_files.fetch import DEFAULT_MODEL
+from lightserve.model_files.hub.default_model import DEFAULT_MODEL
 from lightserve.model_files.hub.settings import hub_cache
 from lightserve.models.registry import supported_models
 from lightserve.utils.progress import format_bytes

@@ -7,7 +7,7 @@ import gc
 from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.io_struct import Ready, ToDetokenization, ToHttpserver, ToRouter
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer_or_none
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 

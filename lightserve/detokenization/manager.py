@@ -20,7 +20,7 @@ from lightserve.io_struct import (
     ToRouter,
     http_process_of,
 )
-from lightserve.model_files.decoding import Decoder
+from lightserve.model_files.tokenizer.decoding import Decoder
 from lightserve.utils.channel import Receiver, Sender
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason, TextParams
-from lightserve.model_files.decoding import Decoder, EmptyDecodeStream
+from lightserve.model_files.tokenizer.decoding import Decoder, EmptyDecodeStream
 
 
 class ReqText:

@@ -20,11 +20,11 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import Body, read_json
 from lightserve.httpserver.wire.middleware import ApiKeys
 from lightserve.httpserver.wire.unknown_fields import UnknownFields
-from lightserve.model_files.details import ModelDetails
+from lightserve.model_files.config.sampling_defaults import SamplingDefaults
+from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.static_prompts import after_static_prompt
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

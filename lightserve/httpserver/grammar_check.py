@@ -14,7 +14,7 @@ import msgspec
 from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.httpserver.grammar_process import GrammarProcess
 from lightserve.io_struct import GrammarSpec
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.messages import GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.codec import encode

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files import fetch
-from lightserve.model_files.config_names import with_text_config
-from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_of_gguf
+from lightserve.model_files.config.names import with_text_config
 from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
-from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
-from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
-from lightserve.model_files.gguf_packing import quantization_table
-from lightserve.model_files.hub import HubModel, open_model, parse_hub_name
+from lightserve.model_files.gguf.config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
+from lightserve.model_files.gguf.header import GgufHeader, read_gguf_header
+from lightserve.model_files.gguf.packing import quantization_table
+from lightserve.model_files.hub import HubModel, default_model as fetch, open_model, parse_hub_name
 from lightserve.model_files.pooling import PoolingConfig, read_pooling
 from lightserve.model_files.quantization.files import with_quantization_files
+from lightserve.model_files.tokenizer.eos_tokens import end_tokens_of_folder, end_tokens_of_gguf
 
 
 @dataclass(frozen=True)

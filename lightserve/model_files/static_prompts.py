@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lightserve.errors import OptionError
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 MAX_NAME = 256  # characters
 Name = str | int

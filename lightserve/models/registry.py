@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
 
 if TYPE_CHECKING:

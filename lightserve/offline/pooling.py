@@ -12,7 +12,7 @@ from lightserve.io_struct import GenerationParams
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, cosine, embedding, pair_score, probabilities, vector_of
 from lightserve.model_files.pooling.texts import PoolingTexts
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.utils.int_arrays import int32s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightserve.config import ServerConfig
 from lightserve.model_files.source import resolve
 from lightserve.model_files.static_prompts import encode_static_prompts
-from lightserve.model_files.tokenizer import load_tokenizer_or_none
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
 
 
 def load_static_prompts(config: ServerConfig) -> dict[str, list[int]]:

@@ -14,15 +14,15 @@ from pathlib import Path
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
 from lightserve.config.combinations import Setup, check_combinations
 from lightserve.errors import ModelFilesError, OptionError, ServerError, UnsupportedModelTypeError
-from lightserve.model_files.facts import model_facts
+from lightserve.model_files.config.facts import model_facts
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.adapter import check_rank, read_adapter
 from lightserve.model_files.lora.paths import parse_module
-from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.static_prompts import encode_static_prompts
-from lightserve.model_files.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
+from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
 from lightserve.server.parallel_checks import check_ranks

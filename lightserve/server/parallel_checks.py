@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.config import WorkerConfig
 from lightserve.errors import OptionError
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
 
 
 def check_ranks(worker: WorkerConfig, model: ModelConfig) -> None:

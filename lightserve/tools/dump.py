@@ -24,7 +24,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 from lightserve.tools.oracle import load_transformers
 from lightserve.worker.worker import ModelWorker
 

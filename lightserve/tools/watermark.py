@@ -18,7 +18,7 @@ import torch
 from lightserve.common.ops.watermark import GREEN_SHARE, is_green
 from lightserve.errors import LightserveError
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightserve.common import ops
 from lightserve.common.kv.layout import KvLayout
 from lightserve.errors import ServerError
-from lightserve.model_files.windowed_share import MIN_GAIN, windowed_share
+from lightserve.model_files.config.windowed_share import MIN_GAIN, windowed_share
 
 ANY_NUMBER = 2**62
 

@@ -25,7 +25,7 @@ from lightserve.io_struct import (
 )
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource
-from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 from lightserve.worker.infer_batch import PackedStep
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.step_runner import StepRunner

@@ -25,7 +25,7 @@ from lightserve.io_struct import (
     StepResult,
     WindowedKv,
 )
-from lightserve.model_files.kv_dtype import resolve_kv_dtype
+from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.rpc import GetResult, StepServer
 

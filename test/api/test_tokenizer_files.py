@@ -13,9 +13,9 @@ import pytest
 
 from benchmark.models import TINY
 from lightserve.model_files import Tokenizer, load_tokenizer, resolve
-from lightserve.model_files.tokenizer_files.sentencepiece_file import Piece, PieceType
+from lightserve.model_files.tokenizer.files.sentencepiece_file import Piece, PieceType
 from test.api.server import RESPONSE_S, ServerProcess, running_server
-from test.model_files.test_own_code import CONFIG, make_folder
+from test.model_files.test_remote_code import CONFIG, make_folder
 from test.model_files.vocabulary_files import sentencepiece_model, write_folder
 
 GOLDEN = Path(__file__).parents[1] / "model_files" / "golden" / "sentencepiece.json"

@@ -20,7 +20,7 @@ from lightserve.bench.client.results import Run
 from lightserve.bench.client.stream import StreamedResponse
 from lightserve.bench.client.table import lines_of
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 
 STREAM = b"text/event-stream"
 DONE = b"data: [DONE]\n\n"

@@ -17,8 +17,8 @@ from lightserve.config import ServerConfig
 from lightserve.config.combinations import FEATURES, OFFLINE, TABLE, Conflict, Feature, Setup, first_conflict
 from lightserve.config.parse import config_from_args, parse_server, server_parser
 from lightserve.errors import LightserveError, OptionError
-from lightserve.model_files.facts import model_facts
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.facts import model_facts
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import pooling_of, resolve
 from lightserve.models.registry import read_model_config

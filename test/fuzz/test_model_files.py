@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
 from lightserve.errors import AdapterError, ModelFilesError
 from lightserve.model_files import load_tokenizer, resolve
-from lightserve.model_files.config_names import MODELS
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.config.names import MODELS
 from lightserve.model_files.folder import find_weight_files
 from lightserve.model_files.lora.adapter import LinearSize, check_base, check_rank, read_adapter
-from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import FolderSource, stored_as
 from test.fuzz.profile import FUZZ
 from test.lora_files import write_adapter

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import load_tokenizer
 from lightserve.model_files.source import FolderSource
-from lightserve.model_files.tokenizer_files.sentencepiece_file import Algorithm
+from lightserve.model_files.tokenizer.files.sentencepiece_file import Algorithm
 from test.fuzz.profile import FUZZ
 from test.fuzz.test_model_files import damaged, scratch, values
 from test.model_files.test_byte_vocabulary_files import TIKTOKEN, gpt2_files, tekken

@@ -37,7 +37,7 @@ from lightserve.io_struct import (
     Token,
     ToRouter,
 )
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.utils.channel import Receiver, Sender
 
 LIMITS = EngineReady(

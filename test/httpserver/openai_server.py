@@ -21,7 +21,7 @@ from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
 from lightserve.model_files import Tokenizer
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.httpserver.fake_engine import FakeEngine, Script, engine, spell
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until

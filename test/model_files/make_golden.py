@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightserve.model_files.gguf_header import USER_DEFINED, read_gguf_header
-from lightserve.model_files.tokenizer_files import splits
-from lightserve.model_files.tokenizer_files.byte_pairs import to_byte_level
+from lightserve.model_files.gguf.header import USER_DEFINED, read_gguf_header
+from lightserve.model_files.tokenizer.files import splits
+from lightserve.model_files.tokenizer.files.byte_pairs import to_byte_level
 
 GOLDEN = Path(__file__).parent / "golden"
 GGUF = ("falcon", "deepseek-llm", "deepseek-coder", "command-r", "llama-bpe", "qwen2", "llama-spm", "gpt-2")

@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.models.registry import MODELS
 from test.model_files.test_config_defaults import SHAPES
 

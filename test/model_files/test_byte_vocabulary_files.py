@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import load_tokenizer
-from lightserve.model_files.end_tokens import end_tokens_of_folder
-from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
 from lightserve.model_files.source import FolderSource
-from lightserve.model_files.tokenizer_files.byte_pairs import to_byte_level
+from lightserve.model_files.tokenizer.eos_tokens import end_tokens_of_folder
+from lightserve.model_files.tokenizer.files.byte_pairs import to_byte_level
+from lightserve.model_files.tokenizer.folder_tokenizer import tokenizer_from_folder
 from test.model_files.vocabulary_files import ALL_BYTES, tiktoken_file, write_folder
 
 TOKENS = [*ALL_BYTES, b"he", b"ll", b" w", b"or", b"hell", b"ld", b" wor", "é".encode(), b"12", b"123"]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files import Tokenizer, load_tokenizer, resolve
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.small_text import small_backend
 
 USER = [{"role": "user", "content": "Hi"}]

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoConfig
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.config_names import with_text_config
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.config.names import with_text_config
 
 SHAPE = {
     "vocab_size": 96,

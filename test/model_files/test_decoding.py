@@ -11,13 +11,13 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
 
 from lightserve.detokenization.stop import StopMatcher
-from lightserve.model_files.decoding import make_decoder
-from lightserve.model_files.decoding.base import REPLACEMENT, Decoder, DecodeStream
-from lightserve.model_files.decoding.byte_level import ByteLevelDecoder
-from lightserve.model_files.decoding.sentencepiece import SentencePieceDecoder
-from lightserve.model_files.decoding.window import WindowDecoder
-from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer.decoding import make_decoder
+from lightserve.model_files.tokenizer.decoding.base import REPLACEMENT, Decoder, DecodeStream
+from lightserve.model_files.tokenizer.decoding.byte_level import ByteLevelDecoder
+from lightserve.model_files.tokenizer.decoding.sentencepiece import SentencePieceDecoder
+from lightserve.model_files.tokenizer.decoding.window import WindowDecoder
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from test.cpu_time import cpu_seconds, growth
 from test.real_model import smollm2
 

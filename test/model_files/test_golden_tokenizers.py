@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
-from lightserve.model_files.gguf_header import GgufHeader
-from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
-from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.model_files.tokenizer_files.sentencepiece_file import Piece, PieceType
+from lightserve.model_files.gguf.header import GgufHeader
+from lightserve.model_files.gguf.tokenizer import tokenizer_from_gguf
+from lightserve.model_files.tokenizer.files.sentencepiece_file import Piece, PieceType
+from lightserve.model_files.tokenizer.folder_tokenizer import tokenizer_from_folder
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from test.model_files.vocabulary_files import sentencepiece_model, write_folder
 
 GOLDEN = {path.stem: path for path in sorted((Path(__file__).parent / "golden").glob("*.json"))}

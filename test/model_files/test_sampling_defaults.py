@@ -10,8 +10,8 @@ import pytest
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import resolve
-from lightserve.model_files.fetch import DEFAULT_MODEL, shipped_generation_config
-from lightserve.model_files.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from lightserve.model_files.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from lightserve.model_files.hub.default_model import DEFAULT_MODEL, shipped_generation_config
 from lightserve.model_files.source import ModelSource
 from test.model_files.files import save_as_gguf, tiny_model
 

@@ -14,11 +14,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.end_tokens import end_tokens_of_folder
-from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
-from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.model_files.tokenizer_files.sentencepiece_file import Algorithm, Piece
+from lightserve.model_files.tokenizer.eos_tokens import end_tokens_of_folder
+from lightserve.model_files.tokenizer.files.sentencepiece_file import Algorithm, Piece
+from lightserve.model_files.tokenizer.folder_tokenizer import tokenizer_from_folder
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from test.model_files.vocabulary_files import (
     BYTES,
     CONTROL,

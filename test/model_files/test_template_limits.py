@@ -10,11 +10,11 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightserve.errors import InvalidRequestError, TemplateLimitError
-from lightserve.model_files import template_guards as guards
-from lightserve.model_files.chat_template import ChatTemplate
-from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.template_budget import IN_THREAD, RenderLimits
-from lightserve.model_files.template_environment import TemplateEnvironment
+from lightserve.model_files.template import guards
+from lightserve.model_files.template.budget import IN_THREAD, RenderLimits
+from lightserve.model_files.template.chat_template import ChatTemplate
+from lightserve.model_files.template.environment import TemplateEnvironment
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.model_files.hostile_templates import HOSTILE, NOT_COMPILED, STEPS
 from test.traced_memory import peak_bytes
 

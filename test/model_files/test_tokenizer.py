@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files import Tokenizer, load_tokenizer, resolve
-from lightserve.model_files.gguf_header import read_gguf_header
-from lightserve.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS
-from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
-from lightserve.model_files.special_tokens import set_surrounding_tokens
+from lightserve.model_files.gguf.header import read_gguf_header
+from lightserve.model_files.gguf.pre_tokenizers import PRE_TOKENIZERS
+from lightserve.model_files.gguf.tokenizer import tokenizer_from_gguf
+from lightserve.model_files.tokenizer.special_tokens import set_surrounding_tokens
 from test.cpu_time import cpu_seconds
 from test.model_files.files import finish, save_as_gguf, tiny_model
 from test.model_files.vocabulary_files import (

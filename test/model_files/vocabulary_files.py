@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightserve.model_files.tokenizer_files.sentencepiece_file import Algorithm, Piece, PieceType
+from lightserve.model_files.tokenizer.files.sentencepiece_file import Algorithm, Piece, PieceType
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = PieceType
 BYTES = [Piece(f"<0x{byte:02X}>", type=BYTE) for byte in range(256)]

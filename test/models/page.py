@@ -13,7 +13,7 @@ import torch
 
 from lightserve.common.basemodel import LayerSpec, ModelArgs, TpPartBaseModel
 from lightserve.common.parallel import Parallel
-from lightserve.model_files.gguf_architectures import ARCHITECTURES
+from lightserve.model_files.gguf.architectures import ARCHITECTURES
 from lightserve.model_files.pooling.config import ENCODERS
 from lightserve.models.registry import MODELS, get_model_class, read_model_config
 from test.models.architectures.case import Json, build

@@ -11,7 +11,7 @@ import torch
 
 from lightserve.common.checkpoint.reader import open_checkpoint
 from lightserve.model_files import resolve
-from lightserve.model_files.gguf_architectures import ARCHITECTURES
+from lightserve.model_files.gguf.architectures import ARCHITECTURES
 from lightserve.models.registry import MODELS
 from test.models.architectures import converted
 from test.models.architectures.case import MAX_LEN, Json, Tensors, build, hf_logits

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightserve.model_files import resolve
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
 from test.models.architectures.case import build
 from test.models.gguf_cases import GGUF_CASES
 from test.models.gguf_converter import save

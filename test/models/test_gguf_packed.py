@@ -24,7 +24,7 @@ from lightserve.common.quantization import GgufFormat, QuantizedLinear, StackedL
 from lightserve.config import WorkerConfig
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files import resolve
-from lightserve.model_files.gguf_header import ENCODINGS
+from lightserve.model_files.gguf.header import ENCODINGS
 from lightserve.model_files.quantization import PACKED_TYPES, GgufQuantConfig, GgufScheme, OnLoadConfig
 from lightserve.model_files.source import GgufSource, stored_as
 from lightserve.models.registry import get_model_class, read_model_config

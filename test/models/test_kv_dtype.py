@@ -15,8 +15,8 @@ from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.parallel import RankGroup
 from lightserve.errors import CheckpointError, ModelFilesError, ServerError
 from lightserve.io_struct import GenerationParams
-from lightserve.model_files.kv_dtype import resolve_kv_dtype
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.offline.llm import LLM
 from test.models.architectures.case import build
 from test.models.architectures.cases import CASES

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
 
-from lightserve.model_files.gguf_header import read_gguf_header
+from lightserve.model_files.gguf.header import read_gguf_header
 from lightserve.offline.llm import LLM
 from test.real_model import LONG, PROMPTS
 

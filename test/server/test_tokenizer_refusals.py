@@ -9,7 +9,7 @@ import pytest
 
 from lightserve.server import api_server
 from test.model_files.test_byte_vocabulary_files import TIKTOKEN
-from test.model_files.test_own_code import CODE, CONFIG
+from test.model_files.test_remote_code import CODE, CONFIG
 from test.model_files.test_sentencepiece_files import WHOLE
 from test.model_files.vocabulary_files import write_folder
 from test.server.launcher_process import TINY

@@ -13,7 +13,7 @@ from lightserve.common.basemodel.rotary import rotary_table
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import KvFlush, KvLookup
-from lightserve.model_files.model_config import ROPE_TYPES, RopeConfig
+from lightserve.model_files.config.model_config import ROPE_TYPES, RopeConfig
 from lightserve.model_files.source import resolve
 from lightserve.worker.kv_identity import rank_identity
 from lightserve.worker.worker import ModelWorker

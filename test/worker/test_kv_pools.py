@@ -10,7 +10,7 @@ import torch
 
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.errors import ServerError
-from lightserve.model_files.windowed_share import may_save_memory
+from lightserve.model_files.config.windowed_share import may_save_memory
 from lightserve.worker.kv_pools import KvSizes, WindowedSizing, kept_tokens
 
 GB = 10**9

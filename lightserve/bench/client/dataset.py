@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 DATASETS = ("random", "prefix", "sharegpt", "jsonl")
 CHARS_PER_TOKEN = 4.0  # of English text, where no tokenizer counts

@@ -24,7 +24,7 @@ from lightserve.bench.client.results import (
     Series,
     Throughput,
 )
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 BINS = 40
 SERIES_STEPS = 120

@@ -29,7 +29,7 @@ from lightserve.bench.client.record import Record
 from lightserve.bench.client.request_body import PATHS, BodyOptions, bodies_of
 from lightserve.bench.client.results import Run
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 MODELS_S = 30.0  # until /v1/models must have answered
 

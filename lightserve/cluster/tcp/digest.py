@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from lightserve.config import ServerConfig
-from lightserve.model_files.config_digest import config_digest
+from lightserve.model_files.config.digest import config_digest
 from lightserve.model_files.lora.paths import adapter_files
 from lightserve.model_files.source import ModelSource
 

@@ -64,7 +64,7 @@ from lightserve.common.quantization import (
     UnquantizedLinear,
     float_method_factory,
 )
-from lightserve.model_files.model_config import ModelConfig, RopeConfig
+from lightserve.model_files.config.model_config import ModelConfig, RopeConfig
 
 __all__ = [
     "BaseLayerInfer",

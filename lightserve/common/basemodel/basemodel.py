@@ -39,8 +39,8 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
-from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
 
 # tensors of checkpoints that the model computes itself

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lightserve.common.ops import GatedSilu, RouteSpec
 from lightserve.common.quantization import ExpertNames, ExpertsLayout
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.model_config import EXPERT_COUNT_NAMES, ModelConfig
+from lightserve.model_files.config.model_config import EXPERT_COUNT_NAMES, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

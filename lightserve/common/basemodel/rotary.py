@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel.spec import LayerSpec, QueryScale
-from lightserve.model_files.model_config import RopeConfig
+from lightserve.model_files.config.model_config import RopeConfig
 
 
 def rotary_key(spec: LayerSpec) -> str:

@@ -11,8 +11,8 @@ from enum import Enum
 
 from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.layer_shapes import LayerShape
-from lightserve.model_files.model_config import ModelConfig, RopeConfig
+from lightserve.model_files.config.layer_shapes import LayerShape
+from lightserve.model_files.config.model_config import ModelConfig, RopeConfig
 from lightserve.model_files.pooling import PoolingConfig
 
 # by the name in config.json (transformers' ACT2FN)

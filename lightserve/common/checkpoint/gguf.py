@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightserve.common.checkpoint.gguf_blocks import CHUNK, decode, one_thread
 from lightserve.errors import CheckpointError
-from lightserve.model_files.gguf_architectures import GgufArchitecture, Join, RowOrder, architecture_of
-from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
-from lightserve.model_files.gguf_names import GgufTensor, model_tensors
-from lightserve.model_files.gguf_packing import stays_packed
+from lightserve.model_files.gguf.architectures import GgufArchitecture, Join, RowOrder, architecture_of
+from lightserve.model_files.gguf.header import GgufHeader, TensorEntry
+from lightserve.model_files.gguf.names import GgufTensor, model_tensors
+from lightserve.model_files.gguf.packing import stays_packed
 
 Named = tuple[str, Tensor]
 # the shape of the packed bytes, or None to expand the tensor

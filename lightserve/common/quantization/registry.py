@@ -17,7 +17,7 @@ from lightserve.common.quantization.unquantized import UnquantizedLinear
 from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
 from lightserve.common.quantization.weight_format import format_of
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.quantization import QuantConfig, Scheme
 
 # Hidden size up to which inputs of packed products keep 15 bits. With 8 bits, logprobs of the ten best tokens are

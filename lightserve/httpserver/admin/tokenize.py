@@ -20,7 +20,7 @@ from lightserve.httpserver.fields.inputs import refuse_media
 from lightserve.httpserver.tgi.errors import tgi_error_response
 from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.model_files.details import UNKNOWN
+from lightserve.model_files.model_summary import UNKNOWN
 
 MAX_TOKENS = 1_000_000  # of one request, which takes about a second
 TOKENS_PER_CALL = 1_000  # tokens written in one call, so that other threads can run in between

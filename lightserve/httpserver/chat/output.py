@@ -18,7 +18,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, ThinkingLimit
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.specs import schema_grammar
 from lightserve.text.json_schema.budget import StepBudget
 from lightserve.text.json_schema.tool_schema import ToolSchema

@@ -17,8 +17,8 @@ from lightserve.httpserver.chat.system_messages import arrange_system_messages, 
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.wire.body import check_json_size
-from lightserve.model_files.chat_template import RESERVED_NAMES, ChatTemplate
-from lightserve.model_files.template_budget import IN_THREAD, ON_EVENT_LOOP, RenderLimits
+from lightserve.model_files.template.budget import IN_THREAD, ON_EVENT_LOOP, RenderLimits
+from lightserve.model_files.template.chat_template import RESERVED_NAMES, ChatTemplate
 
 LONG_CHAT = 100  # messages; more (about a millisecond) are rendered in a thread
 USUAL_ROLES = frozenset({"system", "user", "assistant", "tool", "function"})

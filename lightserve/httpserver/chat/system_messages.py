@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightserve.model_files.chat_template import SystemRules
+from lightserve.model_files.template.chat_template import SystemRules
 
 SEPARATOR = "\n\n"
 

@@ -12,7 +12,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GenerationParams, GrammarSpec
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 # body field: generation parameter
 PARAM_NAMES = {

@@ -13,7 +13,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 # How many tokens to remove, the best count first: two as LightLLM, more where those begin inside a character of up to
 # four bytes, one where the prompt has no more.

@@ -11,7 +11,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_tokens
 from lightserve.httpserver.ollama.response import timestamp
 from lightserve.httpserver.wire.body import JsonObject
-from lightserve.model_files.details import UNKNOWN, ModelDetails
+from lightserve.model_files.model_summary import UNKNOWN, ModelDetails
 
 NEVER = "2300-01-01T00:00:00Z"  # the model stays loaded
 

@@ -22,7 +22,7 @@ from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import finite_logprob
 from lightserve.text.parsing import Call, CallArguments, CallStart, Content, Delta, Reasoning
 

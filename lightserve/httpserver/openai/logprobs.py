@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightserve.io_struct import StrOut
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import PromptToken, finite_logprob
 
 Logprobs = dict[str, Any]  # every value is a list, except ``refusal``

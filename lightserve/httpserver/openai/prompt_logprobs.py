@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs, Logprobs
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.io_struct import PromptLogprobs
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import PromptToken, finite_logprob, unpack_prompt_logprobs
 
 

@@ -19,7 +19,7 @@ from lightserve.httpserver.wire.body import validate
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob, unpack_prompt_logprobs
 
 COMPUTE_TYPE = "lightserve"  # HTTP processes do not know the device

@@ -8,10 +8,10 @@ from pathlib import Path
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import find_weight_files
 from lightserve.model_files.hub.cache import CachedRepo
+from lightserve.model_files.hub.errors import one_line_errors
 from lightserve.model_files.hub.listing import Listing, read_listing
 from lightserve.model_files.hub.name import HubName
 from lightserve.model_files.hub.needed_files import gguf_file, settings_files, weight_files
-from lightserve.model_files.hub.problems import one_line_errors
 from lightserve.model_files.hub.settings import HubSettings, read_settings
 from lightserve.model_files.hub.transfer import Transfer
 from lightserve.utils.logger import init_logger

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.fetch import exclusive_lock
 from lightserve.model_files.hub.bar import StoppedError, bar_class
 from lightserve.model_files.hub.cache import CachedRepo
+from lightserve.model_files.hub.default_model import exclusive_lock
+from lightserve.model_files.hub.errors import http_error
 from lightserve.model_files.hub.listing import TIMEOUT_S, HubFile
 from lightserve.model_files.hub.name import HubName
-from lightserve.model_files.hub.problems import http_error
 from lightserve.model_files.hub.settings import HubSettings
 from lightserve.utils.logger import init_logger
 from lightserve.utils.progress import Progress, format_bytes

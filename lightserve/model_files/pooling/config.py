@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.config_names import with_common_names
+from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.pooling.head import Head, HeadLayer, classification_head, hidden_size, reward_head
 from lightserve.model_files.pooling.sentence_transformers import SentenceTransformer, read_sentence_transformer
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightserve.errors import InvalidRequestError
 from lightserve.model_files.pooling.config import PoolingConfig
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 # Qwen3-Reranker's, from its model card
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

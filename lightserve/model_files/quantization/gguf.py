@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.gguf_header import ENCODINGS, Encoding
+from lightserve.model_files.gguf.header import ENCODINGS, Encoding
 from lightserve.model_files.quantization.quant_config import PARSERS, QuantConfig, Scheme
 
 OPTIONAL_PREFIXES = ("", "transformer.", "gpt_neox.")  # of names in transformers, which the models leave out

@@ -9,7 +9,7 @@ import msgspec
 from lightserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # a process that only compiles needs no tokenizers
-    from lightserve.model_files.tokenizer import Tokenizer
+    from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 
 class GrammarVocabulary(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from lightserve.common.device import host_memory
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
-from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler, mask_of
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.cpu import available_cores

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.model_files.details import ModelDetails
+from lightserve.model_files.model_summary import ModelDetails
 from test.httpserver.fake_engine import spell
 from test.httpserver.generate_server import Served, serve
 from test.real_model import smollm2_tokenizer as smol

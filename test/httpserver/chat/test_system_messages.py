@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightserve.httpserver.chat.system_messages import arrange_system_messages
-from lightserve.model_files.chat_template import ChatTemplate, SystemRules
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.template.chat_template import ChatTemplate, SystemRules
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 # the first message may be a system message; others are refused, dropped or written as user messages

@@ -17,7 +17,7 @@ from lightserve.httpserver.chat.prompt import for_template
 from lightserve.httpserver.chat.request import Function, Message, ToolCall
 from lightserve.io_struct import FinishReason
 from lightserve.model_files import Tokenizer
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from test.httpserver.chat.tool_chats import TWO_CALLS, WEATHER

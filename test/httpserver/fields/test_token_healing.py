@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from lightserve.httpserver.fields.token_healing import _shown, tokens_to_remove
 from lightserve.io_struct import GenerateReq, GrammarSpec
 from lightserve.model_files import Tokenizer
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.httpserver.openai_server import Server, rows, running
 from test.real_model import smollm2_tokenizer as smol
 

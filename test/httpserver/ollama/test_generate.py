@@ -11,8 +11,8 @@ import tokenizers
 
 from lightserve.httpserver.ollama.fill_in_the_middle import KNOWN
 from lightserve.io_struct import FinishReason
-from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from test.httpserver.chat.tool_chats import THOUGHT, prompt
 from test.httpserver.fake_engine import LIMITS
 from test.httpserver.ollama.ollama_client import END_FIELDS, SHOW, error_of, generate, lines, whole

@@ -22,8 +22,8 @@ from lightserve.httpserver.app import build_app
 from lightserve.httpserver.pooling.engine import GROUP
 from lightserve.io_struct import Admission, EmbeddingOut, GenerateReq, ReqFailed
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine
 from test.pooling.files import CLS, SEP, word_tokenizer
 from test.waiting import DEADLINE_S, until

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightserve.model_files.layer_shapes import LayerShape
+from lightserve.model_files.config.layer_shapes import LayerShape
 from test.models.architectures.case import SMALL, Case, Json, Tensors
 
 DIM = 8

@@ -11,7 +11,7 @@ import tokenizers
 from lightserve.httpserver.chat.output import added_marker_ids
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.text.json_schema.tool_schema import ToolSchema

@@ -1,0 +1,199 @@
+"""The names that models give to the same fields of ``config.json``.
+
+``ModelConfig`` reads transformers' names for Llama. A model with other names, or with other defaults for fields that
+its config.json may lack, has an entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.config import derived as config_derived
+from lightserve.model_files.config.layer_shapes import layer_lists, nemotron_nas_fields
+
+# other name: Llama's name; for every model, where Llama's name is absent
+COMMON_NAMES = {
+    "n_embd": "hidden_size",
+    "n_embed": "hidden_size",
+    "d_model": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "ffn_dim": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
+    "seq_length": "max_position_embeddings",
+    "model_max_length": "max_position_embeddings",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "layernorm_epsilon": "rms_norm_eps",
+    "layer_norm_eps": "rms_norm_eps",
+    "norm_eps": "rms_norm_eps",
+    "norm_epsilon": "rms_norm_eps",
+    "rotary_pct": "partial_rotary_factor",
+    "rotary_emb_base": "rope_theta",
+    "activation_function": "hidden_act",
+    "hidden_activation": "hidden_act",
+}
+# null in the file is a value of these fields: no window, or as many KV heads as heads
+NULL_IS_A_VALUE = {"num_key_value_heads", "sliding_window"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigNames:
+    """What is special in the config.json of one model_type."""
+
+    names: Mapping[str, str] = field(default_factory=dict)  # other name: Llama's name
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that the file may lack, by Llama's names
+    # fields that follow from others, by Llama's names; they replace the fields of the file
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
+    text_config: str | None = None  # the field that holds the language model's config, in models with other inputs too
+
+
+_GLM = {
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_MISTRAL = {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096}
+_MINISTRAL3 = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_GEMMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
+_GEMMA2 = {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA3 = {  # files of multimodal models leave out the values that transformers has as defaults
+    **_GEMMA2,
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+_LAYER_NORM = {"rms_norm_eps": 1e-5}
+_BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
+_NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
+_MODERNBERT = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 8192,
+    "sliding_window": 128,
+}
+_TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
+
+MODELS = {
+    "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
+    # the length under its own name, since its absence under Llama's name tells 13B
+    "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
+    "bert": ConfigNames(defaults=_BERT),
+    "bitnet": ConfigNames(
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 5, "hidden_act": "relu2", "rope_theta": 500_000.0}
+    ),
+    "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "camembert": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
+    "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, config_derived.chatglm),
+    "cohere": ConfigNames(defaults={**_TIED, "logit_scale": 0.0625, "rope_theta": 500_000.0}),
+    "cohere2": ConfigNames(
+        defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
+        derived=config_derived.windows_except_every(4),
+    ),
+    "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
+    "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
+    "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
+    "gemma3": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3, text_config="text_config"),
+    "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
+    "glm": ConfigNames(defaults=_GLM),
+    "glm4": ConfigNames(defaults=_GLM),
+    "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
+    "gpt_bigcode": ConfigNames(
+        defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1024},
+        derived=config_derived.gpt_bigcode,
+    ),
+    "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
+    "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
+    "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
+    "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "ministral": ConfigNames(defaults=_MISTRAL),
+    "ministral3": ConfigNames(defaults=_MINISTRAL3),
+    "mistral": ConfigNames(defaults=_MISTRAL),
+    "modernbert": ConfigNames(defaults=_MODERNBERT, derived=config_derived.modernbert),
+    "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
+    "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
+    "nomic_bert": ConfigNames(defaults=_NOMIC_BERT, derived=config_derived.nomic_bert),
+    "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
+    "opt": ConfigNames(defaults={**_TIED, "hidden_act": "relu"}),
+    "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, config_derived.qwen),
+    "roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
+    "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
+    "smollm3": ConfigNames(
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 2_000_000.0,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        }
+    ),
+    "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
+    "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+    "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
+}
+
+
+def with_common_names(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with Llama's names beside its own. A field that is there under Llama's name stays."""
+    hf = with_text_config(config_json)
+    special = _special(hf)
+    common = dict(hf)
+    for name, llama_name in ({**COMMON_NAMES, **special.names}).items():
+        if common.get(llama_name) is None and hf.get(name) is not None:
+            common[llama_name] = hf[name]
+    for name, value in special.defaults.items():
+        if name not in common or (common[name] is None and name not in NULL_IS_A_VALUE):
+            common[name] = value
+    return {**common, **layer_lists(hf), **special.derived(common)}
+
+
+def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the fields of the language model beside those of the whole model, which win."""
+    key = _special(hf).text_config
+    text = None if key is None else hf.get(key)
+    if text is None:
+        return dict(hf)
+    if not isinstance(text, dict):
+        raise ModelFilesError(f"config.json: {key} is not an object; fetch it again")
+    return text | {name: value for name, value in hf.items() if value is not None}
+
+
+def _special(hf: Mapping[str, Any]) -> ConfigNames:
+    model_type = hf.get("model_type")
+    return MODELS.get(model_type, ConfigNames()) if isinstance(model_type, str) else ConfigNames()

@@ -1,0 +1,32 @@
+"""The architectures of GGUF files that can be served.
+
+A new one needs an entry in the module of its family, and one in gguf_pre_tokenizers.PRE_TOKENIZERS if its tokenizer
+splits text in a way of its own.
+"""
+
+from __future__ import annotations
+
+from lightserve.model_files.gguf.architectures import experts, gpt, llama_like, norms
+from lightserve.model_files.gguf.architectures.architecture import GgufArchitecture, Join, JoinedTensor, RowOrder
+from lightserve.model_files.gguf.fields import unsupported
+from lightserve.model_files.gguf.header import GgufHeader
+
+__all__ = ["ARCHITECTURES", "GgufArchitecture", "Join", "JoinedTensor", "RowOrder", "architecture_of"]
+
+# by general.architecture: the models that have this name in GGUF files
+ARCHITECTURES: dict[str, tuple[GgufArchitecture, ...]] = {
+    **llama_like.ARCHITECTURES,
+    **norms.ARCHITECTURES,
+    **gpt.ARCHITECTURES,
+    **experts.ARCHITECTURES,
+    "llama": (experts.MIXTRAL, *llama_like.ARCHITECTURES["llama"]),
+}
+
+
+def architecture_of(header: GgufHeader) -> GgufArchitecture:
+    name = header.architecture
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise unsupported(header, f"architecture {name!r} is not supported; supported: {supported}")
+    candidates = [architecture for architecture in ARCHITECTURES[name] if architecture.applies(header)]
+    return candidates[0]
