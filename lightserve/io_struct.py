@@ -1198,7 +1198,7 @@ class GatewayHello(msgspec.Struct, frozen=True, tag=True):
 
     protocol: int
     gateway: str  # a random name, for as long as the process runs
-    model_digest: str  # of config and tokenizer: see cluster/tcp/digest.py
+    model_digest: str  # of config and tokenizer: see links/digest.py
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag=True):

@@ -20,8 +20,8 @@ from fastapi.routing import APIRoute
 from lightserve.cli.deploy import arguments as deploy_arguments
 from lightserve.config import LaunchConfig, ServerConfig
 from lightserve.config.parse import parse_server
+from lightserve.ipc.process import EXIT_CONFIG_ERROR
 from lightserve.ray.flags import parse_replicas
-from lightserve.utils.process import EXIT_CONFIG_ERROR
 from test.httpserver.app_client import served
 
 ROOT = Path(__file__).parent.parent

@@ -18,9 +18,8 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from benchmark.cluster.simulated_replicas import arguments as comparison_arguments
-from lightserve import io_struct, worker_calls
+from lightserve import io_struct
 from lightserve.cli.completion.flags import all_commands
-from lightserve.cluster.tcp.keys import generate
 from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
 from lightserve.config.parse import parse_server
@@ -39,15 +38,17 @@ from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
 from lightserve.httpserver.wire.middleware import is_admin_path
 from lightserve.httpserver.wire.unknown_fields import near_misses
+from lightserve.ipc import worker_calls
+from lightserve.ipc.process import ChildConfig
+from lightserve.ipc.worker_calls import WorkerCall
+from lightserve.links.keys import generate
+from lightserve.links.kv_secret import KV_CERTIFICATE
 from lightserve.models.registry import MODELS
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.simulate.capacity import arguments as capacity_arguments
 from lightserve.simulate.split import arguments as split_arguments
 from lightserve.simulate.tiers import arguments as tiers_arguments
-from lightserve.utils.kv_secret import KV_CERTIFICATE
 from lightserve.utils.metrics import METRICS
-from lightserve.utils.process import ChildConfig
-from lightserve.worker_calls import WorkerCall
 from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
 

@@ -15,24 +15,22 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "lightserve"
 
-GROUND = {"errors", "utils", "config", "io_struct"}
+GROUND = {"errors", "utils", "config", "io_struct", "ipc"}
 HTTP_GROUND = {"httpserver.context", "httpserver.manager", "httpserver.wire"}
 HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "io_struct", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "utils": set(),
-    "utils.channel": {"errors", "utils"},
     "utils.int_arrays": set(),
-    "utils.kv_secret": {"errors", "utils.tls"},
+    "links.kv_secret": {"errors", "links.tls"},
     "utils.metrics": {"io_struct"},
     "utils.net": {"errors"},
     "utils.spelling": set(),
-    "utils.tls": {"errors"},
-    "utils.process": {"errors", "config", "io_struct", "utils"},
+    "links.tls": {"errors"},
+    "ipc": {"errors", "config", "io_struct", "utils"},
     "config": {"errors", "utils"},
     "io_struct": {"errors", "utils.int_arrays", "utils.spelling"},
-    "worker_calls": {"errors", "io_struct", "utils"},
     "model_files": {"errors", "io_struct", "utils"},
     "model_files.config.facts": {"config", "model_files"},
     "model_files.lora": {"errors", "model_files.safetensors_header"},
@@ -40,7 +38,7 @@ LAYERS: dict[str, set[str]] = {
     "text": set(),
     "text.json_schema": {"errors", "utils"},
     "text.parsing": {"errors", "text.json_schema"},
-    "text.grammar": {"errors", "io_struct", "text.json_schema", "model_files", "utils"},
+    "text.grammar": {"errors", "io_struct", "text.json_schema", "model_files", "utils", "ipc"},
     "common.kv.token_slots": set(),
     "common.ops": set(),
     "common.triton_kernel": {"common.ops", "common.device.profile"},
@@ -65,15 +63,15 @@ LAYERS: dict[str, set[str]] = {
     },
     "models": {"errors", "common.basemodel", "common.ops"},
     "models.registry": {"errors", "model_files", "common.basemodel"},
-    "router.kv_identity": {*GROUND, "cluster.tcp", "model_files"},
+    "router.kv_identity": {*GROUND, "links", "model_files"},
     "router.static_prompts": {*GROUND, "model_files"},
-    "router": {*GROUND, "cluster.tcp", "common.kv.token_slots", "model_files.lora", "worker_calls"},
-    "worker": {*GROUND, "common", "text.grammar", "models", "model_files", "worker_calls"},
+    "router": {*GROUND, "links", "common.kv.token_slots", "model_files.lora"},
+    "worker": {*GROUND, "common", "text.grammar", "models", "model_files", "links.tls", "links.kv_secret"},
     "detokenization": {*GROUND, "model_files"},
     "httpserver.wire": {"errors", "io_struct", "utils"},
     "text.logprobs": {"io_struct"},
-    "httpserver.tracing": {"errors", "httpserver.wire", "io_struct", "utils"},
-    "httpserver.router_queries": {"errors", "io_struct", "utils"},
+    "httpserver.tracing": {"errors", "httpserver.wire", "io_struct", "utils", "ipc"},
+    "httpserver.router_queries": {"errors", "io_struct", "utils", "ipc"},
     "httpserver.grammar_memory": {"errors", "io_struct"},
     "httpserver.manager": {
         "errors",
@@ -82,9 +80,10 @@ LAYERS: dict[str, set[str]] = {
         "httpserver.wire",
         "io_struct",
         "utils",
+        "ipc",
     },
-    "httpserver.journal": {"errors", "httpserver.wire", "io_struct", "utils"},
-    "httpserver.grammar_process": {"errors", "text.grammar", "io_struct", "utils"},
+    "httpserver.journal": {"errors", "httpserver.wire", "io_struct", "utils", "ipc"},
+    "httpserver.grammar_process": {"errors", "text.grammar", "io_struct", "utils", "ipc"},
     "httpserver.grammar_check": {
         "errors",
         "text.grammar",
@@ -92,6 +91,7 @@ LAYERS: dict[str, set[str]] = {
         "io_struct",
         "model_files",
         "utils",
+        "ipc",
     },
     "httpserver.context": {
         "config",
@@ -142,13 +142,13 @@ LAYERS: dict[str, set[str]] = {
         "utils",
     },
     "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
-    "httpserver": {"config", "io_struct", "model_files", "utils"},
+    "httpserver": {"config", "io_struct", "model_files", "utils", "ipc", "links.tls"},
     "cluster.routing": {"errors"},
-    "cluster.tcp": {*GROUND, "model_files"},
-    "cluster.nodes": {*GROUND, "cluster.tcp", "model_files"},
+    "links": {*GROUND, "model_files"},
+    "cluster.nodes": {*GROUND, "links", "model_files"},
     "cluster.proxy": {*GROUND},
-    "cluster": {*GROUND, "cluster.tcp", "model_files"},
-    "server": {*GROUND, "cluster.nodes", "cluster.routing", "cluster.tcp", "model_files", "models.registry", "router"},
+    "cluster": {*GROUND, "links", "model_files"},
+    "server": {*GROUND, "cluster.nodes", "cluster.routing", "links", "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router", "cluster"},
     "offline": {
         *GROUND,
@@ -164,10 +164,10 @@ LAYERS: dict[str, set[str]] = {
         "worker",
     },
     "llm": {"offline"},
-    "ray": {*GROUND, "cluster.proxy", "cluster.tcp", "server"},
+    "ray": {*GROUND, "cluster.proxy", "links", "server"},
     "cli": {
         *GROUND,
-        "cluster.tcp",
+        "links",
         "common.cpu_kernel",
         "common.device",
         "model_files",
@@ -208,9 +208,9 @@ TORCH_FREE = [
     "simulate.simulation",
     "utils.logger",
     "utils.metrics",
-    "utils.process",
+    "ipc.process",
     "utils.progress",
-    "worker_calls",
+    "ipc.worker_calls",
 ]
 MAX_FILES = 20  # of a folder
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

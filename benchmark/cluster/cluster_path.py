@@ -28,7 +28,7 @@ import zmq
 from benchmark.serving.server import Server
 from benchmark.serving.serving_path import Load, drive
 from lightserve.cluster.proxy.haproxy_config import ProxySettings
-from lightserve.cluster.tcp.keys import generate
+from lightserve.links.keys import generate
 
 NULL = ["--null_worker", "--null_step_ms"]
 FIRST_TOKENS = 100  # requests, one after the other

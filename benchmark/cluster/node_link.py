@@ -24,13 +24,13 @@ from zmq.utils import z85
 from lightserve.cluster.nodes.first_node import FirstNode
 from lightserve.cluster.nodes.link import NodeLink
 from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
-from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, first_node_socket
-from lightserve.cluster.tcp.keys import generate, read_node_key
 from lightserve.config.parse import parse_server
 from lightserve.io_struct import NODE_PROTOCOL, NodeHello, StartRank
+from lightserve.ipc.process import ChildConfig
+from lightserve.links.curve import AllowedKeys, SeldomLog, first_node_socket
+from lightserve.links.keys import generate, read_node_key
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import ChildConfig
 
 MESSAGES = {"64 tokens of a step": (300, 1000), "a prompt of 8,000 tokens": (35_000, 500), "1 MB": (1_000_000, 50)}
 HOST = "127.0.0.1"

@@ -27,12 +27,12 @@ from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import EngineReady, Step, StepResult, ToDetokenization, ToHttpserver, ToRouter
+from lightserve.ipc.codec import encode, make_decode
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.text.beam_search import BeamParams
-from lightserve.utils.codec import encode, make_decode
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.null_worker import NullWorker
 

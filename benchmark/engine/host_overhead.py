@@ -27,18 +27,18 @@ import torch
 
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.io_struct import GenerateReq, GenerationParams, Step
+from lightserve.ipc.channel import make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.ipc.worker_calls import RUN
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.utils.channel import make_decoder
-from lightserve.utils.codec import encode
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.sampler import Sampler
-from lightserve.worker_calls import RUN
 
 PARTS = ("plan", "send", "receive", "pack", "collect", "reply", "read", "report")
 ROUTER, WORKER = ("plan", "report"), ("pack", "collect")

@@ -35,9 +35,9 @@ from lightserve.io_struct import (
     Token,
     ToRouter,
 )
+from lightserve.ipc.channel import Receiver, Sender
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from lightserve.utils.channel import Receiver, Sender
 
 PER_MESSAGE = 64  # tokens that come at once
 CONTEXT_LEN = 1 << 22

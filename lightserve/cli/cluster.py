@@ -20,8 +20,8 @@ def arguments() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     args = arguments().parse(argv)
-    from lightserve.cluster.tcp import keys  # here, because it imports zmq
-    from lightserve.utils.kv_secret import KV_CERTIFICATE, KV_SECRET
+    from lightserve.links import keys  # here, because it imports zmq
+    from lightserve.links.kv_secret import KV_CERTIFICATE, KV_SECRET
 
     paths = keys.generate(args.folder)
     for path in paths:

@@ -48,7 +48,7 @@ from lightserve.io_struct import (
     ToRouter,
     http_process_of,
 )
-from lightserve.utils.channel import Receiver, Sender
+from lightserve.ipc.channel import Receiver, Sender
 from lightserve.utils.int_arrays import Int32Array, int32s
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from lightserve.io_struct import FromEngine, ToEngine
-from lightserve.utils.channel import Receiver, Sender
+from lightserve.ipc.channel import Receiver, Sender
 
 
 class EngineLink(Protocol):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.split import KvExchange
-from lightserve.cluster.tcp.curve import SeldomLog
-from lightserve.cluster.tcp.engines_file import EnginesFile
-from lightserve.cluster.tcp.gateway_link import GatewayLink, LinkLostError
-from lightserve.cluster.tcp.keys import GatewayKeys
 from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady, GatewayHello
+from lightserve.links.curve import SeldomLog
+from lightserve.links.engines_file import EnginesFile
+from lightserve.links.gateway_link import GatewayLink, LinkLostError
+from lightserve.links.keys import GatewayKeys
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

@@ -6,10 +6,10 @@ import gc
 
 from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.io_struct import Ready, ToDetokenization, ToHttpserver, ToRouter
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
-from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:

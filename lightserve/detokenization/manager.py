@@ -20,8 +20,8 @@ from lightserve.io_struct import (
     ToRouter,
     http_process_of,
 )
+from lightserve.ipc.channel import Receiver, Sender
 from lightserve.model_files.tokenizer.decoding import Decoder
-from lightserve.utils.channel import Receiver, Sender
 
 
 class DetokenizationManager:

@@ -14,10 +14,10 @@ import msgspec
 from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.httpserver.grammar_process import GrammarProcess
 from lightserve.io_struct import GrammarSpec
+from lightserve.ipc.codec import encode
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.messages import GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
-from lightserve.utils.codec import encode
 
 MAX_COMPILING = 64  # grammars that are being compiled or wait for it
 MAX_REPORTS = 4096  # of the last grammars, a few hundred bytes each

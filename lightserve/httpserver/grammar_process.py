@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from lightserve.errors import UnavailableError
 from lightserve.io_struct import GrammarSpec
+from lightserve.ipc.codec import encode, make_decode
 from lightserve.text.grammar.messages import STARTED, GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
-from lightserve.utils.codec import encode, make_decode
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

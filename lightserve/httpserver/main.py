@@ -23,14 +23,14 @@ from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
 from lightserve.httpserver.wire.protocol import LimitedProtocol, QuietProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.links.tls import server_context
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.source import pooling_of, resolve
 from lightserve.model_files.static_prompts import encode_static_prompts
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
-from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
-from lightserve.utils.tls import server_context
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
 

@@ -49,7 +49,7 @@ from lightserve.io_struct import (
     ToRouter,
     UnloadAdapter,
 )
-from lightserve.utils.channel import Receiver, Sender
+from lightserve.ipc.channel import Receiver, Sender
 from lightserve.utils.int_arrays import NO_INT32, int32s
 
 DEFAULT_SCHEDULING = SchedulingParams()

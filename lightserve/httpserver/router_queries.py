@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightserve.errors import UnavailableError
 from lightserve.io_struct import REQ_ID_BITS, QueryReply, ToRouter
-from lightserve.utils.channel import Sender
+from lightserve.ipc.channel import Sender
 
 R = TypeVar("R", bound=QueryReply)
 

@@ -14,8 +14,8 @@ import msgspec
 import ray
 
 from lightserve.cluster.proxy.haproxy_config import ProxySettings
-from lightserve.cluster.tcp.engines_file import write_engines_file
 from lightserve.config import HttpConfig, WorkerConfig
+from lightserve.links.engines_file import write_engines_file
 from lightserve.ray.gateway_metrics import read_metrics
 from lightserve.ray.kept_process import KeptProcess, lightserve_command
 from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Kept, pack, unpack

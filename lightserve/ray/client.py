@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from lightserve.cluster.tcp.keys import generate
 from lightserve.errors import OptionError, ServerError
+from lightserve.ipc.process import EXIT_CONFIG_ERROR
+from lightserve.links.keys import generate
 from lightserve.ray import cluster
 from lightserve.ray.controller import Controller, new_version
 from lightserve.ray.messages import Deployment, DeploymentStatus, pack, unpack
 from lightserve.ray.placement import Node, place_gateways, plan_lines
-from lightserve.utils.process import EXIT_CONFIG_ERROR
 
 WAIT_S = 0.25
 # these decide what a token is: two replicas that differ in one of them cannot serve together

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lightserve.links.tls import trust_exactly
 from lightserve.ray.messages import Load
 from lightserve.utils.direct_http import direct_opener
-from lightserve.utils.tls import trust_exactly
 
 ALL = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 OF_ROLE = ("role_requests_running", "role_requests_waiting", "role_kv_cache_usage_perc")

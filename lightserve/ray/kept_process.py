@@ -11,8 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from lightserve.ipc.process import EXIT_CRASH
 from lightserve.ray.messages import ProcessStatus, State
-from lightserve.utils.process import EXIT_CRASH
 
 READY = re.compile(r'ready at ([^\s"]+)')
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0  # the time between two starts doubles

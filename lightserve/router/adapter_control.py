@@ -14,13 +14,13 @@ from lightserve.io_struct import (
     ToDetokenization,
     UnloadAdapter,
 )
+from lightserve.ipc.channel import Sender
+from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.router.adapter_loader import AdapterLoader
 from lightserve.router.adapter_registry import AdapterRegistry, RegisteredAdapter, not_found
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import AnyScheduler
-from lightserve.utils.channel import Sender
-from lightserve.worker_calls import WorkerCaller
 
 DISABLED = "this server has no LoRA adapters; start it with --lora_modules or --lora_dir"
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from lightserve.errors import AdapterError
 from lightserve.io_struct import LoraLoad, LoraLoaded
+from lightserve.ipc.worker_calls import LOAD_LORA, WorkerCaller
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.scheduler import Scheduler
 from lightserve.utils.logger import init_logger
-from lightserve.worker_calls import LOAD_LORA, WorkerCaller
 
 logger = init_logger(__name__)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.cluster.tcp.digest import weights_digest
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady
+from lightserve.links.digest import weights_digest
 from lightserve.model_files.lora.paths import adapter_files
 from lightserve.model_files.source import resolve
 

@@ -7,7 +7,6 @@ import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from lightserve.cluster.tcp.endpoint import EngineEndpoint
 from lightserve.config import ServerConfig
 from lightserve.io_struct import (
     Drain,
@@ -20,6 +19,10 @@ from lightserve.io_struct import (
     ToRouter,
     WorkersLost,
 )
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.links.endpoint import EngineEndpoint
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
@@ -31,10 +34,7 @@ from lightserve.router.scheduler import LockstepScheduler, LoraSlots, Scheduler,
 from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.workers.client import RpycModelClient
-from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
-from lightserve.worker_calls import WorkerCaller
 
 logger = init_logger(__name__)
 

@@ -38,6 +38,8 @@ from lightserve.io_struct import (
     ToRouter,
     http_process_of,
 )
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.router.adapter_control import AdapterControl
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.cached_blocks import CachedBlocks
@@ -50,10 +52,8 @@ from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.router.workers.client import ModelClient
-from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.metrics import add_http_counts
-from lightserve.worker_calls import WorkerCaller
 
 logger = init_logger(__name__)
 

@@ -21,14 +21,14 @@ from lightserve.io_struct import (
     StopProfile,
     ToDetokenization,
 )
+from lightserve.ipc.channel import Sender
+from lightserve.ipc.worker_calls import PROFILE, WorkerCaller
 from lightserve.router.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.request_tracks import add_request_tracks
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import TimelineRing
-from lightserve.utils.channel import Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.trace_recorder import TraceRecorder
-from lightserve.worker_calls import PROFILE, WorkerCaller
 
 logger = init_logger(__name__)
 

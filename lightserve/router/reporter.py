@@ -25,12 +25,12 @@ from lightserve.io_struct import (
     TokenIdOut,
     TokenOut,
 )
+from lightserve.ipc.channel import Sender
 from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
 from lightserve.router.scheduler import AnyScheduler, ReqTokens
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.channel import Sender
 
 
 class Reporter:

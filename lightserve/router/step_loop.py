@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from lightserve.io_struct import CompileGrammar, EngineReady, GrammarSpec, Step, StepResult
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
 from lightserve.router.kv_tiers.source import KvSource
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
-from lightserve.worker_calls import COMPILE_GRAMMAR
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 

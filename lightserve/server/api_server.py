@@ -28,6 +28,7 @@ from lightserve.config import ServerConfig
 from lightserve.config.parse import MODULE, parse_server
 from lightserve.errors import LightserveError
 from lightserve.io_struct import StartupPhase
+from lightserve.ipc.process import EXIT_CONFIG_ERROR, error_line
 from lightserve.server.banner import banner, print_banner, print_error, print_line
 from lightserve.server.checks import ModelInfo, check, with_local_files
 from lightserve.server.engine_supervisor import supervise_engines
@@ -48,7 +49,6 @@ from lightserve.server.shutdown import (
 from lightserve.server.watchdog import watch_heartbeats
 from lightserve.utils import net
 from lightserve.utils.logger import set_log_format
-from lightserve.utils.process import EXIT_CONFIG_ERROR, error_line
 
 
 def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog: str = MODULE) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
 from lightserve.config.combinations import Setup, check_combinations
 from lightserve.errors import ModelFilesError, OptionError, ServerError, UnsupportedModelTypeError
+from lightserve.links.tls import server_context
 from lightserve.model_files.config.facts import model_facts
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
@@ -29,7 +30,6 @@ from lightserve.server.parallel_checks import check_ranks
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
 from lightserve.utils.logger import init_logger
-from lightserve.utils.tls import server_context
 
 logger = init_logger(__name__)
 

@@ -1,6 +1,6 @@
 """One child process of the launcher, seen from the launcher: start, control connection, heartbeat, exit.
 
-``utils/process.py`` is the other side: the same connection, seen from the child.
+``ipc/process.py`` is the other side: the same connection, seen from the child.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightserve.io_struct import (
     ToChild,
     WorkersLost,
 )
-from lightserve.utils.process import STOP_SIGNALS, ChildConfig
+from lightserve.ipc.process import STOP_SIGNALS, ChildConfig
 
 EXIT_GRACE_S = 2.0  # from the first evidence that a child is exiting until the launcher kills it
 

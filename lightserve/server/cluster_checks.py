@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from lightserve.cluster.tcp.engines_file import read_engines_file
-from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys, read_node_key
 from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
+from lightserve.links.engines_file import read_engines_file
+from lightserve.links.keys import read_engine_keys, read_gateway_keys, read_node_key
+from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
-from lightserve.utils.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

@@ -14,11 +14,11 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady, StartRank
+from lightserve.ipc.process import ChildConfig
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
-from lightserve.utils.process import ChildConfig
 
 if TYPE_CHECKING:
     from lightserve.server.process_group import ProcessGroup

@@ -18,11 +18,13 @@ from dataclasses import replace
 from lightserve.cluster.nodes.link import NodeLink, NodeRefusedError
 from lightserve.cluster.nodes.properties import node_properties
 from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
-from lightserve.cluster.tcp.gateway_link import LinkLostError
-from lightserve.cluster.tcp.keys import read_node_key
 from lightserve.config import ServerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NODE_PROTOCOL, ConnectRank, ConnectStore, NodeHello, RankExited, StartRank
+from lightserve.ipc.channel import MessageError
+from lightserve.ipc.process import ChildConfig
+from lightserve.links.gateway_link import LinkLostError
+from lightserve.links.keys import read_node_key
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import EXIT_GRACE_S, json_line, kill_group, spawn
 from lightserve.server.engine_processes import worker_env
@@ -30,8 +32,6 @@ from lightserve.server.process_group import Modules
 from lightserve.server.run_directory import run_directory
 from lightserve.server.shutdown import ENDED, stop_signals
 from lightserve.server.supervisor import REAP_TIMEOUT_S
-from lightserve.utils.channel import MessageError
-from lightserve.utils.process import ChildConfig
 
 RETRY_S = 0.5
 

@@ -13,10 +13,10 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.io_struct import Drain, EngineJoined, EngineLost, EngineReady, HttpProcessLost, ToChild
+from lightserve.ipc.process import ChildConfig
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
 from lightserve.server.start_display import StartDisplay
-from lightserve.utils.process import ChildConfig
 
 FLUSH_S = 0.2  # from the end of the last request until its last byte is sent
 EXIT_SETTLE_S = 0.2  # one death makes other processes exit too: within this time

@@ -8,8 +8,8 @@ import contextlib
 import msgspec
 
 from lightserve.io_struct import FromChild, RankExited, StartRank
+from lightserve.ipc.process import EXIT_CRASH
 from lightserve.server.child_process import ChildProcess
-from lightserve.utils.process import EXIT_CRASH
 
 
 class RemoteProcess:

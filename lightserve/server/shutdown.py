@@ -7,10 +7,10 @@ import os
 import signal
 
 from lightserve.io_struct import Drain, EngineDied
+from lightserve.ipc.process import EXIT_CONFIG_ERROR, EXIT_CRASH
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import ChildDiedError
 from lightserve.server.process_group import ProcessGroup
-from lightserve.utils.process import EXIT_CONFIG_ERROR, EXIT_CRASH
 
 SHUTDOWN_GRACE_S = 3.0  # for the HTTP processes to send their clients an error
 ENDED = "the server has ended: all of its processes have exited"

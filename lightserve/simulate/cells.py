@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from lightserve.ipc.process import end_with_parent
 from lightserve.simulate.load import Load
 from lightserve.simulate.result import Result, merged
-from lightserve.utils.process import end_with_parent
 
 SEEDS = 2  # of a load: for its requests, and for its arrivals
 

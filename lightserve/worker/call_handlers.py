@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightserve.worker.rpc import CallHandler, handler
-from lightserve.worker_calls import (
+from lightserve.ipc.worker_calls import (
     CANCEL_RECEIVE,
     COMPILE_GRAMMAR,
     FETCH_KV,
@@ -16,6 +15,7 @@ from lightserve.worker_calls import (
     RECEIVE_KV,
     WAIT_FOR_LOAD,
 )
+from lightserve.worker.rpc import CallHandler, handler
 
 if TYPE_CHECKING:  # torch
     from lightserve.worker.profiler import WorkerProfiler

@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenColumns, TokenOut
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.ipc.worker_calls import PROFILE
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.profiler import WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler
-from lightserve.worker_calls import PROFILE
 
 CONTEXT_LEN = 8192
 VOCAB_SIZE = 32_000  # of a model whose files do not say it

@@ -15,9 +15,9 @@ import rpyc
 from rpyc.core import Channel, SocketStream
 
 from lightserve.io_struct import Step, StepResult
-from lightserve.utils.codec import encode
+from lightserve.ipc.codec import encode
+from lightserve.ipc.worker_calls import RUN, WorkerCall
 from lightserve.utils.logger import init_logger
-from lightserve.worker_calls import RUN, WorkerCall
 
 logger = init_logger(__name__)
 

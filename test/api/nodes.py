@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightserve.cluster.tcp.keys import generate
+from lightserve.links.keys import generate
 from test.api.server import MODULE, START_S, STOP_S, ServerProcess, start_server
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until

@@ -7,7 +7,7 @@ import signal
 from functools import partial
 
 from lightserve.io_struct import Step
-from lightserve.utils.process import run_child
+from lightserve.ipc.process import run_child
 from lightserve.worker.null_worker import NullWorker, main
 from lightserve.worker.rpc import GetResult
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.rpc import GetResult, StepServer
 
 FOLDER = "LIGHTSERVE_TEST_SCRIPT"  # environment variable: the folder of the script, one JSON object a line

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lightserve.cluster.tcp.keys import generate
+from lightserve.links.keys import generate
 from test.api.server import START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import BACK_S, COMPLETE, KV_TOKENS, PROMPT, ask_while, bodies, expected, get, model, moved, one
 from test.api.test_restart import Clients, clients_of
 from test.cluster.tcp_cluster import free_port
-from test.cluster.test_tcp_link import send_bytes
+from test.links.test_gateway_link import send_bytes
 from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow

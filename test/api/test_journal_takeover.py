@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightserve.cluster.tcp.keys import generate
 from lightserve.httpserver.journal.records import Entry, Keys, decode_head
 from lightserve.httpserver.journal.redis_connection import RedisConnection
+from lightserve.links.keys import generate
 from lightserve.utils.net import parse_redis
 from test.api.event_client import Event, EventClient
 from test.api.server import START_S, STOP_S, ServerProcess, start_server

@@ -21,8 +21,8 @@ import pytest
 
 from lightserve.cluster.proxy.haproxy import find_haproxy
 from lightserve.cluster.proxy.haproxy_config import ProxySettings
-from lightserve.cluster.tcp.keys import generate
 from lightserve.errors import OptionError
+from lightserve.links.keys import generate
 from test.api.server import RESPONSE_S, START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import COMPLETE, PROMPT
 from test.cluster.tcp_cluster import free_port, takes_connections

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.cluster.tcp.keys import generate
+from lightserve.links.keys import generate
 from test.api.server import STOP_S, ServerProcess, running_server, start_server
 from test.api.test_dp import BACK_S, get
 from test.api.test_engines import CLI, serving

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lightserve.utils.tls import server_context
+from lightserve.links.tls import server_context
 from test.api.server import ServerProcess, running_server
 
 TLS = Path(__file__).parent / "tls"

@@ -10,9 +10,9 @@ import pytest
 
 from lightserve.cli.completion.flags import all_commands
 from lightserve.cli.main import main
-from lightserve.cluster.tcp.keys import generate
 from lightserve.config.parse import parse_server, server_parser
 from lightserve.errors import LightserveError, OptionError
+from lightserve.links.keys import generate
 from lightserve.ray.flags import make_deployment
 from lightserve.server.cluster_checks import check_cluster
 

@@ -31,14 +31,14 @@ from lightserve.io_struct import (
     TokenOut,
     ToRouter,
 )
+from lightserve.ipc.channel import make_decoder
+from lightserve.ipc.codec import encode
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.channel import make_decoder
-from lightserve.utils.codec import encode
 from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 

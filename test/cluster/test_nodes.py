@@ -19,15 +19,6 @@ from lightserve.cluster.nodes.first_node import FirstNode
 from lightserve.cluster.nodes.link import NodeLink, NodeRefusedError
 from lightserve.cluster.nodes.properties import difference
 from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams, Target
-from lightserve.cluster.tcp.curve import (
-    MAX_NODE_MESSAGE_BYTES,
-    AllowedKeys,
-    SeldomLog,
-    first_node_socket,
-    gateway_socket,
-)
-from lightserve.cluster.tcp.gateway_link import LinkLostError
-from lightserve.cluster.tcp.keys import generate, read_node_key
 from lightserve.config.parse import parse_server
 from lightserve.io_struct import (
     NODE_PROTOCOL,
@@ -42,9 +33,18 @@ from lightserve.io_struct import (
     StreamEnd,
     StreamMessage,
 )
-from lightserve.utils.channel import MessageError
+from lightserve.ipc.channel import MessageError
+from lightserve.ipc.process import ChildConfig
+from lightserve.links.curve import (
+    MAX_NODE_MESSAGE_BYTES,
+    AllowedKeys,
+    SeldomLog,
+    first_node_socket,
+    gateway_socket,
+)
+from lightserve.links.gateway_link import LinkLostError
+from lightserve.links.keys import generate, read_node_key
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import ChildConfig
 from test.cluster.tcp_cluster import free_port
 from test.waiting import DEADLINE_S, until
 

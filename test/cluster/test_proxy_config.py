@@ -20,7 +20,7 @@ from lightserve.cluster.proxy.fan_out import Answer, FanOut, merged
 from lightserve.cluster.proxy.haproxy import HAProxy, find_haproxy
 from lightserve.cluster.proxy.haproxy_config import ERRORS, ProxySettings, config_text, error_file
 from lightserve.errors import OptionError
-from lightserve.utils.tls import trust_exactly
+from lightserve.links.tls import trust_exactly
 from test.cluster.tcp_cluster import free_port
 
 TLS = Path(__file__).parents[1] / "api" / "tls"

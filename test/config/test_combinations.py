@@ -12,11 +12,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from lightserve.cluster.tcp.keys import generate
 from lightserve.config import ServerConfig
 from lightserve.config.combinations import FEATURES, OFFLINE, TABLE, Conflict, Feature, Setup, first_conflict
 from lightserve.config.parse import config_from_args, parse_server, server_parser
 from lightserve.errors import LightserveError, OptionError
+from lightserve.links.keys import generate
 from lightserve.model_files.config.facts import model_facts
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig

@@ -31,7 +31,7 @@ from lightserve.io_struct import (
     TokenIdOut,
     ToRouter,
 )
-from lightserve.utils.channel import Receiver, Sender
+from lightserve.ipc.channel import Receiver, Sender
 from test.real_model import smollm2_tokenizer
 from test.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lightserve.io_struct import ReqFailed, Step, StepResult
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker import null_worker
 from lightserve.worker.rpc import GetResult
 

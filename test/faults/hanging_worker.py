@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker import null_worker
 from lightserve.worker.rpc import StepServer
 

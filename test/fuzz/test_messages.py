@@ -15,8 +15,8 @@ from msgspec import inspect
 
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import FromChild, Step, ToChild, ToDetokenization, ToHttpserver, TokenOut, ToRouter
-from lightserve.utils.channel import MessageError, make_decoder
-from lightserve.utils.codec import encode, make_decode
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode, make_decode
 from test.fuzz.profile import FUZZ
 
 ON_THE_WIRE: dict[str, Any] = {

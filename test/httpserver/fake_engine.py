@@ -37,8 +37,8 @@ from lightserve.io_struct import (
     Token,
     ToRouter,
 )
+from lightserve.ipc.channel import Receiver, Sender
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
-from lightserve.utils.channel import Receiver, Sender
 
 LIMITS = EngineReady(
     max_total_token_num=4096, max_req_total_len=1024, vocab_size=49152, pipeline_depth=1, step_timeout_s=240.0

@@ -41,6 +41,8 @@ from lightserve.io_struct import (
     TokenOut,
     ToRouter,
 )
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
@@ -48,9 +50,7 @@ from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.block_hash import block_keys
-from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.int_arrays import int32s
-from lightserve.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from test.waiting import DEADLINE_S, until
 
 EOS = 2

@@ -21,11 +21,11 @@ from lightserve.io_struct import (
     StopProfile,
     TimelineEvent,
 )
+from lightserve.ipc.worker_calls import PROFILE, WorkerCall
 from lightserve.router import profile_folder
 from lightserve.router.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.request_tracks import add_request_tracks
 from lightserve.utils.trace_recorder import TraceRecorder
-from lightserve.worker_calls import PROFILE, WorkerCall
 from test.router.test_manager import Router, check, request
 
 HOUR_S = 3600.0

@@ -28,6 +28,7 @@ from lightserve.io_struct import (
     TokenOut,
     WindowedKv,
 )
+from lightserve.ipc.codec import encode
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.radix_cache import RadixNode
@@ -37,7 +38,6 @@ from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
 from lightserve.router.windowed_pool import NONE, WindowedPool
-from lightserve.utils.codec import encode
 from lightserve.utils.int_arrays import int32s, int64s
 from test.router.processing import process_tokens
 

@@ -23,7 +23,7 @@ import asyncio, os, signal, socket, subprocess, sys
 from pathlib import Path
 from lightserve.errors import ModelFilesError
 from lightserve.io_struct import *
-from lightserve.utils.process import run_child
+from lightserve.ipc.process import run_child
 
 def note(text):
     with Path(__file__).with_suffix(".received").open("a") as file:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from lightserve.cli.main import main
-from lightserve.cluster.tcp.keys import generate
 from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
+from lightserve.ipc.process import ChildConfig
+from lightserve.links.keys import generate
 from lightserve.server.cluster_checks import check_cluster, check_nodes
-from lightserve.utils.process import ChildConfig
 
 LISTEN = "--listen=tcp://127.0.0.1:9000"
 ENGINES = "--engines=tcp://a:1,tcp://b:1"

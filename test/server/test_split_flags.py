@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.cluster.tcp.keys import generate
 from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
+from lightserve.ipc.process import ChildConfig
+from lightserve.links.keys import generate
 from lightserve.server import cluster_checks
 from lightserve.server.cluster_checks import check_cluster
-from lightserve.utils.process import ChildConfig
 
 LISTEN = "--listen=tcp://127.0.0.1:9000"
 SPLIT = ("--dp=3", "--roles=prefill,decode,decode")

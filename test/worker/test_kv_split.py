@@ -23,9 +23,9 @@ from lightserve.common.device import pick_device
 from lightserve.common.kv.host_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.io_struct import KvExpect, KvPush, KvReceived
+from lightserve.links.kv_secret import make_kv_certificate, read_kv_certificate
+from lightserve.links.tls import PeerContexts
 from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.kv_secret import make_kv_certificate, read_kv_certificate
-from lightserve.utils.tls import PeerContexts
 from lightserve.worker import kv_staging
 from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing

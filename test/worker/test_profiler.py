@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult, StepRow
+from lightserve.ipc.worker_calls import PROFILE
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler
 from lightserve.worker.torch_trace import TorchTrace
-from lightserve.worker_calls import PROFILE
 
 CLOCK_SLACK_US = 500.0  # torch reads a counter of the CPU and converts it
 STEP = Step([StepRow(1, [0, 1, 2])])

@@ -16,9 +16,9 @@ from rpyc.core import Channel, SocketStream
 from rpyc.utils.factory import connect_channel
 
 from lightserve.io_struct import Step, StepResult, StepRow, Token, TokenOut
-from lightserve.utils.codec import encode
+from lightserve.ipc.codec import encode
+from lightserve.ipc.worker_calls import RUN, WorkerCall, same_reply
 from lightserve.worker.rpc import GetResult, StepServer, handler
-from lightserve.worker_calls import RUN, WorkerCall, same_reply
 from test.waiting import DEADLINE_S
 
 UPPER: WorkerCall[str, str] = WorkerCall("upper", str, str, same_reply)

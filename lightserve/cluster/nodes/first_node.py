@@ -19,7 +19,6 @@ import msgspec
 
 from lightserve.cluster.nodes.properties import difference
 from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams
-from lightserve.cluster.tcp.curve import AsyncSocket, SeldomLog, try_send
 from lightserve.config import ServerConfig
 from lightserve.io_struct import (
     NODE_PROTOCOL,
@@ -36,10 +35,11 @@ from lightserve.io_struct import (
     ToFirstNode,
     ToNode,
 )
-from lightserve.utils.channel import MessageError, make_decoder
-from lightserve.utils.codec import encode
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.ipc.process import EXIT_CONFIG_ERROR, ChildConfig
+from lightserve.links.curve import AsyncSocket, SeldomLog, try_send
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import EXIT_CONFIG_ERROR, ChildConfig
 
 logger = init_logger(__name__)
 

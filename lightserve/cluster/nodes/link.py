@@ -10,13 +10,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from lightserve.cluster.nodes.first_node import SILENT_TICKS, TICK_S
 from lightserve.cluster.nodes.streams import Endpoint, Streams, Target
-from lightserve.cluster.tcp.curve import node_socket, try_send
-from lightserve.cluster.tcp.gateway_link import ENDED, HELLO_TIMEOUT_S, LinkLostError, first_of
-from lightserve.cluster.tcp.keys import NODE_SECRET
 from lightserve.io_struct import Heartbeat, NodeAccepted, NodeHello, NodeRefused, OpenStream, ToFirstNode, ToNode
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.links.curve import node_socket, try_send
+from lightserve.links.gateway_link import ENDED, HELLO_TIMEOUT_S, LinkLostError, first_of
+from lightserve.links.keys import NODE_SECRET
 from lightserve.utils import net
-from lightserve.utils.channel import MessageError, make_decoder
-from lightserve.utils.codec import encode
 
 REASONS: dict[int, str] = {
     zmq.EVENT_CLOSED: "nothing listens there, or it cannot be reached",

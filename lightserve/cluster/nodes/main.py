@@ -10,11 +10,11 @@ from zmq.utils import z85
 
 from lightserve.cluster.nodes.first_node import FirstNode
 from lightserve.cluster.nodes.properties import node_properties
-from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, first_node_socket, log_failed_handshakes
-from lightserve.cluster.tcp.keys import NODE_SECRET, read_node_key
 from lightserve.io_struct import Ready
+from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.links.curve import AllowedKeys, SeldomLog, first_node_socket, log_failed_handshakes
+from lightserve.links.keys import NODE_SECRET, read_node_key
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 
 logger = init_logger(__name__)
 STRANGER = f"it has another {NODE_SECRET}, or is no node of LightServe"

@@ -6,8 +6,8 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
 from lightserve import __version__
-from lightserve.cluster.tcp.digest import model_digest, weights_digest
 from lightserve.config import ServerConfig
+from lightserve.links.digest import model_digest, weights_digest
 from lightserve.model_files.source import resolve
 
 OWN_PATHS = {"model_dir", "quantization_config", "merge_lora", "kv_disk_dir"}  # a digest has the contents of most

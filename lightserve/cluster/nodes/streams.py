@@ -18,7 +18,7 @@ from lightserve.io_struct import (
     StreamEnd,
     StreamMessage,
 )
-from lightserve.utils.channel import MessageError
+from lightserve.ipc.channel import MessageError
 
 READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 64 << 20  # of one stream: a step of a prompt of a million tokens takes 4 MB

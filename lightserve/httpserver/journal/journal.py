@@ -18,7 +18,7 @@ from lightserve.httpserver.journal.records import PROCESS_PREFIX, Keys, deletion
 from lightserve.httpserver.journal.redis_connection import RedisConnection
 from lightserve.httpserver.journal.resp import Command, RedisError, Reply
 from lightserve.io_struct import JournalCounts, ToRouter
-from lightserve.utils.channel import Sender
+from lightserve.ipc.channel import Sender
 from lightserve.utils.logger import init_logger
 from lightserve.utils.net import parse_redis
 

@@ -12,11 +12,11 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from lightserve.io_struct import KvCancel, KvExpect, KvLoad, KvPush, KvReceived, KvStore, Step
+from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.router.kv_tiers.lower import LowerTierClient
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 from lightserve.router.stats import RouterMetrics
-from lightserve.worker_calls import WorkerCaller
 
 
 class LoadContext(NamedTuple):

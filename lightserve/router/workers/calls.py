@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from lightserve.errors import WorkerCallError
+from lightserve.ipc.codec import encode
+from lightserve.ipc.worker_calls import WorkerCall
 from lightserve.router.workers.connection import RankConnection, RankConnections, close_all
-from lightserve.utils.codec import encode
-from lightserve.worker_calls import WorkerCall
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

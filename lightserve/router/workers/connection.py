@@ -13,8 +13,8 @@ import rpyc
 from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
+from lightserve.ipc.worker_calls import RUN
 from lightserve.router.workers.loop_stream import LoopStream
-from lightserve.worker_calls import RUN
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
 CONNECT_S = 30.0  # a worker that listens answers at once; one that takes so long hangs

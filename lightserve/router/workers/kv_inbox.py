@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from lightserve.io_struct import KvReceived
+from lightserve.ipc.worker_calls import CANCEL_RECEIVE, RECEIVE_KV
 from lightserve.router.workers.calls import RankCalls
 from lightserve.utils.logger import init_logger
-from lightserve.worker_calls import CANCEL_RECEIVE, RECEIVE_KV
 
 logger = init_logger(__name__)
 

@@ -26,12 +26,12 @@ from pathlib import Path
 
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import GrammarSpec
+from lightserve.ipc.codec import encode, make_decode
+from lightserve.ipc.process import end_with_parent, prepare_child
 from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler
 from lightserve.text.grammar.messages import STARTED, GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
-from lightserve.utils.codec import encode, make_decode
 from lightserve.utils.memory import allocated_bytes, resident_bytes
-from lightserve.utils.process import end_with_parent, prepare_child
 
 PROCESSES = 2  # that compile at the same time
 COMPILE_LIMIT_S = 5.0  # of CPU time; most grammars take milliseconds

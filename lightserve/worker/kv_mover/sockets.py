@@ -13,9 +13,9 @@ from contextlib import closing, suppress
 from torch import Tensor
 
 from lightserve.errors import ServerError
+from lightserve.links.tls import PeerContexts
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
-from lightserve.utils.tls import PeerContexts
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvSink, Outgoing
 from lightserve.worker.kv_mover.carrier import ReadableMemory, ReadableSender, ReadingReceiver
 from lightserve.worker.kv_mover.pipe import ENDED, TIMEOUT_S, Pipe, ReadTimeoutError, SocketPipe, WireError

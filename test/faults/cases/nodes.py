@@ -6,7 +6,7 @@ import signal
 import socket
 from pathlib import Path
 
-from lightserve.cluster.tcp.keys import generate
+from lightserve.links.keys import generate
 from test.api.server import STOP_S, ServerProcess
 from test.api.test_faults import Client
 from test.faults.cases.hosts import free_port

@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmark.models import TINY, save_model
-from lightserve.cluster.tcp.keys import generate
+from lightserve.links.keys import generate
 from test.api.server import START_S, ServerProcess, start_server
 from test.api.test_engines import serving
 from test.faults.cases.hosts import free_port

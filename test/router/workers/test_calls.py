@@ -24,9 +24,9 @@ from lightserve.io_struct import (
     Step,
     StepRow,
 )
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, LOAD_LORA, LORA_FAILED, PROFILE, WorkerCall, same_reply
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.worker.rpc import CallHandler, StepServer, handler
-from lightserve.worker_calls import COMPILE_GRAMMAR, LOAD_LORA, LORA_FAILED, PROFILE, WorkerCall, same_reply
 from test.router.workers.test_client import client_of, echo, in_order, within_deadline
 from test.waiting import DEADLINE_S, until
 

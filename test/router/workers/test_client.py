@@ -27,12 +27,12 @@ from lightserve.io_struct import (
     TokenColumns,
     TokenOut,
 )
+from lightserve.ipc.codec import encode
+from lightserve.ipc.process import ChildConfig
+from lightserve.ipc.worker_calls import RUN
 from lightserve.router.workers.client import RpycModelClient
-from lightserve.utils.codec import encode
 from lightserve.utils.int_arrays import int32s
-from lightserve.utils.process import ChildConfig
 from lightserve.worker.rpc import RPYC_CONFIG, Launch, RouterConnection, StepConnection, StepServer
-from lightserve.worker_calls import RUN
 from test.waiting import DEADLINE_S, until
 
 

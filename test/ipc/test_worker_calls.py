@@ -8,7 +8,7 @@ import pytest
 
 from lightserve.errors import WorkerCallError
 from lightserve.io_struct import KvFetched, KvFlushed, KvLoaded, LoraLoaded, ProfileResult
-from lightserve.worker_calls import (
+from lightserve.ipc.worker_calls import (
     FETCH_KV,
     FLUSH_KV,
     LOAD_LORA,

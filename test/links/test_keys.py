@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightserve.cli.main import main
-from lightserve.cluster.tcp.keys import generate, read_engine_keys, read_gateway_keys
 from lightserve.errors import OptionError
+from lightserve.links.keys import generate, read_engine_keys, read_gateway_keys
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from lightserve.cluster.tcp.request_ids import engine_id, gateway_id, gateway_ids, session_of
 from lightserve.io_struct import (
     REQ_ID_BITS,
     AbortReq,
@@ -28,6 +27,7 @@ from lightserve.io_struct import (
     Timelines,
     ToEngine,
 )
+from lightserve.links.request_ids import engine_id, gateway_id, gateway_ids, session_of
 from lightserve.utils.int_arrays import int64s
 
 replace = msgspec.structs.replace

@@ -29,7 +29,7 @@ from lightserve.io_struct import (
     StepResult,
     joined_results,
 )
-from lightserve.utils.codec import make_decode
+from lightserve.ipc.codec import make_decode
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from lightserve.errors import InvalidRequestError
-from lightserve.utils.codec import encode, make_decode
+from lightserve.ipc.codec import encode, make_decode
 
 M = TypeVar("M")
 

@@ -17,7 +17,7 @@ import pytest
 
 from lightserve.config import ClusterConfig, HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.io_struct import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
-from lightserve.utils.process import ChildConfig, process_name
+from lightserve.ipc.process import ChildConfig, process_name
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = ServerConfig(
@@ -28,7 +28,7 @@ PRELUDE = """
 import asyncio, signal, sys
 from lightserve.errors import ModelFilesError
 from lightserve.io_struct import Drained, ChildFailed, StartupPhase, Ready
-from lightserve.utils.process import run_child
+from lightserve.ipc.process import run_child
 """
 
 

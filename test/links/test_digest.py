@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.cluster.tcp.digest import model_digest, weights_digest
 from lightserve.config.parse import parse_server
+from lightserve.links.digest import model_digest, weights_digest
 from lightserve.model_files.source import resolve
 from test.server.launcher_process import tiny_model
 

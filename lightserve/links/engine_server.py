@@ -15,9 +15,6 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from lightserve.cluster.tcp.curve import MAX_MESSAGE_BYTES, AsyncSocket, SeldomLog, try_send
-from lightserve.cluster.tcp.request_ids import MAX_SESSIONS, engine_id
-from lightserve.cluster.tcp.translation import for_engine, for_gateways, for_other_clock, own_timelines
 from lightserve.io_struct import (
     LINK_PROTOCOL,
     AbortReq,
@@ -37,8 +34,11 @@ from lightserve.io_struct import (
     Timelines,
     ToEngine,
 )
-from lightserve.utils.channel import MessageError, make_decoder
-from lightserve.utils.codec import encode
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.links.curve import MAX_MESSAGE_BYTES, AsyncSocket, SeldomLog, try_send
+from lightserve.links.request_ids import MAX_SESSIONS, engine_id
+from lightserve.links.translation import for_engine, for_gateways, for_other_clock, own_timelines
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

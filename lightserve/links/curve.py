@@ -11,8 +11,8 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from lightserve.cluster.tcp.keys import ALLOWED_GATEWAYS, EngineKeys
 from lightserve.errors import ServerError
+from lightserve.links.keys import ALLOWED_GATEWAYS, EngineKeys
 from lightserve.utils import net
 
 # CURVE encrypted 30 MB/s on a busy Neoverse N1: heartbeats behind a larger message would be late. A prompt of a million

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 
-from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
-from lightserve.cluster.tcp.digest import model_digest, weights_digest
-from lightserve.cluster.tcp.engine_server import EngineServer
-from lightserve.cluster.tcp.keys import read_engine_keys
 from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady
+from lightserve.ipc.process import ChildConfig
+from lightserve.links.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
+from lightserve.links.digest import model_digest, weights_digest
+from lightserve.links.engine_server import EngineServer
+from lightserve.links.keys import read_engine_keys
 from lightserve.model_files.source import resolve
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import ChildConfig
 
 logger = init_logger(__name__)
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from lightserve.errors import OptionError
-from lightserve.utils.tls import PeerContexts, peer_contexts
+from lightserve.links.tls import PeerContexts, peer_contexts
 
 KV_SECRET = "kv.secret"  # in the folder of --cluster_keys; the same on all engines
 KV_CERTIFICATE = "kv.pem"  # a certificate with its private key, there too; for --cluster_tls

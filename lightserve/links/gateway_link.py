@@ -8,10 +8,6 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lightserve.cluster.tcp.curve import MAX_MESSAGE_BYTES, gateway_socket, try_send
-from lightserve.cluster.tcp.engine_server import HEARTBEAT_TICKS, SILENT_TICKS, TICK_S
-from lightserve.cluster.tcp.keys import GatewayKeys
-from lightserve.cluster.tcp.translation import for_other_clock
 from lightserve.io_struct import (
     BatchTokenIdOut,
     DispatchedReq,
@@ -25,8 +21,12 @@ from lightserve.io_struct import (
     Timelines,
     ToEngine,
 )
-from lightserve.utils.channel import MessageError, make_decoder
-from lightserve.utils.codec import encode
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.links.curve import MAX_MESSAGE_BYTES, gateway_socket, try_send
+from lightserve.links.engine_server import HEARTBEAT_TICKS, SILENT_TICKS, TICK_S
+from lightserve.links.keys import GatewayKeys
+from lightserve.links.translation import for_other_clock
 
 HELLO_TIMEOUT_S = 10.0  # longer than a busy engine takes; a machine that is switched off never answers
 ENDED = (

@@ -2,7 +2,7 @@
 
     an engine needs     engine.secret    its secret key     gateways.allowed    public keys that it accepts
     a gateway needs     gateway.secret   its secret key     engines.allowed     public keys that it accepts
-    with roles, all engines need the same kv.secret and kv.pem too: see utils/kv_secret.py
+    with roles, all engines need the same kv.secret and kv.pem too: see links/kv_secret.py
     a node needs        node.secret      the key that all nodes of one engine (--nnodes) have
 
 Keys are in ZMQ's Z85 text, one per line. A line of engines.allowed may have an address behind the key: then it is the
@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from lightserve.errors import OptionError
-from lightserve.utils.kv_secret import KV_CERTIFICATE, KV_SECRET, make_kv_certificate
+from lightserve.links.kv_secret import KV_CERTIFICATE, KV_SECRET, make_kv_certificate
 
 KEY_LEN = 40  # characters of 32 bytes in Z85
 FOR_OTHER_USERS = 0o007

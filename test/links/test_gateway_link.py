@@ -18,14 +18,6 @@ import zmq
 import zmq.asyncio
 
 from lightserve.cluster.open_request import open_request
-from lightserve.cluster.tcp import engine_server, gateway_link
-from lightserve.cluster.tcp.curve import MAX_MESSAGE_BYTES, SeldomLog, engine_socket
-from lightserve.cluster.tcp.engine_server import EngineServer
-from lightserve.cluster.tcp.engines_file import EnginesFile, write_engines_file
-from lightserve.cluster.tcp.gateway_link import GatewayLink, LinkLostError
-from lightserve.cluster.tcp.keys import GatewayKeys
-from lightserve.cluster.tcp.request_ids import engine_id, gateway_id, session_of
-from lightserve.cluster.tcp.translation import for_other_clock
 from lightserve.io_struct import (
     LINK_PROTOCOL,
     REQ_ID_BITS,
@@ -50,8 +42,16 @@ from lightserve.io_struct import (
     TokenColumns,
     TokenIdOut,
 )
-from lightserve.utils.channel import make_decoder
-from lightserve.utils.codec import encode
+from lightserve.ipc.channel import make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.links import engine_server, gateway_link
+from lightserve.links.curve import MAX_MESSAGE_BYTES, SeldomLog, engine_socket
+from lightserve.links.engine_server import EngineServer
+from lightserve.links.engines_file import EnginesFile, write_engines_file
+from lightserve.links.gateway_link import GatewayLink, LinkLostError
+from lightserve.links.keys import GatewayKeys
+from lightserve.links.request_ids import engine_id, gateway_id, session_of
+from lightserve.links.translation import for_other_clock
 from test.cluster.local_cluster import POOL, LocalCluster
 from test.cluster.tcp_cluster import DIGEST, TcpCluster, hello_of, ready_of, tcp_cluster
 from test.cluster.test_dispatcher import LONG, tokens
@@ -333,7 +333,7 @@ def test_an_engine_that_does_not_fit_is_refused_by_name(
         assert num_engines(gateway) == 1
 
     # the line about an engine that is not there yet must not hide the other one
-    monkeypatch.setattr("lightserve.cluster.tcp.curve.LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr("lightserve.links.curve.LOG_INTERVAL_S", 0.0)
     with logged_to(caplog):
         check(tmp_path, scenario)
 
