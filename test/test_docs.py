@@ -28,16 +28,16 @@ from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody, Message
 from lightserve.httpserver.fields.generation import StreamOptions, validate_supported
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED
+from lightserve.httpserver.generate.lightllm import request as lightllm_request
+from lightserve.httpserver.generate.lightllm.request import LightllmBody, LightllmParameters
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
-from lightserve.httpserver.lightllm import request as lightllm_request
-from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
+from lightserve.httpserver.generate.tgi.request import TgiBody, TgiParameters
+from lightserve.httpserver.http.body import Body, validate
+from lightserve.httpserver.http.middleware import is_admin_path
+from lightserve.httpserver.http.unknown_fields import near_misses
 from lightserve.httpserver.ollama.request import ChatRequest, GenerateRequest, Options
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses.request import ResponsesBody
-from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
-from lightserve.httpserver.wire.body import Body, validate
-from lightserve.httpserver.wire.middleware import is_admin_path
-from lightserve.httpserver.wire.unknown_fields import near_misses
 from lightserve.ipc import worker_calls
 from lightserve.ipc.process import ChildConfig
 from lightserve.ipc.worker_calls import WorkerCall

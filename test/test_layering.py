@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "io_struct", "ipc"}
-HTTP_GROUND = {"httpserver.context", "httpserver.manager", "httpserver.wire"}
+HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http"}
 HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "io_struct", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
@@ -68,26 +68,26 @@ LAYERS: dict[str, set[str]] = {
     "router": {*GROUND, "links", "common.kv.token_slots", "model_files.lora"},
     "worker": {*GROUND, "common", "text.grammar", "models", "model_files", "links.tls", "links.kv_secret"},
     "detokenization": {*GROUND, "model_files"},
-    "httpserver.wire": {"errors", "io_struct", "utils"},
+    "httpserver.http": {"errors", "io_struct", "utils"},
     "text.logprobs": {"io_struct"},
-    "httpserver.tracing": {"errors", "httpserver.wire", "io_struct", "utils", "ipc"},
+    "httpserver.tracing": {"errors", "httpserver.http", "io_struct", "utils", "ipc"},
     "httpserver.router_queries": {"errors", "io_struct", "utils", "ipc"},
-    "httpserver.grammar_memory": {"errors", "io_struct"},
-    "httpserver.manager": {
+    "httpserver.grammar.memory": {"errors", "io_struct"},
+    "httpserver.engine_client": {
         "errors",
-        "httpserver.grammar_memory",
+        "httpserver.grammar.memory",
         "httpserver.router_queries",
-        "httpserver.wire",
+        "httpserver.http",
         "io_struct",
         "utils",
         "ipc",
     },
-    "httpserver.journal": {"errors", "httpserver.wire", "io_struct", "utils", "ipc"},
-    "httpserver.grammar_process": {"errors", "text.grammar", "io_struct", "utils", "ipc"},
-    "httpserver.grammar_check": {
+    "httpserver.resume": {"errors", "httpserver.http", "io_struct", "utils", "ipc"},
+    "httpserver.grammar.process": {"errors", "text.grammar", "io_struct", "utils", "ipc"},
+    "httpserver.grammar.check": {
         "errors",
         "text.grammar",
-        "httpserver.grammar_process",
+        "httpserver.grammar.process",
         "io_struct",
         "model_files",
         "utils",
@@ -96,11 +96,11 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.context": {
         "config",
         "errors",
-        "httpserver.grammar_check",
-        "httpserver.journal",
-        "httpserver.manager",
+        "httpserver.grammar.check",
+        "httpserver.resume",
+        "httpserver.engine_client",
         "httpserver.tracing",
-        "httpserver.wire",
+        "httpserver.http",
         "model_files",
     },
     "text.beam_search": {"errors", "io_struct"},
@@ -127,16 +127,16 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.openai": {*HTTP_API, "httpserver.beam_search", "httpserver.chat", "text.parsing", "utils"},
     "httpserver.anthropic": {*HTTP_API, "httpserver.chat", "utils"},
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "text.parsing"},
-    "httpserver.lightllm": {*HTTP_API, "httpserver.beam_search", "text.beam_search"},
-    "httpserver.tgi": HTTP_API,
-    "httpserver.pooling": {*HTTP_API, "httpserver.tgi"},
-    "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.lightllm", "httpserver.tgi"},
+    "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "text.beam_search"},
+    "httpserver.generate.tgi": HTTP_API,
+    "httpserver.pooling": {*HTTP_API, "httpserver.generate.tgi"},
+    "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.generate.lightllm", "httpserver.generate.tgi"},
     "httpserver.admin": {
         *HTTP_GROUND,
         "errors",
         "httpserver.chat",
         "httpserver.fields",
-        "httpserver.tgi",
+        "httpserver.generate.tgi",
         "io_struct",
         "model_files",
         "utils",

@@ -24,8 +24,8 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.config import RouterConfig
 from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.httpserver.beam_search.runner import run_beam_search
-from lightserve.httpserver.manager import HttpServerManager
-from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.engine_client import HttpServerManager
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.io_struct import EngineReady, Step, StepResult, ToDetokenization, ToHttpserver, ToRouter
 from lightserve.ipc.codec import encode, make_decode
 from lightserve.router.kv_pool import KvPool

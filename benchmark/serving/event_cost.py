@@ -23,7 +23,7 @@ from benchmark.serving.serving_path import APIS
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.io_struct import (
     Admission,
     BatchStrOut,

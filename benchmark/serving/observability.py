@@ -11,9 +11,9 @@ import itertools
 import time
 from collections.abc import Callable
 
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.tracing.request_trace import RequestTrace, TraceRecord
 from lightserve.httpserver.tracing.setup import has_otlp
-from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import Admission, FinishReason, GenerateReq, GenerationParams
 from lightserve.router.timeline import TimelineRing
 from lightserve.utils.trace_recorder import TraceRecorder

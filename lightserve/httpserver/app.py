@@ -11,18 +11,18 @@ from lightserve.httpserver.admin import routes as admin_routes, tokenize as toke
 from lightserve.httpserver.anthropic import errors as anthropic_errors, routes as anthropic_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
-from lightserve.httpserver.journal.middleware import JournalMiddleware
+from lightserve.httpserver.http.allowed_hosts import allowed_hosts
+from lightserve.httpserver.http.errors import OPENAPI_ERRORS, add_error_handlers
+from lightserve.httpserver.http.middleware import RequestMiddleware
+from lightserve.httpserver.http.route_path import RootPath
 from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
-from lightserve.httpserver.pooling.wrong_kind import refusing
+from lightserve.httpserver.pooling.task_guard import refusing
+from lightserve.httpserver.resume.middleware import JournalMiddleware
 from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
-from lightserve.httpserver.wire.allowed_hosts import allowed_hosts
-from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
-from lightserve.httpserver.wire.middleware import RequestMiddleware
-from lightserve.httpserver.wire.route_path import RootPath
 
 # the framework tries routes in this order, so the most used come first
 ROUTE_MODULES = (

@@ -12,14 +12,14 @@ from starlette.requests import Request
 
 from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from lightserve.httpserver.grammar_check import GrammarCheck
-from lightserve.httpserver.journal.journal import Journal
-from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.engine_client import HttpServerManager
+from lightserve.httpserver.grammar.check import GrammarCheck
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import Body, read_json
+from lightserve.httpserver.http.middleware import ApiKeys
+from lightserve.httpserver.http.unknown_fields import UnknownFields
+from lightserve.httpserver.resume.journal import Journal
 from lightserve.httpserver.tracing.request_trace import Export
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import Body, read_json
-from lightserve.httpserver.wire.middleware import ApiKeys
-from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pooling import PoolingConfig

@@ -16,12 +16,12 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.grammar_check import GrammarCheck
-from lightserve.httpserver.journal.journal import Journal, report_journal
-from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.engine_client import HttpServerManager
+from lightserve.httpserver.grammar.check import GrammarCheck
+from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
+from lightserve.httpserver.resume.journal import Journal, report_journal
 from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
-from lightserve.httpserver.wire.protocol import LimitedProtocol, QuietProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from lightserve.httpserver.chat.request import ChatBody
-from lightserve.httpserver.wire.body import validate
-from lightserve.httpserver.wire.unknown_fields import UnknownFields
+from lightserve.httpserver.http.body import validate
+from lightserve.httpserver.http.unknown_fields import UnknownFields
 from test.fuzz.profile import FUZZ
 
 KNOWN = list(ChatBody.model_fields)

@@ -12,7 +12,7 @@ import msgspec
 
 from lightserve.config import HttpConfig
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.io_struct import (
     AbortReq,
     AdapterQuery,

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.protocol import LimitedProtocol
+from lightserve.httpserver.http.protocol import LimitedProtocol
 from test.httpserver.fake_engine import FakeEngine, Script, engine
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until

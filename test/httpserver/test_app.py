@@ -26,8 +26,8 @@ from lightserve.errors import (
     UnavailableError,
     WorkerDiedError,
 )
-from lightserve.httpserver.wire.errors import error_object
-from lightserve.httpserver.wire.middleware import ApiKeys, RequestMiddleware
+from lightserve.httpserver.http.errors import error_object
+from lightserve.httpserver.http.middleware import ApiKeys, RequestMiddleware
 from test.httpserver.app_client import Served, served
 
 KEYED = HttpConfig(api_key=["sk-right", "schlüssel"])
@@ -474,7 +474,7 @@ def log() -> Any:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    logger, handler = logging.getLogger("lightserve.httpserver.wire.errors"), Keep()
+    logger, handler = logging.getLogger("lightserve.httpserver.http.errors"), Keep()
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import Body, openapi_body, validate
+from lightserve.httpserver.http.body import Body, openapi_body, validate
 
 MAX_NAME, MAX_PATH = 256, 4096
 

@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import Body, openapi_body
-from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+from lightserve.httpserver.http.body import Body, openapi_body
+from lightserve.httpserver.http.sse import OPENAPI_STREAM
 
 # field: the endpoint whose bodies have it
 PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "inputs": "/"}

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from lightserve.errors import ConflictError, LightserveError, error_from_status
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import PAGE_HEADERS, Body, openapi_body, validate
+from lightserve.httpserver.http.body import PAGE_HEADERS, Body, openapi_body, validate
 from lightserve.io_struct import ProfileReply, StartProfile, StopProfile
 
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 60.0

@@ -19,8 +19,8 @@ from lightserve.httpserver.admin.models import add_models
 from lightserve.httpserver.admin.profile import add_profile
 from lightserve.httpserver.admin.server_info import add_server_info
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import Body, openapi_body, validate
-from lightserve.httpserver.wire.errors import error_response
+from lightserve.httpserver.http.body import Body, openapi_body, validate
+from lightserve.httpserver.http.errors import error_response
 
 MAX_ABORTED = 1024  # ids of one request
 

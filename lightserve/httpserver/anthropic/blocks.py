@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.anthropic.json_text import json_text
 from lightserve.httpserver.chat.request import PART_SEPARATOR
-from lightserve.httpserver.wire.body import Body, JsonObject
+from lightserve.httpserver.http.body import Body, JsonObject
 
 MAX_BLOCKS = 1024  # of one message
 MEDIA = frozenset({"image", "browser_state"})

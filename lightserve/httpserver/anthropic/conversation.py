@@ -28,7 +28,7 @@ from lightserve.httpserver.anthropic.blocks import (
 )
 from lightserve.httpserver.anthropic.tools import loaded_text
 from lightserve.httpserver.chat.request import PART_SEPARATOR
-from lightserve.httpserver.wire.body import Body, JsonObject
+from lightserve.httpserver.http.body import Body, JsonObject
 
 ASSISTANT_BLOCKS = (ToolUseBlock, ServerToolResultBlock, ThinkingBlock)
 USER_BLOCKS = (ToolResultBlock, SearchResultBlock, DocumentBlock)

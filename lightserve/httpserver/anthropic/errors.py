@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightserve.httpserver.wire.errors import ErrorFormat
+from lightserve.httpserver.http.errors import ErrorFormat
 
 PATH = "/v1/messages"
 

@@ -17,7 +17,7 @@ from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat,
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
-from lightserve.httpserver.wire.body import Body, JsonObject, at_most
+from lightserve.httpserver.http.body import Body, JsonObject, at_most
 from lightserve.model_files.template.budget import ON_EVENT_LOOP
 from lightserve.model_files.template.chat_template import NOTHING
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ from lightserve.httpserver.anthropic.errors import anthropic_error
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.output import arguments_object
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.errors import error_object, status_of
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.errors import error_object, status_of
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

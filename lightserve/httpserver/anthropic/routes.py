@@ -18,9 +18,9 @@ from lightserve.httpserver.chat.parts import respond_in_parts
 from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import openapi_body, validate
-from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+from lightserve.httpserver.http.body import openapi_body, validate
+from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.sse import OPENAPI_STREAM
 
 
 def routes(context: ServerContext) -> APIRouter:

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.anthropic.json_text import json_text
 from lightserve.httpserver.chat.tools import ToolName
-from lightserve.httpserver.wire.body import Body, JsonObject
+from lightserve.httpserver.http.body import Body, JsonObject
 
 _DATE = "(_[0-9]{8})?$"
 MAX_EXAMPLES = 128  # of one tool

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Generation, PromptRequest
-from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.engine_client import DEFAULT_SCHEDULING, Generation, PromptRequest
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.io_struct import FinishReason, GenerationParams, SchedulingParams, StrOut, Token
 from lightserve.model_files.tokenizer.decoding import EmptyDecodeStream
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch

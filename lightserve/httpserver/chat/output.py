@@ -15,8 +15,8 @@ from lightserve.httpserver.chat.choice_parser import ChoiceParser, CustomToolPar
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
-from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, ThinkingLimit
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.specs import schema_grammar

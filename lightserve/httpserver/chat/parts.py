@@ -18,11 +18,11 @@ from starlette.responses import Response
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
-from lightserve.httpserver.manager import Generation
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
+from lightserve.httpserver.engine_client import Generation
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 

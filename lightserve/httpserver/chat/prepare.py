@@ -11,9 +11,9 @@ from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_to
 from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
-from lightserve.httpserver.manager import PromptRequest
-from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.http.access_log import AccessLog
 
 Render = Callable[[ServerContext, ChatBody], Awaitable[tuple[str, list[int]]]]  # the prompt as text and as token ids
 

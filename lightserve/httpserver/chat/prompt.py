@@ -16,7 +16,7 @@ from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages, has_system_messages
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
-from lightserve.httpserver.wire.body import check_json_size
+from lightserve.httpserver.http.body import check_json_size
 from lightserve.model_files.template.budget import IN_THREAD, ON_EVENT_LOOP, RenderLimits
 from lightserve.model_files.template.chat_template import RESERVED_NAMES, ChatTemplate
 

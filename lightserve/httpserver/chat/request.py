@@ -24,7 +24,7 @@ from lightserve.httpserver.chat.tools import (
     required_for,
 )
 from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
-from lightserve.httpserver.wire.body import Body
+from lightserve.httpserver.http.body import Body
 
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # of one message

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lightserve.httpserver.fields.thinking import Budget, ThinkingFields
-from lightserve.httpserver.wire.body import Body
+from lightserve.httpserver.http.body import Body
 
 MAX_DOCUMENTS = 1024
 MAX_VARIABLES = 64

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Validati
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from lightserve.httpserver.wire.body import Body, JsonObject
+from lightserve.httpserver.http.body import Body, JsonObject
 
 MAX_TOOLS = 1024
 INPUT = "input"  # the argument of a custom tool

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.manager import PromptRequest
-from lightserve.httpserver.wire.body import Body
+from lightserve.httpserver.engine_client import PromptRequest
+from lightserve.httpserver.http.body import Body
 from lightserve.io_struct import GenerationParams
 from lightserve.text.beam_search import MAX_CANDIDATES, MAX_LENGTH_PENALTY, BeamParams
 

@@ -20,8 +20,8 @@ from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.stopping import StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
-from lightserve.httpserver.wire.body import Body, at_most, validate
-from lightserve.httpserver.wire.validation_errors import listed
+from lightserve.httpserver.http.body import Body, at_most, validate
+from lightserve.httpserver.http.validation_errors import listed
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_IDS = 1024

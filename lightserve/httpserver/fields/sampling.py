@@ -9,8 +9,8 @@ import msgspec
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.generation import GenerationBody
-from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GenerationParams, GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 

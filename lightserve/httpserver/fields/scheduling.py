@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from lightserve.httpserver.wire.body import Body
+from lightserve.httpserver.http.body import Body
 from lightserve.io_struct import SchedulingParams
 
 

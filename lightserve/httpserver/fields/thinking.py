@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import Body
+from lightserve.httpserver.http.body import Body
 from lightserve.io_struct import ThinkingLimit
 from lightserve.text.parsing.tool_grammar import Thinking
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 

@@ -11,15 +11,15 @@ from starlette.responses import Response
 from lightserve import __version__
 from lightserve.errors import LightserveError
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.generate.lightllm.request import LightllmBody
+from lightserve.httpserver.generate.lightllm.response import lightllm_response
 from lightserve.httpserver.generate.schema import Schema, schema_of
-from lightserve.httpserver.lightllm.request import LightllmBody
-from lightserve.httpserver.lightllm.response import lightllm_response
-from lightserve.httpserver.tgi.errors import tgi_error_response
-from lightserve.httpserver.tgi.request import MAX_STOPS, TgiBody
-from lightserve.httpserver.tgi.response import tgi_response
-from lightserve.httpserver.wire.body import openapi_body
-from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+from lightserve.httpserver.generate.tgi.errors import tgi_error_response
+from lightserve.httpserver.generate.tgi.request import MAX_STOPS, TgiBody
+from lightserve.httpserver.generate.tgi.response import tgi_response
+from lightserve.httpserver.http.body import openapi_body
+from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.sse import OPENAPI_STREAM
 
 
 def routes(context: ServerContext) -> APIRouter:

@@ -8,9 +8,9 @@ from typing import Any
 
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_tokens
 from lightserve.httpserver.ollama.response import timestamp
-from lightserve.httpserver.wire.body import JsonObject
 from lightserve.model_files.model_summary import UNKNOWN, ModelDetails
 
 NEVER = "2300-01-01T00:00:00Z"  # the model stays loaded

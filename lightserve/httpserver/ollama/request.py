@@ -13,8 +13,8 @@ from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction
 from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.fields.generation import Penalty, Share, TopLogprobs
 from lightserve.httpserver.fields.stopping import StopStrings
+from lightserve.httpserver.http.body import Body, JsonObject
 from lightserve.httpserver.ollama.tool_ids import ToolIds
-from lightserve.httpserver.wire.body import Body, JsonObject
 
 MAX_CONTEXT_IDS = 2**20
 MAX_EXACT_FLOAT = 2**53

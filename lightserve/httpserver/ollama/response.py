@@ -15,12 +15,12 @@ from starlette.responses import Response
 from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.output import arguments_object
-from lightserve.httpserver.manager import Generation
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.errors import error_object
-from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.engine_client import Generation
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.errors import error_object
+from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import finite_logprob

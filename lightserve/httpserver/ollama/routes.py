@@ -15,6 +15,7 @@ from lightserve.httpserver.chat.prepare import PreparedChat, Render, prepare_cha
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.http.body import JsonObject, openapi_body, validate
 from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
 from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes
@@ -36,7 +37,6 @@ from lightserve.httpserver.ollama.response import (
     respond,
     token_logprobs,
 )
-from lightserve.httpserver.wire.body import JsonObject, openapi_body, validate
 from lightserve.io_struct import StrOut
 
 

@@ -12,20 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.beam_fields import not_with_beam_search
 from lightserve.httpserver.fields.generation import validate_supported
 from lightserve.httpserver.fields.grammar import requested_grammar
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.fields.token_healing import heal, healing_error
-from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.http.body import openapi_body
+from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
 from lightserve.httpserver.openai.stream import respond
-from lightserve.httpserver.wire.body import openapi_body
-from lightserve.httpserver.wire.sse import OPENAPI_STREAM
 
 DEFAULT_NEW_TOKENS = 16  # OpenAI's
 

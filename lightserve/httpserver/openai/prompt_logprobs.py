@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs, Logprobs
-from lightserve.httpserver.wire.body import JsonObject
 from lightserve.io_struct import PromptLogprobs
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import PromptToken, finite_logprob, unpack_prompt_logprobs

@@ -11,12 +11,12 @@ import msgspec
 
 from lightserve import __version__
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
-from lightserve.httpserver.manager import Generation
+from lightserve.httpserver.engine_client import Generation
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.sse import KEEP_ALIVE
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.sse import KEEP_ALIVE
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.text.parsing import Call, Delta, Output, merge_deltas
 

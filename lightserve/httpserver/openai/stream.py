@@ -13,8 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
+from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.fields.generation import GenerationBody
-from lightserve.httpserver.manager import Generation
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.errors import error_object
+from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.httpserver.openai.response import (
     ResponseSpec,
     collect_response,
@@ -22,11 +27,6 @@ from lightserve.httpserver.openai.response import (
     prompt_only_end,
     usage_fields,
 )
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.errors import error_object
-from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import StrOut
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.fields.scheduling import SchedulingFields
-from lightserve.httpserver.wire.body import Body
+from lightserve.httpserver.http.body import Body
 
 MAX_INPUTS = 2048  # of one request, as OpenAI
 MAX_TEXT_PAIRS = 2048

@@ -10,10 +10,10 @@ from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError, TextTooLongError
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
-from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.engine_client import PromptRequest
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.sse import until_disconnect
 from lightserve.httpserver.pooling.response import MAX_NUMBERS
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.sse import until_disconnect
 from lightserve.io_struct import GenerationParams, SchedulingParams
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, vector_of

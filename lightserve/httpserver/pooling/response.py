@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response, StreamingResponse
 
-from lightserve.httpserver.wire.body import JsonObject
+from lightserve.httpserver.http.body import JsonObject
 
 MAX_NUMBERS = 2**23  # of one response
 NUMBERS_PER_PIECE = 2**14  # which take 0.8 ms to write

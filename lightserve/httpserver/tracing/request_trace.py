@@ -14,9 +14,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightserve.errors import LightserveError
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.route_path import route_path
 from lightserve.httpserver.tracing.trace_context import TraceContext, trace_context
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.route_path import route_path
 
 AttributeValue = str | int | list[str]
 

@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from lightserve.httpserver.wire.sse import EventStream
+from lightserve.httpserver.http.sse import EventStream
 from lightserve.io_struct import FinishReason
 from test.httpserver.anthropic.test_messages import SHOW, USER, client_of, create, post
 from test.httpserver.chat.tool_chats import WEATHER, prompt

@@ -13,8 +13,8 @@ import pytest
 from lightserve.errors import AbortedError, PromptTooLongError
 from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import EngineState
-from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.engine_client import EngineState
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
 from lightserve.text.beam_search import BeamParams
 from test.httpserver.fake_engine import LIMITS, FakeEngine, engine

@@ -12,8 +12,8 @@ from lightserve.httpserver.anthropic.response import MessagesResponse
 from lightserve.httpserver.chat import parts
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import Events, PartsResponse
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
-from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
 from lightserve.text.parsing import OutputParser
 from lightserve.text.parsing.delta_writer import DeltaWriter

@@ -14,7 +14,7 @@ from lightserve.errors import ServerError
 from lightserve.httpserver.chat.prompt import LONG_CHAT
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT
-from lightserve.httpserver.wire.body import validate
+from lightserve.httpserver.http.body import validate
 from lightserve.model_files.template.budget import ON_EVENT_LOOP, RenderLimits
 from lightserve.model_files.template.chat_template import ChatTemplate
 from test.httpserver.openai_server import Server, rows, running, with_template

@@ -18,12 +18,12 @@ from lightserve.httpserver.admin.tokenize import (
 )
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody
-from lightserve.httpserver.lightllm.request import LightllmBody
+from lightserve.httpserver.generate.lightllm.request import LightllmBody
+from lightserve.httpserver.generate.tgi.request import TgiBody
+from lightserve.httpserver.http.body import MAX_VALUES, Body, validate
 from lightserve.httpserver.ollama.request import ChatRequest, GenerateRequest
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses.request import ResponsesBody
-from lightserve.httpserver.tgi.request import TgiBody
-from lightserve.httpserver.wire.body import MAX_VALUES, Body, validate
 
 BODIES: list[type[Body]] = [
     AbortBody,

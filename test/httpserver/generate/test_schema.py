@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.generate.lightllm.request import UNSUPPORTED, LightllmParameters
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
-from lightserve.httpserver.lightllm.request import UNSUPPORTED, LightllmParameters
-from lightserve.httpserver.tgi.request import TgiParameters
+from lightserve.httpserver.generate.tgi.request import TgiParameters
 
 LIGHTLLM, TGI = Schema.LIGHTLLM, Schema.TGI
 

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from lightserve.httpserver.generate.tgi.response import prefill
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
-from lightserve.httpserver.tgi.response import prefill
 from lightserve.io_struct import EmbeddingOut, GenerateReq, PromptLogprobs, ReqFailed, StrOut
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running

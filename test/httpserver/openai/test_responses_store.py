@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from lightserve.config import HttpConfig
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.openai.responses.saving import SavedResponse
 from lightserve.httpserver.openai.responses.store import ResponseStore
-from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
 from test.httpserver.chat.test_parts import plain_parser
 from test.httpserver.chat.tool_chats import ALL, prompt

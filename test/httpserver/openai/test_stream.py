@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.chat_routes import CHAT
 from lightserve.httpserver.openai.response import ResponseSpec
 from lightserve.httpserver.openai.stream import ChunkWriter, delta_json
-from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 from test.httpserver.openai_server import Server, events, fails, rows, running, tokens

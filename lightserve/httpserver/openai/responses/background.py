@@ -16,10 +16,10 @@ from lightserve.errors import (
     ServerError,
     UnavailableError,
 )
-from lightserve.httpserver.manager import Generation
+from lightserve.httpserver.engine_client import Generation
+from lightserve.httpserver.http.errors import log_error
 from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.openai.responses.saving import SavedResponse
-from lightserve.httpserver.wire.errors import log_error
 
 
 def check_background(body: ResponsesBody, is_stored: bool) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightserve.errors import InvalidRequestError, PreviousResponseNotFoundError
+from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.openai.responses.items import ItemReference, as_items
 from lightserve.httpserver.openai.responses.request import ResponsesBody, validate_responses
 from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse
-from lightserve.httpserver.wire.body import JsonObject
 
 
 async def with_history(store: ResponseStore, owner: str, value: JsonObject, body: ResponsesBody) -> ResponsesBody:

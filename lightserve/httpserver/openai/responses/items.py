@@ -17,8 +17,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from lightserve.httpserver.chat.translation import TextOrParts
+from lightserve.httpserver.http.body import Body, JsonObject
 from lightserve.httpserver.openai.responses.tools import Tools, function_name
-from lightserve.httpserver.wire.body import Body, JsonObject
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 KINDS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "refusal": "refusal"}

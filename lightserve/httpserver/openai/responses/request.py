@@ -13,9 +13,9 @@ from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat,
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.fields.thinking import Budget
+from lightserve.httpserver.http.body import Body, JsonObject, at_most, validate
 from lightserve.httpserver.openai.responses.items import AdditionalToolsItem, Items, MessageBuilder
 from lightserve.httpserver.openai.responses.tools import AllowedTools, OfferedTools, ToolChoice, Tools, offered_tools
-from lightserve.httpserver.wire.body import Body, JsonObject, at_most, validate
 
 MAX_INCLUDED = 64
 MAX_METADATA = 16  # OpenAI's limit, as are the lengths

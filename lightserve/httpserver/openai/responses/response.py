@@ -12,13 +12,13 @@ import orjson
 from lightserve.errors import AbortedError, LightserveError, RequestError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.errors import error_object
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
 from lightserve.httpserver.openai.responses.items import encode_reasoning
 from lightserve.httpserver.openai.responses.store import IN_PROGRESS, QUEUED
 from lightserve.httpserver.openai.responses.tools import ToolId
-from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import JsonObject
-from lightserve.httpserver.wire.errors import error_object
 from lightserve.io_struct import StrOut
 
 # field of the request that the response repeats: its value where the request has none

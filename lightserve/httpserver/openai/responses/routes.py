@@ -13,6 +13,9 @@ from lightserve.errors import WebSocketError
 from lightserve.httpserver.chat.parts import collect_parts
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.http.body import JsonObject, openapi_body
+from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, events_of
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.responses.background import BackgroundResponses, check_background
 from lightserve.httpserver.openai.responses.history import input_items, with_history
@@ -26,9 +29,6 @@ from lightserve.httpserver.openai.responses.response import ResponsesResponse, R
 from lightserve.httpserver.openai.responses.saving import SavedResponse, saved_events
 from lightserve.httpserver.openai.responses.store import ResponseStore
 from lightserve.httpserver.openai.responses.stored_routes import add_stored_routes
-from lightserve.httpserver.wire.body import JsonObject, openapi_body
-from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import OPENAPI_STREAM, EventStream, events_of
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.openai.responses.response import ResponsesResponse
 from lightserve.httpserver.openai.responses.store import QUEUED, ResponseStore
-from lightserve.httpserver.wire.body import JsonObject
 
 
 @dataclass(slots=True)

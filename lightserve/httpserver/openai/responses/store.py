@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from lightserve.httpserver.wire.body import JsonObject
+from lightserve.httpserver.http.body import JsonObject
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

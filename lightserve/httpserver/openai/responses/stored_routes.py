@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError, UnavailableError
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.openai.responses.history import listed_items
 from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse
-from lightserve.httpserver.wire.json_response import json_response
 
 PATH = "/v1/responses/{response_id}"
 POLL_S = 0.02

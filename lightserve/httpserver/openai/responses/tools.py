@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction, ToolName
-from lightserve.httpserver.wire.body import Body, JsonObject
+from lightserve.httpserver.http.body import Body, JsonObject
 
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace, in OpenAI's models and in Codex
 NAMESPACE_SEPARATOR = "__"

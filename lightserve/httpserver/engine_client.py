@@ -1,0 +1,444 @@
+"""The HTTP process's side of the engine: sends requests to the router and hands their text to the callers."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from lightserve.errors import (
+    AbortedError,
+    InvalidRequestError,
+    LightserveError,
+    PromptTooLongError,
+    SlowReaderError,
+    UnavailableError,
+    error_from_status,
+)
+from lightserve.httpserver.grammar.memory import GrammarMemory
+from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.validation_errors import listed
+from lightserve.httpserver.router_queries import RouterQueries
+from lightserve.io_struct import (
+    REQ_ID_BITS,
+    AbortByRequestId,
+    AbortReq,
+    AdapterCard,
+    AdapterReply,
+    BatchStrOut,
+    ContinueReq,
+    EmbeddingOut,
+    EngineReady,
+    FinishReason,
+    GenerateReq,
+    GenerationParams,
+    GrammarSpec,
+    ListAdapters,
+    LoadAdapter,
+    ReleaseParents,
+    RouterStats,
+    SchedulingParams,
+    StrOut,
+    ToHttpserver,
+    ToRouter,
+    UnloadAdapter,
+)
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.utils.int_arrays import NO_INT32, int32s
+
+DEFAULT_SCHEDULING = SchedulingParams()
+MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
+LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
+HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
+SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
+
+
+class EngineState(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """A prompt, how to continue it, and how to schedule it."""
+
+    prompt_ids: list[int]
+    params: GenerationParams
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    group: int | None = None  # sequences of a group always share prefixes; None: one group for each prompt's choices
+    parent: int | None = None  # index of the sequence before ``continue_with`` whose prompt comes before ``prompt_ids``
+
+
+class HttpServerManager:
+    def __init__(
+        self,
+        http_process: int,
+        to_router: Sender[ToRouter],
+        from_detokenization: Receiver[ToHttpserver],
+    ) -> None:
+        self.state = EngineState.LOADING
+        self.stats: RouterStats | None = None
+        self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
+        self._limits: EngineReady | None = None
+        self._unavailable_reason = "the model is loading"
+        self._to_router = to_router
+        self._from_detokenization = from_detokenization
+        self._last_heartbeat_s = 0.0
+        self._ids = itertools.count(http_process << REQ_ID_BITS)
+        self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
+        self._grammars = GrammarMemory()
+        self._drained = asyncio.Event()
+        self.queries = RouterQueries(http_process, to_router)
+
+    @property
+    def limits(self) -> EngineReady:
+        if self._limits is None:
+            raise UnavailableError(self._unavailable_reason)
+        return self._limits
+
+    @property
+    def running_requests(self) -> int:
+        return len({id(generation) for generation, _ in self._running.values()})
+
+    async def run(self) -> None:
+        """Deliver text until cancelled."""
+        while True:
+            message = await self._from_detokenization.recv()
+            self._last_heartbeat_s = time.monotonic()
+            if isinstance(message, BatchStrOut):
+                self._deliver(message)
+            elif isinstance(message, RouterStats):
+                self.stats = message
+            elif isinstance(message, AbortByRequestId):
+                self._abort_own_requests(message.request_id, message.owner)
+            else:
+                self.queries.resolve(message)
+
+    def engine_ready(self, limits: EngineReady) -> None:
+        """Accept requests."""
+        self._limits = limits
+        self._last_heartbeat_s = time.monotonic()
+        self.state = EngineState.READY
+
+    def drain(self) -> None:
+        """Refuse new requests. ``wait_drained`` returns when the last one has ended."""
+        self.state = EngineState.DRAINING
+        self._unavailable_reason = "the server is shutting down"
+        self._check_drained()
+
+    async def wait_drained(self) -> None:
+        await self._drained.wait()
+
+    def engine_died(self, message: str) -> None:
+        """End every request with an error."""
+        self.state = EngineState.DEAD
+        self._unavailable_reason = message
+        for generation, _ in list(self._running.values()):
+            generation.fail(UnavailableError(message))
+
+    def unhealthy_reason(self) -> str | None:
+        """Why no token can be generated now; None: the server is healthy."""
+        if self.state is not EngineState.READY:
+            return self._unavailable_reason
+        if time.monotonic() - self._last_heartbeat_s > HEARTBEAT_TIMEOUT_S:
+            return "the engine does not answer"
+        if self.stats is not None and not self.stats.has_workers:
+            return self.no_workers_reason
+        timeout_s = self.limits.step_timeout_s
+        if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
+            return f"a step has been running for {self.stats.step_age_s:.0f} s"
+        return None
+
+    def max_new_tokens(self, prompt_len: int, requested: int | None, field: str = "max_tokens") -> int:
+        """How many tokens a prompt of this length may get: what ``field`` requests, or the rest of the context."""
+        limit = self.limits.max_req_total_len
+        if prompt_len >= limit:
+            raise PromptTooLongError(prompt_len, limit)
+        if requested is not None and prompt_len + requested > limit:
+            raise PromptTooLongError(prompt_len, limit, requested, field)
+        return limit - prompt_len if requested is None else requested
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        vocab_size = self.limits.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = list(dict.fromkeys(token_id for token_id in ids if not 0 <= token_id < vocab_size))
+            found = f"token id {wrong[0]} is" if len(wrong) == 1 else f"token ids {listed(wrong)} are"
+            raise InvalidRequestError(f"{name}: {found} not in the range 0..{vocab_size - 1}", name)
+
+    def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
+        """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""
+        return Generation(self, [_with_seed(one, choice) for one in prompt_requests for choice in range(n)], n, log)
+
+    def new_group(self) -> int:
+        """A group id for sequences that start one after the other and share prefixes."""
+        return next(self._ids)
+
+    async def adapters(self) -> list[AdapterCard]:
+        """All LoRA adapters that have a name."""
+        return (await self.queries.ask(ListAdapters, AdapterReply)).adapters
+
+    async def find_adapter(self, name: str) -> None:
+        """Raise if a request cannot use this adapter."""
+        _check(await self.queries.ask(lambda query_id: ListAdapters(query_id, name), AdapterReply))
+
+    async def load_adapter(self, name: str, path: str, replaces: bool) -> None:
+        """Returns when requests can use the adapter."""
+        self._check_ready()
+        _check(
+            await self.queries.ask(
+                lambda query_id: LoadAdapter(query_id, name, path, replaces), AdapterReply, LOAD_ADAPTER_TIMEOUT_S
+            )
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_ready()
+        _check(await self.queries.ask(lambda query_id: UnloadAdapter(query_id, name), AdapterReply))
+
+    def _check_ready(self) -> None:
+        if self.state is not EngineState.READY:
+            raise UnavailableError(self._unavailable_reason)
+
+    def abort_requests(self, request_id: str | None, owner: str | None = None) -> None:
+        """Abort the requests with this id or response id, None: all requests, in every HTTP process.
+
+        ``owner``: only those of this client.
+        """
+        self._to_router.send(AbortByRequestId(request_id, owner))
+
+    def _abort_own_requests(self, request_id: str | None, owner: str | None = None) -> None:
+        for generation, _ in list(self._running.values()):
+            log = generation.log
+            if request_id in (None, log.request_id, log.response_id) and owner in (None, log.owner):
+                generation.fail(AbortedError("the request was aborted"))
+
+    def _start(self, generation: Generation) -> None:
+        self._check_ready()
+        self._grammars.add(generation.grammars)
+        if not generation.has_ended:  # it may be continued after its last token
+            self._send(generation)
+
+    def _send(self, generation: Generation) -> None:
+        arrived_s = generation.log.arrived_s
+        prompt_ids, converted = NO_INT32, None
+        for index, one in enumerate(generation.prompt_requests):
+            if one.prompt_ids is not converted:  # the choices of a prompt have the same list
+                prompt_ids, converted = int32s(one.prompt_ids), one.prompt_ids
+            req_id = next(self._ids)
+            self._running[req_id] = (generation, index)
+            generation.req_ids.append(req_id)
+            if index not in generation._unfinished:  # it ended in another server
+                continue
+            first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
+            is_open = one.group is not None
+            group = first if one.group is None else one.group
+            request = GenerateReq(
+                req_id,
+                prompt_ids,
+                one.params,
+                arrived_s,
+                one.scheduling,
+                group,
+                is_group_open=is_open,
+                request_id=generation.log.request_id,
+                parent=None if one.parent is None else generation.parent_ids[one.parent],
+                owner=generation.log.owner,
+            )
+            said = generation.said_ids.get(index)
+            self._to_router.send(request if said is None else ContinueReq(request, said))
+
+    def _deliver(self, batch: BatchStrOut) -> None:
+        for out in batch.outs:
+            found = self._running.get(out.req_id)
+            if found is not None:  # else the caller has left
+                found[0].push(found[1], out)
+        for embedding in batch.embeddings:
+            found = self._running.get(embedding.req_id)
+            if found is not None:
+                found[0].push_embedding(found[1], embedding)
+        for failed in batch.failed:
+            found = self._running.get(failed.req_id)
+            if found is not None:
+                found[0].fail(error_from_status(failed.status, failed.message))
+
+    def _close(self, req_id: int, is_finished: bool) -> None:
+        del self._running[req_id]
+        if not is_finished:
+            self._to_router.send(AbortReq(req_id))
+        if self.state is not EngineState.READY:
+            self._check_drained()
+
+    def _end(self, generation: Generation) -> None:
+        self._grammars.remove(generation.grammars)
+
+    def _release_parents(self, req_ids: list[int]) -> None:
+        self._to_router.send(ReleaseParents(req_ids))
+
+    def _check_drained(self) -> None:
+        if not self._running:
+            self._drained.set()
+
+
+class Generation:
+    """The sequences of one HTTP request. Iterating gives the tokens that have arrived, as lists of (index, token)."""
+
+    def __init__(
+        self, manager: HttpServerManager, prompt_requests: list[PromptRequest], n: int, log: AccessLog
+    ) -> None:
+        self.prompt_requests = prompt_requests
+        self.n = n  # sequences a prompt: prompt i has the indices i * n ... i * n + n - 1
+        self.log = log
+        self.req_ids: list[int] = []
+        self.parent_ids: list[int] = []  # the sequences before those of the last ``continue_with``
+        self.said_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
+        self._manager = manager
+        self._unread: list[tuple[int, StrOut]] = []
+        self._has_unread = asyncio.Event()
+        self._unfinished = set(range(len(prompt_requests)))
+        self._error: LightserveError | None = None
+        self._embeddings: dict[int, bytes] = {}  # by index: results of pooling requests
+
+    async def __aenter__(self) -> Self:
+        self._manager._start(self)
+        self.log.is_generating = True
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, StrOut]]:
+        if not self._unread and self._error is None:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._has_unread.clear()
+            await self._has_unread.wait()
+            if not self._unread and self._error is None:
+                raise StopAsyncIteration  # pooling requests end without tokens
+        if not self._unread and self._error is not None:
+            raise self._error
+        outs, self._unread = self._unread, []
+        return outs
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._manager._end(self)
+        for index, req_id in enumerate(self.req_ids):
+            self._manager._close(req_id, is_finished=index not in self._unfinished)
+        if self._is_open:
+            self._manager._release_parents([*self.parent_ids, *self.req_ids])
+        self.log.close(error)
+
+    def continue_with(self, prompt_requests: Sequence[PromptRequest]) -> None:
+        """Start these sequences after all others have finished. A drain waits for them: it is the same HTTP request.
+
+        Their parents are among those that have finished, so the parents of those are not needed any more.
+        """
+        unneeded, self.parent_ids, self.req_ids = self.parent_ids, self.req_ids, []
+        self.prompt_requests = list(prompt_requests)
+        self._unfinished = set(range(len(self.prompt_requests)))
+        self._manager._send(self)
+        for req_id in self.parent_ids:
+            self._manager._close(req_id, is_finished=True)
+        if unneeded:
+            self._manager._release_parents(unneeded)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether other sequences may have these as parents."""
+        return any(one.group is not None for one in self.prompt_requests)
+
+    async def collect(self) -> list[list[StrOut]]:
+        """Start, wait for the end, and return all tokens of every sequence."""
+        outs: list[list[StrOut]] = [[] for _ in self.prompt_requests]
+        async with self:
+            async for arrived in self:
+                for index, out in arrived:
+                    outs[index].append(out)
+        return outs
+
+    @property
+    def grammars(self) -> list[GrammarSpec]:
+        """Of its sequences that have one."""
+        given = (one.params.sampling.grammar for one in self.prompt_requests)
+        return [grammar for grammar in given if grammar is not None]
+
+    def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
+        """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
+        if seeds is None:
+            given = [one.params.sampling.seed for one in self.prompt_requests]
+            seeds = [random.getrandbits(63) if seed is None else seed for seed in given]
+        pairs = zip(self.prompt_requests, seeds, strict=True)
+        self.prompt_requests = [replace(one, params=one.params.replace(seed=seed)) for one, seed in pairs]
+        return list(seeds)
+
+    def continue_after(self, outs: Sequence[tuple[int, StrOut]], age_s: float) -> None:
+        """The client has these tokens, from another server. The request came ``age_s`` ago, and starts after this."""
+        self.log.arrived_s -= age_s
+        for index, out in outs:
+            self.said_ids.setdefault(index, []).append(out.token.id)
+            self._count(index, out)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._unfinished
+
+    def push(self, index: int, out: StrOut) -> None:
+        self._count(index, out)
+        if self._error is not None:
+            return
+        unread = self._unread
+        unread.append((index, out))
+        if len(unread) == 1:
+            self._has_unread.set()
+        elif len(unread) > MAX_UNREAD:
+            unread.clear()
+            self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
+
+    def _count(self, index: int, out: StrOut) -> None:
+        self.log.generated_tokens += 1
+        if out.admission is not None:
+            self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
+        if out.finish_reason is not None:
+            self.log.record_finish(out.finish_reason)
+            self._unfinished.discard(index)
+
+    async def collect_embeddings(self) -> list[bytes]:
+        """Start, wait for the end, and return the result of every pooling request: float32 numbers."""
+        async with self:
+            async for _ in self:
+                raise TypeError("a pooling request has no tokens")
+        return [self._embeddings[index] for index in range(len(self.prompt_requests))]
+
+    def push_embedding(self, index: int, out: EmbeddingOut) -> None:
+        self.log.record_admission(out.admission, is_first_choice=True)
+        self.log.record_finish(FinishReason.STOP)
+        self._embeddings[index] = out.values
+        self._unfinished.discard(index)
+        if not self._unfinished:
+            self._has_unread.set()
+
+    def fail(self, error: LightserveError) -> None:
+        """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
+        self._error = error
+        self._has_unread.set()
+
+
+def _check(reply: AdapterReply) -> None:
+    if reply.status != 200:
+        raise error_from_status(reply.status, reply.message)
+
+
+def _with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:
+    """Give each choice of a prompt its own seed, the same every time."""
+    seed = prompt_request.params.sampling.seed
+    if seed is None or choice == 0:
+        return prompt_request
+    return replace(prompt_request, params=prompt_request.params.replace(seed=(seed + choice + 2**63) % 2**64 - 2**63))

@@ -1,0 +1,102 @@
+"""The message for a body that is not valid: the path of the wrong field, what is expected, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.http.similar_names import MAX_LENGTH, printable_name, similar_name
+
+MAX_PARAM_LENGTH = 100  # characters of a field's path: the client may have chosen parts of it
+MAX_COMPARED = 64  # fields of an object where a required one is missing
+MAX_ERRORS = 100  # that are examined
+MAX_SHOWN = 10  # values in a message
+MAX_SHOWN_LENGTH = 40  # characters of one of them
+EXPECTED = "Input should be "  # how pydantic's messages begin
+OBJECT = "a valid object"  # JSON's word; pydantic names a Python class
+MESSAGES = {"model_type": EXPECTED + OBJECT, "dict_type": EXPECTED + OBJECT}
+JSON_TYPES = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def invalid_request(error: ValidationError, value: Any) -> InvalidRequestError:
+    """The error of the first wrong field. ``value`` is the body."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_ERRORS]
+    paths = [_path(value, one) for one in details]
+    # a field of several types has an error for each type: the deepest path is of the type that fits best
+    deepest = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
+    chosen = [one for one, path in zip(details, paths, strict=True) if path == deepest]
+    param = ".".join(map(str, deepest))[:MAX_PARAM_LENGTH]
+    kinds = [one["type"] for one in chosen]
+    message = _too_large(value, deepest, kinds) or _joined(chosen) + _found(value, deepest, kinds)
+    return InvalidRequestError(f"{param}: {message}" if param else message, param or None)
+
+
+def _path(value: Any, details: ErrorDetails) -> list[int | str]:
+    """The keys and indices of the wrong field. pydantic adds the names of types where there are several."""
+    path: list[int | str] = []
+    for part in details["loc"]:
+        if _has(value, part):
+            value = value[part]
+            path.append(part)
+    if details["type"] == "missing":
+        path.append(details["loc"][-1])
+    return path
+
+
+def _has(value: Any, part: int | str) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
+def _joined(details: Iterable[ErrorDetails]) -> str:
+    first, *others = dict.fromkeys(MESSAGES.get(one["type"], one["msg"]) for one in details)
+    return " or ".join([first, *(other.removeprefix(EXPECTED) for other in others)])
+
+
+def _found(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
+    if not path:
+        return ""
+    if "missing" in kinds:
+        return _found_instead(_at(value, path[:-1]), str(path[-1]))
+    is_type = all(kind.endswith("_type") for kind in kinds)
+    return f", not {JSON_TYPES.get(type(_at(value, path)), 'null')}" if is_type else ""
+
+
+def _too_large(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
+    """The message for an integer of more than 64 bits: the parser makes it a float."""
+    found = _at(value, path) if "int_type" in kinds else None
+    if not isinstance(found, float) or abs(found) < 2**63:
+        return ""
+    return EXPECTED + (f"greater than or equal to {-(2**63)}" if found < 0 else f"less than {2**63}")
+
+
+def _at(value: Any, path: Sequence[int | str]) -> Any:
+    for part in path:
+        value = value[part]
+    return value
+
+
+def _found_instead(value: Any, missing: str) -> str:
+    """The unknown field that may mean the missing one."""
+    names = list(value)[:MAX_COMPARED] if isinstance(value, dict) else []
+    near = similar_name(missing, [name for name in names if len(name) <= MAX_LENGTH])
+    return "" if near is None else f"; found the unknown field {printable_name(near)}"
+
+
+def listed(values: Sequence[object]) -> str:
+    """The first values, for a message. A client may have chosen them."""
+    shown = ", ".join(repr(value)[:MAX_SHOWN_LENGTH] for value in values[:MAX_SHOWN])
+    more = len(values) - MAX_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
