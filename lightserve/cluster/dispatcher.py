@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from lightserve.cluster.cluster_metrics import ClusterMetrics
+from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
+from lightserve.cluster.inflight_request import OpenRequest, open_request
 from lightserve.cluster.link import EngineLink
-from lightserve.cluster.open_request import OpenRequest, open_request
+from lightserve.cluster.metrics import ClusterMetrics
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.prefill_jobs import PrefillJobs
 from lightserve.cluster.queries import ClusterQueries
-from lightserve.cluster.split import SAME_SERVER, KvExchange
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     AbortByRequestId,

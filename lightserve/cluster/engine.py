@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange, rest_tokens
+from lightserve.cluster.inflight_request import OpenRequest
 from lightserve.cluster.link import EngineLink
-from lightserve.cluster.measured_load import MeasuredLoad, SharedRates
-from lightserve.cluster.open_request import OpenRequest
+from lightserve.cluster.load_estimate import MeasuredLoad, SharedRates
 from lightserve.cluster.routing import EngineLoad
-from lightserve.cluster.split import SAME_SERVER, KvExchange, rest_tokens
 from lightserve.io_struct import RouterStats, TokenIdOut
 
 

@@ -7,14 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from lightserve.cluster.engine import Engine
-from lightserve.cluster.link import EngineLink
-from lightserve.cluster.measured_load import SharedRates
-from lightserve.cluster.open_request import OpenRequest
-from lightserve.cluster.prefix_index import PrefixIndex
-from lightserve.cluster.rates import OutputLength
-from lightserve.cluster.routing import Policy, RoutedRequest
-from lightserve.cluster.split import (
+from lightserve.cluster.disaggregation import (
     APART_S,
     SAME_SERVER,
     KvExchange,
@@ -24,6 +17,13 @@ from lightserve.cluster.split import (
     relieves,
     timeout_s,
 )
+from lightserve.cluster.engine import Engine
+from lightserve.cluster.inflight_request import OpenRequest
+from lightserve.cluster.link import EngineLink
+from lightserve.cluster.load_estimate import SharedRates
+from lightserve.cluster.prefix_index import PrefixIndex
+from lightserve.cluster.rates import OutputLength
+from lightserve.cluster.routing import Policy, RoutedRequest
 from lightserve.io_struct import KvTicket
 from lightserve.utils.logger import init_logger
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from lightserve.cluster.engine import Engine
-from lightserve.cluster.open_request import OpenRequest
+from lightserve.cluster.inflight_request import OpenRequest
 from lightserve.cluster.placement import Placement
 from lightserve.io_struct import GenerationParams, KvCancel, KvMissing, KvTarget, KvWanted, MovedReqs
 from lightserve.utils.block_hash import BLOCK_TOKENS

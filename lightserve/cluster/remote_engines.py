@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightserve.cluster.disaggregation import KvExchange
 from lightserve.cluster.dispatcher import Dispatcher
-from lightserve.cluster.split import KvExchange
 from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady, GatewayHello
 from lightserve.links.curve import SeldomLog
 from lightserve.links.engines_file import EnginesFile

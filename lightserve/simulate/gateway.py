@@ -6,11 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightserve.cluster.measured_load import Assignment, MeasuredLoad, SharedRates
-from lightserve.cluster.prefix_index import PrefixIndex
-from lightserve.cluster.rates import OutputLength
-from lightserve.cluster.routing import RoutedRequest, make_policy
-from lightserve.cluster.split import (
+from lightserve.cluster.disaggregation import (
     APART_S,
     choose_prefill,
     for_generation,
@@ -19,6 +15,10 @@ from lightserve.cluster.split import (
     rest_tokens,
     timeout_s,
 )
+from lightserve.cluster.load_estimate import Assignment, MeasuredLoad, SharedRates
+from lightserve.cluster.prefix_index import PrefixIndex
+from lightserve.cluster.rates import OutputLength
+from lightserve.cluster.routing import RoutedRequest, make_policy
 from lightserve.io_struct import KvTicket
 from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.req import Req

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.routing import make_policy
-from lightserve.cluster.split import SAME_SERVER, KvExchange
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     BatchTokenIdOut,

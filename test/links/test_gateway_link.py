@@ -17,7 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from lightserve.cluster.open_request import open_request
+from lightserve.cluster.inflight_request import open_request
 from lightserve.io_struct import (
     LINK_PROTOCOL,
     REQ_ID_BITS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from lightserve.cluster.measured_load import Assignment, MeasuredLoad, SharedRates
+from lightserve.cluster.load_estimate import Assignment, MeasuredLoad, SharedRates
 from lightserve.cluster.rates import FIRST_PREFILL_TOKENS_S
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightserve.cluster.measured_load import Assignment
+from lightserve.cluster.load_estimate import Assignment
 from lightserve.io_struct import DispatchedReq, GenerateReq, KvTarget, KvTicket
 from lightserve.utils.block_hash import Hashes, block_hashes
 

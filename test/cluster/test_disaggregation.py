@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace as replace_struct
 
-from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
-from lightserve.cluster.split import (
+from lightserve.cluster.disaggregation import (
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
     SAME_SERVER,
@@ -23,6 +22,7 @@ from lightserve.cluster.split import (
     rest_tokens,
     timeout_s,
 )
+from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, KvIdentity, SchedulingParams
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
@@ -144,7 +144,7 @@ def test_a_ticket_waits_for_a_multiple_of_the_expected_time_within_limits() -> N
 @pytest.mark.parametrize("seed", range(6))
 def test_random_failures_lose_no_request_and_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightserve.cluster.dispatcher.MAX_CRASHES", 1000)  # none of them is a request's fault
-    monkeypatch.setattr("lightserve.cluster.split.MIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("lightserve.cluster.disaggregation.MIN_TIMEOUT_S", 0.3)
     choice = random.Random(seed)
 
     async def scenario(cluster: LocalCluster) -> None:
@@ -431,7 +431,7 @@ def test_a_lost_prefill_engine_is_noticed_at_once() -> None:
 
 
 def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightserve.cluster.split.MIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lightserve.cluster.disaggregation.MIN_TIMEOUT_S", 0.1)
 
     async def scenario(cluster: LocalCluster) -> None:
         monkeypatch.setattr("test.cluster.local_cluster.FakeInbox.arrive", lambda *_: None)
