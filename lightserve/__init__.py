@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightserve.io_struct import GenerationParams
+    from lightserve.messages.params import GenerationParams
     from lightserve.offline.llm import LLM
 
 __all__ = ["LLM", "GenerationParams"]
 __version__ = "0.1.0"
 
-_MODULES = {"LLM": "lightserve.offline.llm", "GenerationParams": "lightserve.io_struct"}
+_MODULES = {"LLM": "lightserve.offline.llm", "GenerationParams": "lightserve.messages.params"}
 
 
 def __getattr__(name: str) -> Any:

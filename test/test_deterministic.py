@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM, Generation
 from lightserve.text.logprobs import PromptToken
 from lightserve.worker.sampling.logprobs import ranked_logprobs

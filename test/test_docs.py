@@ -17,8 +17,8 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
+import lightserve.messages
 from benchmark.cluster.simulated_replicas import arguments as comparison_arguments
-from lightserve import io_struct
 from lightserve.cli.completion.flags import all_commands
 from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
@@ -43,12 +43,13 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.ipc.worker_calls import WorkerCall
 from lightserve.links.keys import generate
 from lightserve.links.kv_secret import KV_CERTIFICATE
+from lightserve.messages import cluster as cluster_messages, control, nodes, output, request
+from lightserve.messages.metrics import METRICS
 from lightserve.models.registry import MODELS
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.simulate.capacity import arguments as capacity_arguments
 from lightserve.simulate.split import arguments as split_arguments
 from lightserve.simulate.tiers import arguments as tiers_arguments
-from lightserve.utils.metrics import METRICS
 from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
 
@@ -147,7 +148,7 @@ def test_the_tour_has_twenty_files_and_their_definitions_exist() -> None:
 def test_every_hop_of_a_request_names_a_function_that_exists() -> None:
     packages = ("httpserver", "router", "detokenization", "worker", "common/basemodel")
     files = [file for package in packages for file in (ROOT / "lightserve" / package).rglob("*.py")]
-    files += [ROOT / "lightserve" / "io_struct.py", ROOT / "lightserve" / "offline" / "llm.py"]
+    files += [*(ROOT / "lightserve" / "messages").glob("*.py"), ROOT / "lightserve" / "offline" / "llm.py"]
     known = set().union(*map(definitions_of, files))
     text = re.sub(r"```.*?```", "", FLOW.read_text(), flags=re.DOTALL)
     hops = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
@@ -238,15 +239,15 @@ def test_extras_on_a_page_exist_in_the_checkout(page: Path) -> None:
 
 
 CHANNELS: dict[str, Any] = {
-    "httpserver to router": io_struct.ToRouter,
-    "router to detokenizer": io_struct.ToDetokenization,
-    "detokenizer to httpserver": io_struct.ToHttpserver,
-    "dispatcher to engine": io_struct.GatewayToEngine,
-    "engine to dispatcher": io_struct.EngineToGateway,
-    "node to node 0": io_struct.ToFirstNode,
-    "node 0 to node": io_struct.ToNode,
-    "launcher to child": io_struct.ToChild | ChildConfig,
-    "child to launcher": io_struct.FromChild,
+    "httpserver to router": request.ToRouter,
+    "router to detokenizer": output.ToDetokenization,
+    "detokenizer to httpserver": output.ToHttpserver,
+    "dispatcher to engine": cluster_messages.GatewayToEngine,
+    "engine to dispatcher": cluster_messages.EngineToGateway,
+    "node to node 0": nodes.ToFirstNode,
+    "node 0 to node": nodes.ToNode,
+    "launcher to child": control.ToChild | ChildConfig,
+    "child to launcher": control.FromChild,
 }
 
 
@@ -276,7 +277,7 @@ def test_the_page_on_processes_names_every_message_of_a_channel() -> None:
 def messages_in(message_type: Any) -> set[str]:
     """The structs of a type, which may be a list of them."""
     types = get_args(message_type) or (message_type,)
-    return {one.__name__ for one in types if getattr(one, "__module__", "") == io_struct.__name__}
+    return {one.__name__ for one in types if getattr(one, "__module__", "").startswith(lightserve.messages.__name__)}
 
 
 def test_the_page_on_processes_names_every_call_to_workers_and_its_messages() -> None:

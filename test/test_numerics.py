@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightserve.io_struct import FinishReason, GenerationParams
+from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.offline.llm import LLM
 from test.small_text import save_small_model
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import GenerationParams, Step
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
 from lightserve.text.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.worker.sampling import logprobs as worker_logprobs

@@ -25,10 +25,10 @@ from lightserve.cluster.nodes.first_node import FirstNode
 from lightserve.cluster.nodes.link import NodeLink
 from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
 from lightserve.config.parse import parse_server
-from lightserve.io_struct import NODE_PROTOCOL, NodeHello, StartRank
 from lightserve.ipc.process import ChildConfig
 from lightserve.links.curve import AllowedKeys, SeldomLog, first_node_socket
 from lightserve.links.keys import generate, read_node_key
+from lightserve.messages.nodes import NODE_PROTOCOL, NodeHello, StartRank
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 

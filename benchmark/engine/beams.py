@@ -26,8 +26,11 @@ from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.io_struct import EngineReady, Step, StepResult, ToDetokenization, ToHttpserver, ToRouter
 from lightserve.ipc.codec import encode, make_decode
+from lightserve.messages.control import EngineReady
+from lightserve.messages.output import ToDetokenization, ToHttpserver
+from lightserve.messages.request import ToRouter
+from lightserve.messages.step import Step, StepResult
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits

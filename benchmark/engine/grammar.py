@@ -27,7 +27,8 @@ import torch
 from benchmark.models import LARGE, TINY, save_model
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import ServerError
-from lightserve.io_struct import GenerationParams, Step
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
 from lightserve.text.grammar.specs import schema_grammar
 from lightserve.worker.rpc import GetResult

@@ -26,10 +26,12 @@ import numpy as np
 import torch
 
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.io_struct import GenerateReq, GenerationParams, Step
 from lightserve.ipc.channel import make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import RUN
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import Step
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import GenerationParams, TokenColumns
+from lightserve.messages.int_arrays import Int64Array
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import TokenColumns
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.utils.int_arrays import Int64Array
 
 PARTS = ("make_room", "admit", "plan", "next_step", "complete_step", "process_plain")
 PROMPT_LEN = 1000

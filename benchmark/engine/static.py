@@ -32,7 +32,8 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.config.parse import Parser, add_flags, config_from_args
 from lightserve.errors import ServerError
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker

@@ -29,7 +29,8 @@ from lightserve.common.device import pick_device
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.common.parallel.one_shot import ON_ONE_GPU
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.worker.worker import ModelWorker
 

@@ -24,18 +24,12 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
-from lightserve.io_struct import (
-    Admission,
-    BatchStrOut,
-    EngineReady,
-    FinishReason,
-    GenerateReq,
-    StrOut,
-    ToHttpserver,
-    Token,
-    ToRouter,
-)
 from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.control import EngineReady
+from lightserve.messages.output import Admission, BatchStrOut, StrOut, ToHttpserver
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq, ToRouter
+from lightserve.messages.step import Token
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
 

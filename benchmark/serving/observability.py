@@ -14,7 +14,9 @@ from collections.abc import Callable
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.tracing.request_trace import RequestTrace, TraceRecord
 from lightserve.httpserver.tracing.setup import has_otlp
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, GenerationParams
+from lightserve.messages.output import Admission
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.request import GenerateReq
 from lightserve.router.timeline import TimelineRing
 from lightserve.utils.trace_recorder import TraceRecorder
 

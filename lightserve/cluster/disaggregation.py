@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from msgspec.structs import asdict
 
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
-from lightserve.io_struct import KvIdentity
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.control import KvIdentity
 
 MIN_TIMEOUT_S = 10.0  # of a ticket: death and silence of engines are noticed earlier by other means
 MAX_TIMEOUT_S = 120.0

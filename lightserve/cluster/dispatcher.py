@@ -22,36 +22,26 @@ from lightserve.cluster.placement import Placement
 from lightserve.cluster.prefill_jobs import PrefillJobs
 from lightserve.cluster.queries import ClusterQueries
 from lightserve.config import RouterConfig
-from lightserve.io_struct import (
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.cluster import EngineDraining, FromEngine, KvMissing, KvNews, KvWanted, MovedReqs
+from lightserve.messages.control import HttpProcessLost
+from lightserve.messages.int_arrays import Int32Array, int32s
+from lightserve.messages.metrics import add_http_counts
+from lightserve.messages.output import AdapterReply, BatchTokenIdOut, RouterStats, TextReq, ToDetokenization, TokenIdOut
+from lightserve.messages.request import (
     AbortByRequestId,
     AbortReq,
     AdapterQuery,
-    AdapterReply,
-    BatchTokenIdOut,
     ContinueReq,
-    EngineDraining,
-    FromEngine,
     GenerateReq,
-    HttpProcessLost,
     JournalCounts,
-    KvMissing,
-    KvNews,
-    KvWanted,
-    MovedReqs,
     ReleaseParents,
-    ReqFailed,
-    RouterStats,
     SpanCounts,
-    TextReq,
-    ToDetokenization,
-    TokenIdOut,
     ToRouter,
     http_process_of,
 )
-from lightserve.ipc.channel import Receiver, Sender
-from lightserve.utils.int_arrays import Int32Array, int32s
+from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
-from lightserve.utils.metrics import add_http_counts
 
 logger = init_logger(__name__)
 

@@ -10,7 +10,7 @@ from lightserve.cluster.inflight_request import OpenRequest
 from lightserve.cluster.link import EngineLink
 from lightserve.cluster.load_estimate import MeasuredLoad, SharedRates
 from lightserve.cluster.routing import EngineLoad
-from lightserve.io_struct import RouterStats, TokenIdOut
+from lightserve.messages.output import RouterStats, TokenIdOut
 
 
 class Engine:

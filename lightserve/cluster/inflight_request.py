@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightserve.cluster.load_estimate import Assignment
-from lightserve.io_struct import DispatchedReq, GenerateReq, KvTarget, KvTicket
-from lightserve.utils.block_hash import Hashes, block_hashes
+from lightserve.messages.block_hash import Hashes, block_hashes
+from lightserve.messages.cluster import DispatchedReq, KvTarget, KvTicket
+from lightserve.messages.request import GenerateReq
 
 
 @dataclass(slots=True, eq=False)

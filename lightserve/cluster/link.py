@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lightserve.io_struct import FromEngine, ToEngine
 from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.cluster import FromEngine, ToEngine
 
 
 class EngineLink(Protocol):

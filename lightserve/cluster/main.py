@@ -10,12 +10,14 @@ from lightserve.cluster.link import IpcLink
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.cluster.routing import make_policy
-from lightserve.io_struct import EngineJoined, EngineLost, HttpProcessLost, Ready, ToDetokenization, ToRouter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.digest import model_digest
 from lightserve.links.engines_file import EnginesFile
 from lightserve.links.keys import read_gateway_keys
+from lightserve.messages.control import EngineJoined, EngineLost, HttpProcessLost, Ready
+from lightserve.messages.output import ToDetokenization
+from lightserve.messages.request import ToRouter
 from lightserve.model_files.source import resolve
 
 

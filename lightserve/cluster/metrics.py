@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lightserve.cluster.engine import Engine
-from lightserve.io_struct import HistogramCounts, MetricsSnapshot
-from lightserve.utils.metrics import METRICS, Kind, Recorder
+from lightserve.messages.metrics import METRICS, Kind, Recorder
+from lightserve.messages.output import HistogramCounts, MetricsSnapshot
 
 MEANS = ("kv_cache_usage_perc",)
 # by the metric of an engine: the same with the label ``engine``

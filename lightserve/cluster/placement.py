@@ -24,7 +24,7 @@ from lightserve.cluster.load_estimate import SharedRates
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import Policy, RoutedRequest
-from lightserve.io_struct import KvTicket
+from lightserve.messages.cluster import KvTicket
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

@@ -15,9 +15,10 @@ import msgspec
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import OpenRequest
 from lightserve.cluster.placement import Placement
-from lightserve.io_struct import GenerationParams, KvCancel, KvMissing, KvTarget, KvWanted, MovedReqs
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import int32s
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvWanted, MovedReqs
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.params import GenerationParams
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

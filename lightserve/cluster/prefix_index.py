@@ -1,4 +1,4 @@
-"""Which engine has which prefix in its cache, as hashes of blocks (utils/block_hash.py).
+"""Which engine has which prefix in its cache, as hashes of blocks (messages/block_hash.py).
 
 An entry has one of two sources. The engine itself says which blocks it has cached and evicted (``KvNews``). And the
 dispatcher presumes that an engine has the prompts of the requests that it has there: it will compute them before a
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightserve.io_struct import KvNews
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvNews
 
 
 class _EngineBlocks:

@@ -6,15 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightserve.cluster.engine import Engine
-from lightserve.io_struct import (
-    GetTimelines,
-    ProfileReply,
-    QueryReply,
-    RequestTimeline,
-    StartProfile,
-    StopProfile,
-    Timelines,
-)
+from lightserve.messages.output import ProfileReply, QueryReply, RequestTimeline, Timelines
+from lightserve.messages.request import GetTimelines, StartProfile, StopProfile
 
 Query = GetTimelines | StartProfile | StopProfile
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from lightserve.cluster.disaggregation import KvExchange
 from lightserve.cluster.dispatcher import Dispatcher
-from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady, GatewayHello
 from lightserve.links.curve import SeldomLog
 from lightserve.links.engines_file import EnginesFile
 from lightserve.links.gateway_link import GatewayLink, LinkLostError
 from lightserve.links.keys import GatewayKeys
+from lightserve.messages.cluster import LINK_PROTOCOL, EngineHello, GatewayHello
+from lightserve.messages.control import EngineReady
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 
 from lightserve.detokenization.manager import DetokenizationManager
-from lightserve.io_struct import Ready, ToDetokenization, ToHttpserver, ToRouter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.messages.control import Ready
+from lightserve.messages.output import ToDetokenization, ToHttpserver
+from lightserve.messages.request import ToRouter
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightserve.detokenization.req_text import ReqText
-from lightserve.io_struct import (
-    AbortReq,
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.output import (
     BatchStrOut,
     BatchTokenIdOut,
     EmbeddingOut,
-    FinishReason,
     QueryReply,
-    ReqFailed,
     StrOut,
     ToDetokenization,
     ToHttpserver,
     TokenIdOut,
-    ToRouter,
-    http_process_of,
 )
-from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import AbortReq, ToRouter, http_process_of
+from lightserve.messages.step import ReqFailed
 from lightserve.model_files.tokenizer.decoding import Decoder
 
 

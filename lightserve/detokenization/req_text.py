@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightserve.detokenization.stop import StopMatcher
-from lightserve.io_struct import FinishReason, TextParams
+from lightserve.messages.params import FinishReason, TextParams
 from lightserve.model_files.tokenizer.decoding import Decoder, EmptyDecodeStream
 
 

@@ -25,32 +25,31 @@ from lightserve.httpserver.grammar.memory import GrammarMemory
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.validation_errors import listed
 from lightserve.httpserver.router_queries import RouterQueries
-from lightserve.io_struct import (
-    REQ_ID_BITS,
-    AbortByRequestId,
-    AbortReq,
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.control import EngineReady
+from lightserve.messages.int_arrays import NO_INT32, int32s
+from lightserve.messages.output import (
     AdapterCard,
     AdapterReply,
     BatchStrOut,
-    ContinueReq,
     EmbeddingOut,
-    EngineReady,
-    FinishReason,
+    RouterStats,
+    StrOut,
+    ToHttpserver,
+)
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SchedulingParams
+from lightserve.messages.request import (
+    REQ_ID_BITS,
+    AbortByRequestId,
+    AbortReq,
+    ContinueReq,
     GenerateReq,
-    GenerationParams,
-    GrammarSpec,
     ListAdapters,
     LoadAdapter,
     ReleaseParents,
-    RouterStats,
-    SchedulingParams,
-    StrOut,
-    ToHttpserver,
     ToRouter,
     UnloadAdapter,
 )
-from lightserve.ipc.channel import Receiver, Sender
-from lightserve.utils.int_arrays import NO_INT32, int32s
 
 DEFAULT_SCHEDULING = SchedulingParams()
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read

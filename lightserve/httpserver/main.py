@@ -22,10 +22,12 @@ from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
 from lightserve.httpserver.resume.journal import Journal, report_journal
 from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
-from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.tls import server_context
+from lightserve.messages.control import Drain, Drained, EngineDied, EngineReady, Ready
+from lightserve.messages.output import ToHttpserver
+from lightserve.messages.request import ToRouter
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.source import pooling_of, resolve

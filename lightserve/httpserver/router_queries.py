@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightserve.errors import UnavailableError
-from lightserve.io_struct import REQ_ID_BITS, QueryReply, ToRouter
 from lightserve.ipc.channel import Sender
+from lightserve.messages.output import QueryReply
+from lightserve.messages.request import REQ_ID_BITS, ToRouter
 
 R = TypeVar("R", bound=QueryReply)
 

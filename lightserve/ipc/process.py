@@ -24,7 +24,8 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError, with_docs
-from lightserve.io_struct import HTTP_PROCESS_BITS, ChildFailed, FromChild, Ping, Pong, ToChild
+from lightserve.messages.control import ChildFailed, FromChild, Ping, Pong, ToChild
+from lightserve.messages.request import HTTP_PROCESS_BITS
 from lightserve.utils.logger import init_logger, is_json, name_engine
 from lightserve.utils.net import parse_tcp
 

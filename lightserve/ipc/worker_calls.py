@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightserve.errors import WorkerCallError
-from lightserve.io_struct import (
+from lightserve.ipc.codec import make_decode
+from lightserve.messages.step import Step, StepResult, joined_results
+from lightserve.messages.worker_calls import (
     CompileGrammar,
     KvFetch,
     KvFetched,
@@ -25,11 +27,7 @@ from lightserve.io_struct import (
     LoraLoaded,
     ProfileCommand,
     ProfileResult,
-    Step,
-    StepResult,
-    joined_results,
 )
-from lightserve.ipc.codec import make_decode
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

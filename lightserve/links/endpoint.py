@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady
 from lightserve.ipc.process import ChildConfig
 from lightserve.links.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
 from lightserve.links.digest import model_digest, weights_digest
 from lightserve.links.engine_server import EngineServer
 from lightserve.links.keys import read_engine_keys
+from lightserve.messages.cluster import LINK_PROTOCOL, EngineHello
+from lightserve.messages.control import EngineReady
 from lightserve.model_files.source import resolve
 from lightserve.utils.logger import init_logger
 

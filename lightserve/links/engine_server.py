@@ -15,10 +15,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from lightserve.io_struct import (
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.links.curve import MAX_MESSAGE_BYTES, AsyncSocket, SeldomLog, try_send
+from lightserve.links.request_ids import MAX_SESSIONS, engine_id
+from lightserve.links.translation import for_engine, for_gateways, for_other_clock, own_timelines
+from lightserve.messages.cluster import (
     LINK_PROTOCOL,
-    AbortReq,
-    BatchTokenIdOut,
     DispatchedReq,
     EngineDraining,
     EngineHello,
@@ -29,16 +32,11 @@ from lightserve.io_struct import (
     Heartbeat,
     LinkRefused,
     MovedReqs,
-    ReleaseParents,
-    ReqFailed,
-    Timelines,
     ToEngine,
 )
-from lightserve.ipc.channel import MessageError, make_decoder
-from lightserve.ipc.codec import encode
-from lightserve.links.curve import MAX_MESSAGE_BYTES, AsyncSocket, SeldomLog, try_send
-from lightserve.links.request_ids import MAX_SESSIONS, engine_id
-from lightserve.links.translation import for_engine, for_gateways, for_other_clock, own_timelines
+from lightserve.messages.output import BatchTokenIdOut, Timelines
+from lightserve.messages.request import AbortReq, ReleaseParents
+from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

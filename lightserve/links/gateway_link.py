@@ -8,8 +8,13 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lightserve.io_struct import (
-    BatchTokenIdOut,
+from lightserve.ipc.channel import MessageError, make_decoder
+from lightserve.ipc.codec import encode
+from lightserve.links.curve import MAX_MESSAGE_BYTES, gateway_socket, try_send
+from lightserve.links.engine_server import HEARTBEAT_TICKS, SILENT_TICKS, TICK_S
+from lightserve.links.keys import GatewayKeys
+from lightserve.links.translation import for_other_clock
+from lightserve.messages.cluster import (
     DispatchedReq,
     EngineHello,
     EngineToGateway,
@@ -17,16 +22,10 @@ from lightserve.io_struct import (
     GatewayHello,
     Heartbeat,
     LinkRefused,
-    ReqFailed,
-    Timelines,
     ToEngine,
 )
-from lightserve.ipc.channel import MessageError, make_decoder
-from lightserve.ipc.codec import encode
-from lightserve.links.curve import MAX_MESSAGE_BYTES, gateway_socket, try_send
-from lightserve.links.engine_server import HEARTBEAT_TICKS, SILENT_TICKS, TICK_S
-from lightserve.links.keys import GatewayKeys
-from lightserve.links.translation import for_other_clock
+from lightserve.messages.output import BatchTokenIdOut, Timelines
+from lightserve.messages.step import ReqFailed
 
 HELLO_TIMEOUT_S = 10.0  # longer than a busy engine takes; a machine that is switched off never answers
 ENDED = (

@@ -8,8 +8,8 @@ Sessions are counted, so an id that was used in one is not used again in the nex
 
 from __future__ import annotations
 
-from lightserve.io_struct import HTTP_PROCESS_BITS, REQ_ID_BITS
-from lightserve.utils.int_arrays import Int64Array
+from lightserve.messages.int_arrays import Int64Array
+from lightserve.messages.request import HTTP_PROCESS_BITS, REQ_ID_BITS
 
 COUNT_BITS = REQ_ID_BITS - HTTP_PROCESS_BITS
 MAX_SESSIONS = 1 << 15  # then their numbers are used again

@@ -9,10 +9,8 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from lightserve.io_struct import (
-    REQ_ID_BITS,
-    AbortReq,
-    BatchTokenIdOut,
+from lightserve.links.request_ids import engine_id, gateway_id, gateway_ids, session_of
+from lightserve.messages.cluster import (
     DispatchedReq,
     EngineDraining,
     FromEngine,
@@ -21,14 +19,11 @@ from lightserve.io_struct import (
     KvNews,
     KvWanted,
     MovedReqs,
-    ReleaseParents,
-    RequestTimeline,
-    RouterStats,
-    Timelines,
     ToEngine,
 )
-from lightserve.links.request_ids import engine_id, gateway_id, gateway_ids, session_of
-from lightserve.utils.int_arrays import int64s
+from lightserve.messages.int_arrays import int64s
+from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, RouterStats, Timelines
+from lightserve.messages.request import REQ_ID_BITS, AbortReq, ReleaseParents
 
 replace = msgspec.structs.replace
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from lightserve.config import WorkerConfig
 from lightserve.config.parse import Parser, add_flags, config_from_args, server_parser
 from lightserve.errors import LightserveError, with_docs
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 
 # an LLM in this process has one rank and no KV tiers
 OF_THE_SERVER = (

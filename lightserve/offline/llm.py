@@ -15,7 +15,10 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.config.combinations import Setup, check_combinations
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
-from lightserve.io_struct import FinishReason, GenerationParams, LoraLoad, ReqFailed, StepResult, TokenOut
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.step import ReqFailed, StepResult, TokenOut
+from lightserve.messages.worker_calls import LoraLoad
 from lightserve.model_files.config.facts import model_facts
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.paths import parse_module
@@ -29,7 +32,6 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.text.logprobs import PromptToken, unpack_prompt_logprobs
-from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.select import worker_class

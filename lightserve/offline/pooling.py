@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from lightserve.errors import InvalidRequestError, ServerError, TextTooLongError
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.params import GenerationParams
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, cosine, embedding, pair_score, probabilities, vector_of
 from lightserve.model_files.pooling.texts import PoolingTexts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.int_arrays import int32s
 from lightserve.worker.worker import ModelWorker
 
 ONE_RESULT = GenerationParams.of(max_new_tokens=1)

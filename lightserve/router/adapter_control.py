@@ -6,16 +6,10 @@ import asyncio
 
 from lightserve.config import WorkerConfig
 from lightserve.errors import AdapterError, LightserveError, ModelNotFoundError
-from lightserve.io_struct import (
-    AdapterCard,
-    AdapterQuery,
-    AdapterReply,
-    LoadAdapter,
-    ToDetokenization,
-    UnloadAdapter,
-)
 from lightserve.ipc.channel import Sender
 from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.messages.output import AdapterCard, AdapterReply, ToDetokenization
+from lightserve.messages.request import AdapterQuery, LoadAdapter, UnloadAdapter
 from lightserve.router.adapter_loader import AdapterLoader
 from lightserve.router.adapter_registry import AdapterRegistry, RegisteredAdapter, not_found
 from lightserve.router.reporter import Reporter

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightserve.errors import AdapterError
-from lightserve.io_struct import LoraLoad, LoraLoaded
 from lightserve.ipc.worker_calls import LOAD_LORA, WorkerCaller
+from lightserve.messages.worker_calls import LoraLoad, LoraLoaded
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.scheduler import Scheduler
 from lightserve.utils.logger import init_logger

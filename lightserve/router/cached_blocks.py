@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import KvNews
+from lightserve.messages.block_hash import BLOCK_TOKENS, Hashes, block_hashes
+from lightserve.messages.cluster import KvNews
 from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req
-from lightserve.utils.block_hash import BLOCK_TOKENS, Hashes, block_hashes
 
 
 class CachedBlocks(PoolListener):

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import EngineReady
 from lightserve.links.digest import weights_digest
+from lightserve.messages.control import EngineReady
 from lightserve.model_files.lora.paths import adapter_files
 from lightserve.model_files.source import resolve
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
-from lightserve.io_struct import WindowedKv
+from lightserve.messages.control import WindowedKv
 from lightserve.router.pool_listener import PoolListener
 from lightserve.router.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.req import Req

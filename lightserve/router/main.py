@@ -8,21 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import (
-    Drain,
-    Drained,
-    EngineReady,
-    HttpProcessLost,
-    NewWorkers,
-    Ready,
-    ToEngine,
-    ToRouter,
-    WorkersLost,
-)
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.links.endpoint import EngineEndpoint
+from lightserve.messages.cluster import ToEngine
+from lightserve.messages.control import Drain, Drained, EngineReady, HttpProcessLost, NewWorkers, Ready, WorkersLost
+from lightserve.messages.request import ToRouter
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv

@@ -16,30 +16,26 @@ import numpy as np
 
 from lightserve.config import RouterConfig
 from lightserve.errors import LightserveError
-from lightserve.io_struct import (
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.messages.cluster import DispatchedReq, KvCancel, KvNews, MovedReqs, ToEngine
+from lightserve.messages.control import EngineReady, HttpProcessLost
+from lightserve.messages.metrics import add_http_counts
+from lightserve.messages.output import ToDetokenization
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import (
     AbortByRequestId,
     AbortReq,
     AdapterQuery,
     ContinueReq,
-    DispatchedReq,
-    EngineReady,
-    FinishReason,
     GenerateReq,
     GetTimelines,
-    HttpProcessLost,
     JournalCounts,
-    KvCancel,
-    KvNews,
-    MovedReqs,
     ReleaseParents,
     SpanCounts,
-    ToDetokenization,
-    ToEngine,
     ToRouter,
     http_process_of,
 )
-from lightserve.ipc.channel import Receiver, Sender
-from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.router.adapter_control import AdapterControl
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.cached_blocks import CachedBlocks
@@ -53,7 +49,6 @@ from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.logger import init_logger
-from lightserve.utils.metrics import add_http_counts
 
 logger = init_logger(__name__)
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightserve.io_struct import NewReq, ParentPart
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.step import NewReq, ParentPart
 from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import Int32Array
 
 
 class Parent(NamedTuple):

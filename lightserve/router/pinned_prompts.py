@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from lightserve.errors import OptionError
-from lightserve.io_struct import EngineReady, GenerateReq, GenerationParams
+from lightserve.messages.control import EngineReady
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.request import GenerateReq
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

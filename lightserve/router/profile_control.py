@@ -13,16 +13,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightserve.io_struct import (
-    ProfileCommand,
-    ProfileReply,
-    ProfileResult,
-    StartProfile,
-    StopProfile,
-    ToDetokenization,
-)
 from lightserve.ipc.channel import Sender
 from lightserve.ipc.worker_calls import PROFILE, WorkerCaller
+from lightserve.messages.output import ProfileReply, ToDetokenization
+from lightserve.messages.request import StartProfile, StopProfile
+from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
 from lightserve.router.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.request_tracks import add_request_tracks
 from lightserve.router.step_loop import StepLoop

@@ -8,24 +8,19 @@ from itertools import groupby
 
 import msgspec
 
-from lightserve.io_struct import (
+from lightserve.ipc.channel import Sender
+from lightserve.messages.cluster import KvNews
+from lightserve.messages.output import (
     Admission,
     BatchTokenIdOut,
-    Embedding,
     EmbeddingOut,
-    FinishReason,
-    KvNews,
-    ReqFailed,
     RouterStats,
-    StepResult,
-    TextParams,
     TextReq,
     ToDetokenization,
-    TokenColumns,
     TokenIdOut,
-    TokenOut,
 )
-from lightserve.ipc.channel import Sender
+from lightserve.messages.params import FinishReason, TextParams
+from lightserve.messages.step import Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
 from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import FinishReason, GenerationParams, KvTarget, KvTicket, NewReq, TokenOut
+from lightserve.messages.block_hash import NO_HASHES, Hashes
+from lightserve.messages.cluster import KvTarget, KvTicket
+from lightserve.messages.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.timeline import NO_TIMELINE, Timeline
 from lightserve.router.windowed_pool import NONE
-from lightserve.utils.block_hash import NO_HASHES, Hashes
-from lightserve.utils.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
 
 MANY = 2**62
 

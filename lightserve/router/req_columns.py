@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.utils.int_arrays import Heads, Int64Array, Tails
+from lightserve.messages.int_arrays import Heads, Int64Array, Tails
 
 FIELDS = (
     "prompt_len",

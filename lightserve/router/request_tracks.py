@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.io_struct import RequestTimeline
+from lightserve.messages.output import RequestTimeline
 from lightserve.router.timeline import END_KINDS
 from lightserve.utils.trace_recorder import TraceRecorder
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.io_struct import MetricsSnapshot
-from lightserve.utils.metrics import Recorder
+from lightserve.messages.metrics import Recorder
+from lightserve.messages.output import MetricsSnapshot
 
 
 class RouterMetrics:

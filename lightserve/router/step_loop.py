@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightserve.io_struct import CompileGrammar, EngineReady, GrammarSpec, Step, StepResult
 from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
+from lightserve.messages.control import EngineReady
+from lightserve.messages.params import GrammarSpec
+from lightserve.messages.step import Step, StepResult
+from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.router.kv_tiers.source import KvSource
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import AnyScheduler

@@ -11,16 +11,10 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from lightserve.io_struct import (
-    FinishReason,
-    GenerateReq,
-    GetTimelines,
-    ReqFailed,
-    RequestTimeline,
-    TimelineEvent,
-    TimelineEventKind,
-    Timelines,
-)
+from lightserve.messages.output import RequestTimeline, TimelineEvent, TimelineEventKind, Timelines
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq, GetTimelines
+from lightserve.messages.step import ReqFailed
 
 MAX_EVENTS = 512  # of one request: 131,072 prompt tokens in chunks of 256
 END_KINDS = frozenset({"refused", "moved", "finished", "failed"})

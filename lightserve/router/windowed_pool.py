@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
-from lightserve.io_struct import WindowedKv
+from lightserve.messages.control import WindowedKv
+from lightserve.messages.int_arrays import NO_INT32
 from lightserve.router.radix_cache import Ids, RadixCache
-from lightserve.utils.int_arrays import NO_INT32
 
 NONE = -1  # in place of a slot
 UNLIMITED = 2**62

@@ -27,8 +27,8 @@ from typing import Any
 from lightserve.config import ServerConfig
 from lightserve.config.parse import MODULE, parse_server
 from lightserve.errors import LightserveError
-from lightserve.io_struct import StartupPhase
 from lightserve.ipc.process import EXIT_CONFIG_ERROR, error_line
+from lightserve.messages.control import StartupPhase
 from lightserve.server.banner import banner, print_banner, print_error, print_line
 from lightserve.server.checks import ModelInfo, check, with_local_files
 from lightserve.server.engine_supervisor import supervise_engines

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lightserve.config import ClusterConfig, HttpConfig
-from lightserve.io_struct import EngineReady, StartupPhase
+from lightserve.messages.control import EngineReady, StartupPhase
 from lightserve.server.checks import ModelInfo
 from lightserve.utils.logger import fields, init_logger, is_json
 from lightserve.utils.terminal import CLEAR_LINE, Style

@@ -18,7 +18,8 @@ from typing import Protocol
 import msgspec
 
 from lightserve.errors import ServerError
-from lightserve.io_struct import (
+from lightserve.ipc.process import STOP_SIGNALS, ChildConfig
+from lightserve.messages.control import (
     ChildFailed,
     Drained,
     EngineReady,
@@ -31,7 +32,6 @@ from lightserve.io_struct import (
     ToChild,
     WorkersLost,
 )
-from lightserve.ipc.process import STOP_SIGNALS, ChildConfig
 
 EXIT_GRACE_S = 2.0  # from the first evidence that a child is exiting until the launcher kills it
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import EngineReady, StartRank
 from lightserve.ipc.process import ChildConfig
+from lightserve.messages.control import EngineReady
+from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net

@@ -20,11 +20,12 @@ from lightserve.cluster.nodes.properties import node_properties
 from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
 from lightserve.config import ServerConfig
 from lightserve.errors import ServerError
-from lightserve.io_struct import NODE_PROTOCOL, ConnectRank, ConnectStore, NodeHello, RankExited, StartRank
 from lightserve.ipc.channel import MessageError
 from lightserve.ipc.process import ChildConfig
 from lightserve.links.gateway_link import LinkLostError
 from lightserve.links.keys import read_node_key
+from lightserve.messages.control import RankExited
+from lightserve.messages.nodes import NODE_PROTOCOL, ConnectRank, ConnectStore, NodeHello, StartRank
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import EXIT_GRACE_S, json_line, kill_group, spawn
 from lightserve.server.engine_processes import worker_env

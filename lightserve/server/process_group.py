@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import Drain, EngineJoined, EngineLost, EngineReady, HttpProcessLost, ToChild
 from lightserve.ipc.process import ChildConfig
+from lightserve.messages.control import Drain, EngineJoined, EngineLost, EngineReady, HttpProcessLost, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
 from lightserve.server.start_display import StartDisplay

@@ -7,8 +7,9 @@ import contextlib
 
 import msgspec
 
-from lightserve.io_struct import FromChild, RankExited, StartRank
 from lightserve.ipc.process import EXIT_CRASH
+from lightserve.messages.control import FromChild, RankExited
+from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildProcess
 
 

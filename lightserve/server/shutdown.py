@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 
-from lightserve.io_struct import Drain, EngineDied
 from lightserve.ipc.process import EXIT_CONFIG_ERROR, EXIT_CRASH
+from lightserve.messages.control import Drain, EngineDied
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import ChildDiedError
 from lightserve.server.process_group import ProcessGroup

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
-from lightserve.io_struct import StartupProgress
+from lightserve.messages.control import StartupProgress
 from lightserve.utils.progress import ProgressState, StreamOutput
 
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 
 from lightserve.config import LaunchConfig
-from lightserve.io_struct import NewWorkers, WorkersLost
+from lightserve.messages.control import NewWorkers, WorkersLost
 from lightserve.server.child_process import EXIT_GRACE_S, ChildDiedError
 from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.process_group import EXIT_SETTLE_S

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.router.req import Req
 from lightserve.simulate.front import NO_FRONT, Front, HttpProcesses
 from lightserve.simulate.gpu import EOS

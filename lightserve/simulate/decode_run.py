@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightserve.messages.int_arrays import BLOCK, Int32Array, Int64Array, Tails
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.planner import PlannedStep
-from lightserve.utils.int_arrays import BLOCK, Int32Array, Int64Array, Tails
 
 OneStep = tuple[Int32Array, Int64Array]  # the slots of the step, and the tokens of each request after it
 

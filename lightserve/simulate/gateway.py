@@ -19,11 +19,11 @@ from lightserve.cluster.load_estimate import Assignment, MeasuredLoad, SharedRat
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
-from lightserve.io_struct import KvTicket
+from lightserve.messages.block_hash import Hashes, block_hashes
+from lightserve.messages.cluster import KvTicket
 from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
-from lightserve.utils.block_hash import Hashes, block_hashes
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightserve.io_struct import Step, TokenColumns
-from lightserve.utils.int_arrays import NO_INT64, Int64Array, int64s
+from lightserve.messages.int_arrays import NO_INT64, Int64Array, int64s
+from lightserve.messages.step import Step, TokenColumns
 
 EOS, OTHER = 0, 1  # token ids that the simulated model returns
 MIN_IDS = 1024  # requests that arrays are made for at once

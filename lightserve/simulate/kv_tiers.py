@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from lightserve.io_struct import HostKvSize, KvFetch, KvFetched, KvFlush, KvFlushed, KvLoad, KvLoaded, KvLookup
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.control import HostKvSize
+from lightserve.messages.step import KvLoad
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 T = TypeVar("T")
 

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightserve.io_struct import KvExpect, KvPush, KvWanted
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvWanted
+from lightserve.messages.step import KvExpect, KvPush
 
 NETWORK_BYTES_PER_S = 12.5e9  # of a card, in and out: 100 Gbit/s
 END = 0  # blocks of an event that ends a ticket

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.utils.int_arrays import NO_INT32, Int32Array, int32s
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, int32s
 
 VOCAB_SIZE = 32_000
 FIRST_ID = 2  # smallest id in prompts: the simulated model generates the ids below

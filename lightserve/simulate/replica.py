@@ -10,18 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.io_struct import (
-    NO_TOKENS,
-    KvCancel,
-    KvExpect,
-    KvMissing,
-    KvPush,
-    KvReceived,
-    KvTarget,
-    KvTicket,
-    KvWanted,
-    TokenColumns,
-)
+from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvTicket, KvWanted
+from lightserve.messages.step import NO_TOKENS, KvExpect, KvPush, TokenColumns
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.policy import make_policy

@@ -11,7 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightserve.io_struct import GenerationParams, KvMissing, KvReceived, KvTarget, KvWanted
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvMissing, KvTarget, KvWanted
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.req import Req
 from lightserve.simulate.client import Client, NewRequest
 from lightserve.simulate.gateway import Gateway
@@ -20,7 +23,6 @@ from lightserve.simulate.kv_transfer import KvTransfers, Split, Ticket
 from lightserve.simulate.load import Load
 from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 JOB = GenerationParams.of(max_new_tokens=1, temperature=0.0, seed=0)  # of a prompt that is computed for another server
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import INT32_MAX, FinishReason, GenerationParams
+from lightserve.messages.params import INT32_MAX, FinishReason, GenerationParams
 
 MAX_CANDIDATES = 20  # top logprobs that the engine returns for a token
 MAX_LENGTH_PENALTY = 10.0  # INT32_MAX ** 10 is far from overflowing

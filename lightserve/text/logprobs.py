@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from lightserve.io_struct import PromptLogprobs, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.step import PromptLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes this number
 

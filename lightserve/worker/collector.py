@@ -26,8 +26,8 @@ import numpy as np
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
-from lightserve.io_struct import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
-from lightserve.utils.int_arrays import Int32Array, Int64Array
+from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.messages.step import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
 from lightserve.worker.infer_batch import Sampled, SampledRow, StepUpdates, TokenUpdate
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.rpc import GetResult

@@ -14,9 +14,11 @@ from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
-from lightserve.io_struct import HostKvSize, Int32s, KvLoad, KvLoaded, KvStore
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import int32s
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.control import HostKvSize
+from lightserve.messages.int_arrays import Int32s, int32s
+from lightserve.messages.step import KvLoad, KvStore
+from lightserve.messages.worker_calls import KvLoaded
 from lightserve.utils.logger import init_logger
 from lightserve.utils.memory import free_ram
 

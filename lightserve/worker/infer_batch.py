@@ -14,8 +14,8 @@ from lightserve.common import ops
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
-from lightserve.io_struct import NewReq, Step
-from lightserve.utils.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
+from lightserve.messages.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
+from lightserve.messages.step import NewReq, Step
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.kept_reqs import KeptReqs
 from lightserve.worker.lora import write_groups

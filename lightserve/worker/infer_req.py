@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightserve.common import ops
-from lightserve.io_struct import SamplingParams, StoppingParams
-from lightserve.utils.int_arrays import GrowingArray, Int32Array
+from lightserve.messages.int_arrays import GrowingArray, Int32Array
+from lightserve.messages.params import SamplingParams, StoppingParams
 from lightserve.worker.req_columns import ReqColumns, ReqLengths
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from lightserve.io_struct import NewReq
-from lightserve.utils.int_arrays import Int32Array, int32s
+from lightserve.messages.int_arrays import Int32Array, int32s
+from lightserve.messages.step import NewReq
 from lightserve.worker.infer_req import InferReq
 
 

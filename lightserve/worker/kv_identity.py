@@ -7,9 +7,9 @@ from hashlib import blake2b
 from lightserve import __version__
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import KvIdentity
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.control import KvIdentity
 from lightserve.model_files.config.digest import config_digest
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.worker.block_store.frame import identity_of
 
 

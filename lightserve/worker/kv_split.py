@@ -23,10 +23,11 @@ from lightserve.common.device import Device, to_device
 from lightserve.common.device.base import Wait
 from lightserve.common.kv.host_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.io_struct import Int32s, KvExpect, KvPush, KvReceived
 from lightserve.links.tls import PeerContexts
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import int32s
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.int_arrays import Int32s, int32s
+from lightserve.messages.step import KvExpect, KvPush
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.utils.logger import init_logger
 from lightserve.worker.kv_mover.base import Frame, Incoming, KvMover, Outgoing
 from lightserve.worker.kv_mover.carrier import ReadableMemory

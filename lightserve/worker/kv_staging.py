@@ -13,7 +13,7 @@ from torch import Tensor
 from lightserve.common.device import Device
 from lightserve.common.kv.host_kv import HostKv, block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
 
 FRAME_BYTES = 2**25  # a frame has so many at most, or one block
 STAGED_FRAMES = 16  # frames in host memory: on their way to the device or to the network

@@ -15,7 +15,8 @@ from lightserve.common.basemodel import LoraArgs, TpPartBaseModel
 from lightserve.common.device import host_memory
 from lightserve.config import WorkerConfig
 from lightserve.errors import LightserveError
-from lightserve.io_struct import LoraLoad, LoraLoaded, LoraPlace
+from lightserve.messages.step import LoraPlace
+from lightserve.messages.worker_calls import LoraLoad, LoraLoaded
 from lightserve.model_files.lora.adapter import Adapter, check_rank, read_adapter
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.utils.logger import init_logger

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvIdentity, KvLookup
+from lightserve.messages.control import KvIdentity
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
 from lightserve.utils.logger import init_logger
 from lightserve.worker.block_store.base import BlockStore
 from lightserve.worker.block_store.disk import DiskStore

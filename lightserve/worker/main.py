@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
-from lightserve.io_struct import EngineReady, StartupPhase, StartupProgress
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
+from lightserve.messages.control import EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers

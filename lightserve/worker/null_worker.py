@@ -7,9 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import PROFILE
+from lightserve.messages.control import EngineReady, PoolingLimits
+from lightserve.messages.step import Embedding, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.worker.profiler import WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler

@@ -13,16 +13,9 @@ from lightserve.common.basemodel import Pooler
 from lightserve.common.device import copy_to_host
 from lightserve.common.device.base import HostCopy
 from lightserve.errors import ModelFilesError
-from lightserve.io_struct import (
-    Embedding,
-    NewReq,
-    PoolingLimits,
-    ReqFailed,
-    SamplingParams,
-    Step,
-    StepResult,
-    StepRow,
-)
+from lightserve.messages.control import PoolingLimits
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import Embedding, NewReq, ReqFailed, Step, StepResult, StepRow
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer

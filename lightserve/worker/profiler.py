@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult
+from lightserve.messages.step import Step, StepResult
+from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
 from lightserve.utils.logger import init_logger
 from lightserve.utils.trace_recorder import TraceRecorder
 from lightserve.worker.rpc import GetResult, Launch

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.utils.int_arrays import Tails
+from lightserve.messages.int_arrays import Tails
 
 FIELDS = (
     "cache_len",  # tokens in the KV cache, with those of the step that was packed last

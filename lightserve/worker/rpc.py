@@ -14,9 +14,9 @@ import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import Step, StepResult
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import RUN, WorkerCall
+from lightserve.messages.step import Step, StepResult
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

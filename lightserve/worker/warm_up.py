@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import msgspec
 
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 
 PROMPT_LENGTHS = (16, 7, 100, 1)  # Triton compiles one kernel for 1, one for multiples of 16, one for other lengths
 NUM_DECODES = 2

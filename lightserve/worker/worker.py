@@ -15,16 +15,9 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import (
-    CompileGrammar,
-    HostKvSize,
-    NewReq,
-    PoolingLimits,
-    Step,
-    StepLimits,
-    StepResult,
-    WindowedKv,
-)
+from lightserve.messages.control import HostKvSize, PoolingLimits, StepLimits, WindowedKv
+from lightserve.messages.step import NewReq, Step, StepResult
+from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as

@@ -6,8 +6,8 @@ import os
 import signal
 from functools import partial
 
-from lightserve.io_struct import Step
 from lightserve.ipc.process import run_child
+from lightserve.messages.step import Step
 from lightserve.worker.null_worker import NullWorker, main
 from lightserve.worker.rpc import GetResult
 

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.messages.control import EngineReady
+from lightserve.messages.step import Step, StepResult, Token, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from lightserve.worker.rpc import GetResult, StepServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from lightserve.offline.llm import LLM
 from lightserve.text.beam_search import BeamParams, BeamResult
 from test.api.server import ServerProcess, running_server

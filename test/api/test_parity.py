@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess
 from test.real_model import GOLDEN_TOKENS, PROMPTS, golden_ids, smollm2_tokenizer

@@ -12,7 +12,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from lightserve.io_struct import FinishReason, GenerationParams
+from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.offline.llm import LLM
 from lightserve.text.grammar.specs import schema_grammar
 from test.api.server import ServerProcess

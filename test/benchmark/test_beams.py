@@ -10,7 +10,7 @@ import pytest
 
 from benchmark.engine.beams import BatchOnly, Costs, LocalServer, measure
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import Step, StepResult
+from lightserve.messages.step import Step, StepResult
 from lightserve.text.beam_search import BeamParams
 from test.waiting import DEADLINE_S, until
 

@@ -8,7 +8,7 @@ import pytest
 from benchmark import models
 from benchmark.engine import grammar
 from lightserve.common.basemodel import ModelConfig
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.model_files.source import resolve
 
 

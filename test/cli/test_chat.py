@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from test.cli.terminal import CTRL_C, CTRL_D, ROOT, Terminal, in_terminal
 from test.httpserver.fake_engine import spell
 from test.httpserver.openai_server import Server, fails, rows, running

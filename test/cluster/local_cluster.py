@@ -13,32 +13,21 @@ from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.routing import make_policy
 from lightserve.config import RouterConfig
-from lightserve.io_struct import (
-    BatchTokenIdOut,
-    EngineReady,
-    FromEngine,
-    GenerateReq,
-    GenerationParams,
-    KvReceived,
-    NewReq,
-    ReqFailed,
-    RouterStats,
-    Step,
-    StepResult,
-    ToDetokenization,
-    ToEngine,
-    Token,
-    TokenOut,
-    ToRouter,
-)
 from lightserve.ipc.channel import make_decoder
 from lightserve.ipc.codec import encode
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import FromEngine, ToEngine
+from lightserve.messages.control import EngineReady
+from lightserve.messages.output import BatchTokenIdOut, RouterStats, ToDetokenization
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.request import GenerateReq, ToRouter
+from lightserve.messages.step import NewReq, ReqFailed, Step, StepResult, Token, TokenOut
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 

@@ -16,11 +16,12 @@ import msgspec
 
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.config import RouterConfig
-from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady, KvIdentity
 from lightserve.links.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
 from lightserve.links.engine_server import EngineServer
 from lightserve.links.engines_file import EnginesFile
 from lightserve.links.keys import EngineKeys, GatewayKeys, generate, read_engine_keys, read_gateway_keys
+from lightserve.messages.cluster import LINK_PROTOCOL, EngineHello
+from lightserve.messages.control import EngineReady, KvIdentity
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.logger import init_logger
 from test.cluster.local_cluster import POOL, LocalCluster, LocalEngine, SeededModel

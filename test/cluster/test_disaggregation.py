@@ -23,7 +23,9 @@ from lightserve.cluster.disaggregation import (
     timeout_s,
 )
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
-from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, KvIdentity, SchedulingParams
+from lightserve.messages.control import KvIdentity
+from lightserve.messages.params import GenerationParams, SchedulingParams
+from lightserve.messages.request import AbortReq, GenerateReq
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
 from test.cluster.test_dispatcher import LONG, break_something, check, tokens

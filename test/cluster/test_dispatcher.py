@@ -12,22 +12,19 @@ from typing import Any
 import pytest
 
 from lightserve.config import RouterConfig
-from lightserve.io_struct import (
+from lightserve.messages.control import HttpProcessLost
+from lightserve.messages.output import ProfileReply, Timelines
+from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.request import (
     REQ_ID_BITS,
     AbortByRequestId,
     AbortReq,
     ContinueReq,
-    FinishReason,
     GenerateReq,
-    GenerationParams,
     GetTimelines,
-    HttpProcessLost,
-    ProfileReply,
     ReleaseParents,
-    SchedulingParams,
     SpanCounts,
     StartProfile,
-    Timelines,
 )
 from test.cluster.local_cluster import LocalCluster, local_cluster, token_of
 from test.waiting import until

@@ -20,19 +20,6 @@ from lightserve.cluster.nodes.link import NodeLink, NodeRefusedError
 from lightserve.cluster.nodes.properties import difference
 from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams, Target
 from lightserve.config.parse import parse_server
-from lightserve.io_struct import (
-    NODE_PROTOCOL,
-    ConnectRank,
-    ConnectStore,
-    FromChild,
-    NodeHello,
-    OpenStream,
-    RankExited,
-    StartRank,
-    StreamData,
-    StreamEnd,
-    StreamMessage,
-)
 from lightserve.ipc.channel import MessageError
 from lightserve.ipc.process import ChildConfig
 from lightserve.links.curve import (
@@ -44,6 +31,18 @@ from lightserve.links.curve import (
 )
 from lightserve.links.gateway_link import LinkLostError
 from lightserve.links.keys import generate, read_node_key
+from lightserve.messages.control import FromChild, RankExited
+from lightserve.messages.nodes import (
+    NODE_PROTOCOL,
+    ConnectRank,
+    ConnectStore,
+    NodeHello,
+    OpenStream,
+    StartRank,
+    StreamData,
+    StreamEnd,
+    StreamMessage,
+)
 from lightserve.utils.logger import init_logger
 from test.cluster.tcp_cluster import free_port
 from test.waiting import DEADLINE_S, until

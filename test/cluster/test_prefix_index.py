@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from lightserve.cluster.prefix_index import PrefixIndex
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
 
 ENGINES = 3
 Prefix = tuple[int, ...]

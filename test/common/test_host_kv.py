@@ -9,8 +9,8 @@ from lightserve.common.device import pick_device
 from lightserve.common.kv.host_kv import HostKv, block_bytes
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.io_struct import KvLoad, KvStore
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.step import KvLoad, KvStore
 from lightserve.worker.host_tier import HostTier
 
 SIZE, NUM_BLOCKS = 400, 3

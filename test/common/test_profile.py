@@ -16,7 +16,7 @@ from lightserve.common.device.profile import (
     for_model,
     gpu_profile,
 )
-from lightserve.io_struct import StepLimits
+from lightserve.messages.control import StepLimits
 from lightserve.worker.step_runner import graph_shape_for, graph_shapes
 
 CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have

@@ -11,27 +11,23 @@ from typing import Any, TypeVar
 import pytest
 
 from lightserve.detokenization.manager import DetokenizationManager
-from lightserve.io_struct import (
-    REQ_ID_BITS,
-    AbortReq,
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.output import (
     Admission,
     BatchStrOut,
     BatchTokenIdOut,
-    FinishReason,
     MetricsSnapshot,
-    ReqFailed,
     RouterStats,
     StrOut,
-    TextParams,
     TextReq,
     Timelines,
     ToDetokenization,
     ToHttpserver,
-    Token,
     TokenIdOut,
-    ToRouter,
 )
-from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.params import FinishReason, TextParams
+from lightserve.messages.request import REQ_ID_BITS, AbortReq, ToRouter
+from lightserve.messages.step import ReqFailed, Token
 from test.real_model import smollm2_tokenizer
 from test.waiting import until
 

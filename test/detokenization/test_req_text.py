@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightserve.detokenization.req_text import ReqText
-from lightserve.io_struct import FinishReason, TextParams
+from lightserve.messages.params import FinishReason, TextParams
 from test.real_model import smollm2_tokenizer
 
 

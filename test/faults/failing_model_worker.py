@@ -6,8 +6,8 @@ import copy
 
 from lightserve.common.basemodel import DecoderPreAndPostWeight
 from lightserve.common.quantization import UnquantizedLinear
-from lightserve.io_struct import Step
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.messages.step import Step
 from lightserve.worker import main as model_main, worker
 from lightserve.worker.rpc import GetResult
 from test.faults.failing_worker import NAN_TOKEN_ID, raise_at_poison

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from lightserve.io_struct import ReqFailed, Step, StepResult
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
+from lightserve.messages.step import ReqFailed, Step, StepResult
 from lightserve.worker import null_worker
 from lightserve.worker.rpc import GetResult
 

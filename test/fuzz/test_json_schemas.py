@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.grammar.check import GrammarCheck
-from lightserve.io_struct import MAX_GRAMMAR_LENGTH, GrammarSpec
+from lightserve.messages.params import MAX_GRAMMAR_LENGTH, GrammarSpec
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.process import MAX_PEAK_MIB
 from lightserve.text.grammar.specs import schema_grammar

@@ -14,9 +14,12 @@ from hypothesis import given, reject, strategies as st
 from msgspec import inspect
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import FromChild, Step, ToChild, ToDetokenization, ToHttpserver, TokenOut, ToRouter
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode, make_decode
+from lightserve.messages.control import FromChild, ToChild
+from lightserve.messages.output import ToDetokenization, ToHttpserver
+from lightserve.messages.request import ToRouter
+from lightserve.messages.step import Step, TokenOut
 from test.fuzz.profile import FUZZ
 
 ON_THE_WIRE: dict[str, Any] = {

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from lightserve.detokenization.req_text import ReqText
 from lightserve.detokenization.stop import StopMatcher
-from lightserve.io_struct import FinishReason, TextParams
+from lightserve.messages.params import FinishReason, TextParams
 from lightserve.model_files import Tokenizer
 from lightserve.text.parsing import Output, OutputParser, merge_deltas
 from lightserve.text.parsing.delta_writer import DeltaWriter

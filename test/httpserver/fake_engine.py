@@ -13,31 +13,32 @@ import msgspec
 from lightserve.config import HttpConfig
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
-from lightserve.io_struct import (
-    AbortReq,
-    AdapterQuery,
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.control import EngineReady
+from lightserve.messages.output import (
     AdapterReply,
     Admission,
     BatchStrOut,
-    ContinueReq,
     EmbeddingOut,
-    EngineReady,
-    FinishReason,
-    GenerateReq,
-    GetTimelines,
     ProfileReply,
-    ReleaseParents,
-    ReqFailed,
     RequestTimeline,
-    StartProfile,
-    StopProfile,
     StrOut,
     Timelines,
     ToHttpserver,
-    Token,
+)
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import (
+    AbortReq,
+    AdapterQuery,
+    ContinueReq,
+    GenerateReq,
+    GetTimelines,
+    ReleaseParents,
+    StartProfile,
+    StopProfile,
     ToRouter,
 )
-from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.step import ReqFailed, Token
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 LIMITS = EngineReady(

@@ -19,7 +19,10 @@ import uvicorn
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
+from lightserve.messages.output import Admission, StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.httpserver.fake_engine import FakeEngine, Script, engine, spell

@@ -20,17 +20,10 @@ from lightserve.httpserver import engine_client as manager
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import EngineState, PromptRequest
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.io_struct import (
-    REQ_ID_BITS,
-    FinishReason,
-    GenerateReq,
-    GenerationParams,
-    MetricsSnapshot,
-    ReqFailed,
-    RouterStats,
-    StrOut,
-    Token,
-)
+from lightserve.messages.output import MetricsSnapshot, RouterStats, StrOut
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.request import REQ_ID_BITS, GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
 from test.waiting import DEADLINE_S, until
 

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from lightserve.config import ClusterConfig, HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
-from lightserve.io_struct import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
 from lightserve.ipc.process import ChildConfig, process_name
+from lightserve.messages.control import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = ServerConfig(
@@ -27,7 +27,7 @@ DEADLINE_S = 120.0  # far longer than any test needs, even on a loaded machine
 PRELUDE = """
 import asyncio, signal, sys
 from lightserve.errors import ModelFilesError
-from lightserve.io_struct import Drained, ChildFailed, StartupPhase, Ready
+from lightserve.messages.control import Drained, ChildFailed, StartupPhase, Ready
 from lightserve.ipc.process import run_child
 """
 

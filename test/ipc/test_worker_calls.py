@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lightserve.errors import WorkerCallError
-from lightserve.io_struct import KvFetched, KvFlushed, KvLoaded, LoraLoaded, ProfileResult
 from lightserve.ipc.worker_calls import (
     FETCH_KV,
     FLUSH_KV,
@@ -19,6 +18,7 @@ from lightserve.ipc.worker_calls import (
     WAIT_FOR_LOAD,
     WorkerCall,
 )
+from lightserve.messages.worker_calls import KvFetched, KvFlushed, KvLoaded, LoraLoaded, ProfileResult
 
 FAILED = WorkerCallError("model worker 1: a call: OSError: the disk is gone")
 

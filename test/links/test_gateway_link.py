@@ -18,30 +18,6 @@ import zmq
 import zmq.asyncio
 
 from lightserve.cluster.inflight_request import open_request
-from lightserve.io_struct import (
-    LINK_PROTOCOL,
-    REQ_ID_BITS,
-    AbortReq,
-    BatchTokenIdOut,
-    DispatchedReq,
-    EngineReady,
-    EngineToGateway,
-    FinishReason,
-    GatewayHello,
-    GenerateReq,
-    GenerationParams,
-    GetTimelines,
-    MovedReqs,
-    PromptLogprobs,
-    ReleaseParents,
-    RequestTimeline,
-    SchedulingParams,
-    TimelineEvent,
-    Timelines,
-    Token,
-    TokenColumns,
-    TokenIdOut,
-)
 from lightserve.ipc.channel import make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.links import engine_server, gateway_link
@@ -52,6 +28,12 @@ from lightserve.links.gateway_link import GatewayLink, LinkLostError
 from lightserve.links.keys import GatewayKeys
 from lightserve.links.request_ids import engine_id, gateway_id, session_of
 from lightserve.links.translation import for_other_clock
+from lightserve.messages.cluster import LINK_PROTOCOL, DispatchedReq, EngineToGateway, GatewayHello, MovedReqs
+from lightserve.messages.control import EngineReady
+from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, TimelineEvent, Timelines, TokenIdOut
+from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.request import REQ_ID_BITS, AbortReq, GenerateReq, GetTimelines, ReleaseParents
+from lightserve.messages.step import PromptLogprobs, Token, TokenColumns
 from test.cluster.local_cluster import POOL, LocalCluster
 from test.cluster.tcp_cluster import DIGEST, TcpCluster, hello_of, ready_of, tcp_cluster
 from test.cluster.test_dispatcher import LONG, tokens

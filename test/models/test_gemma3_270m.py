@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightserve.common.basemodel import LogitRows
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.model_files import resolve
 from lightserve.offline.llm import LLM
 from lightserve.tools.oracle import load_transformers

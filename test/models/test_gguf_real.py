@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightserve.common.device.cpu import CpuDevice
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM
 from test.real_model import PROMPTS
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.parallel import RankGroup
 from lightserve.errors import CheckpointError, ModelFilesError, ServerError
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.offline.llm import LLM

@@ -11,7 +11,7 @@ import torch
 from lightserve.common import ops, triton_kernel  # noqa: F401  registers its backend
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.errors import ModelFilesError
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM
 from test.models.architectures.case import MAX_LEN, Tiny, build
 from test.models.architectures.cases import CASES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightserve.common.basemodel import LogitRows
-from lightserve.io_struct import FinishReason, GenerationParams
+from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.offline.llm import LLM
 from test.models.session import Session
 from test.real_model import GOLDEN_TOKENS, PROMPTS, ROOT, golden_ids, transformers_smollm2

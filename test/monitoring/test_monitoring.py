@@ -21,9 +21,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lightserve.io_struct import JournalCounts, RouterStats, SpanCounts
+from lightserve.messages.metrics import METRICS, add_http_counts
+from lightserve.messages.output import RouterStats
+from lightserve.messages.request import JournalCounts, SpanCounts
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.metrics import METRICS, add_http_counts
 from test.httpserver.app_client import served
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"

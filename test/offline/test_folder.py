@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM
 from test.models.tiny import build_hf
 

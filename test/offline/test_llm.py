@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError, ModelFilesError, PromptTooLongError, ServerError
-from lightserve.io_struct import FinishReason, GenerationParams
+from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.offline.llm import LLM
 
 GREEDY = GenerationParams.of(max_new_tokens=12, temperature=0)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import GenerationParams, Step
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
 from lightserve.worker.rpc import GetResult
 from test.models.tiny import build_hf

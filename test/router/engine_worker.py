@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightserve.io_struct import Int32s, KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.int_arrays import Int32s, int32s
+from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import int32s
 from test.router.sources import source_of
 from test.router.test_scheduler import ROOT, KvWorker, fold
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from lightserve.io_struct import Token, TokenColumns, TokenOut
+from lightserve.messages.step import Token, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.router import req_queue
 from lightserve.router.kv_tiers.gate import PROBE_S
 from lightserve.router.kv_tiers.incoming import MIN_COMING_TOKENS, OpenTicket
@@ -17,7 +18,6 @@ from lightserve.router.req import Req
 from lightserve.router.req_queue import Place
 from lightserve.router.scheduler import waits
 from lightserve.router.scheduler.waits import MIN_PENDING_PREFIX_TOKENS
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.router.test_histories import History, few_seeds
 
 

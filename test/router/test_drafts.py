@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import FinishReason, GrammarSpec, Step, Token, TokenColumns, TokenOut, WindowedKv
+from lightserve.messages.control import WindowedKv
+from lightserve.messages.int_arrays import BLOCK
+from lightserve.messages.params import FinishReason, GrammarSpec
+from lightserve.messages.step import Step, Token, TokenColumns, TokenOut
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.int_arrays import BLOCK
 from test.router.processing import process_tokens
 from test.router.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
 

@@ -17,28 +17,18 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
-from lightserve.io_struct import (
-    GrammarSpec,
-    HostKvSize,
-    KvCancel,
-    KvLoaded,
-    KvMissing,
-    KvReceived,
-    KvTarget,
-    KvTicket,
-    KvWanted,
-    ReqFailed,
-    Step,
-    TokenOut,
-    WindowedKv,
-)
+from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
+from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvTicket, KvWanted
+from lightserve.messages.control import HostKvSize, WindowedKv
+from lightserve.messages.params import GrammarSpec
+from lightserve.messages.step import ReqFailed, Step, TokenOut
+from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits
-from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
 from test.router.kv_tiers.test_tiers import Disk, LowerClient

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lightserve.config.parse import parse_server
-from lightserve.io_struct import EngineReady, HostKvSize, KvIdentity
+from lightserve.messages.control import EngineReady, HostKvSize, KvIdentity
 from lightserve.router.kv_identity import CACHE, file_hashes, kv_identity
 from test.server.launcher_process import tiny_model
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from lightserve.io_struct import KvExpect, KvTarget, Step
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvTarget
+from lightserve.messages.step import KvExpect, Step
 from lightserve.router.kv_pool import KvPool, PrefixLoad
 from lightserve.router.kv_tiers.source import Activity, KvSource, KvTransfers, LoadContext
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.router.processing import process_tokens
 from test.router.test_scheduler import make, make_req
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import ReqFailed, Step, TokenColumns, TokenOut
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.step import ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LockstepScheduler
 from lightserve.router.scheduler.lockstep import GroupLoad, choose_group
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.router.test_scheduler import KvWorker, endless, make, make_req, prompts, truth
 
 NUM_GROUPS = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightserve.io_struct import LoraPlace, Step, Token, TokenOut
+from lightserve.messages.step import LoraPlace, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits

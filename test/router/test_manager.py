@@ -14,43 +14,29 @@ import pytest
 
 from lightserve.config import RouterConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import (
+from lightserve.ipc.channel import Receiver, Sender
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
+from lightserve.messages.block_hash import block_keys
+from lightserve.messages.control import EngineReady, HostKvSize, HttpProcessLost
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.output import BatchTokenIdOut, RouterStats, ToDetokenization, TokenIdOut
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SchedulingParams
+from lightserve.messages.request import (
     REQ_ID_BITS,
     AbortByRequestId,
     AbortReq,
-    BatchTokenIdOut,
     ContinueReq,
-    EngineReady,
-    FinishReason,
     GenerateReq,
-    GenerationParams,
-    GrammarSpec,
-    HostKvSize,
-    HttpProcessLost,
-    ParentPart,
     ReleaseParents,
-    ReqFailed,
-    RouterStats,
-    SchedulingParams,
-    Step,
-    StepResult,
-    ToDetokenization,
-    Token,
-    TokenColumns,
-    TokenIdOut,
-    TokenOut,
     ToRouter,
 )
-from lightserve.ipc.channel import Receiver, Sender
-from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
+from lightserve.messages.step import ParentPart, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
-from lightserve.utils.block_hash import block_keys
-from lightserve.utils.int_arrays import int32s
 from test.waiting import DEADLINE_S, until
 
 EOS = 2

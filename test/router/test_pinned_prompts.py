@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from lightserve.errors import OptionError
-from lightserve.io_struct import EngineReady, GenerateReq, GenerationParams, Token, TokenOut
+from lightserve.messages.control import EngineReady
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.pinned_prompts import PinnedPrompts, check_room
 from lightserve.router.req import Req

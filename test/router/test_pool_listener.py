@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import ReqFailed
+from lightserve.messages.step import ReqFailed
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req

@@ -12,16 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightserve.io_struct import (
-    ProfileCommand,
-    ProfileReply,
-    ProfileResult,
-    RequestTimeline,
-    StartProfile,
-    StopProfile,
-    TimelineEvent,
-)
 from lightserve.ipc.worker_calls import PROFILE, WorkerCall
+from lightserve.messages.output import ProfileReply, RequestTimeline, TimelineEvent
+from lightserve.messages.request import StartProfile, StopProfile
+from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
 from lightserve.router import profile_folder
 from lightserve.router.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.request_tracks import add_request_tracks

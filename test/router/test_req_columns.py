@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightserve.io_struct import TokenColumns, WindowedKv
+from lightserve.messages.control import WindowedKv
+from lightserve.messages.int_arrays import BLOCK, GrowingArray, Heads, Int32Array, Tails, int32s
+from lightserve.messages.step import TokenColumns
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.utils.int_arrays import BLOCK, GrowingArray, Heads, Int32Array, Tails, int32s
 from test.router.test_scheduler import endless
 
 OTHER = 50  # a token that ends no request

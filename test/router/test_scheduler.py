@@ -15,20 +15,11 @@ from hypothesis import given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import (
-    FinishReason,
-    GenerationParams,
-    GrammarSpec,
-    Int32s,
-    NewReq,
-    ParentPart,
-    Step,
-    StepLimits,
-    Token,
-    TokenOut,
-    WindowedKv,
-)
 from lightserve.ipc.codec import encode
+from lightserve.messages.control import StepLimits, WindowedKv
+from lightserve.messages.int_arrays import Int32s, int32s, int64s
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
+from lightserve.messages.step import NewReq, ParentPart, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.radix_cache import RadixNode
@@ -38,7 +29,6 @@ from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
 from lightserve.router.windowed_pool import NONE, WindowedPool
-from lightserve.utils.int_arrays import int32s, int64s
 from test.router.processing import process_tokens
 
 EOS = 7

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightserve.config import RouterConfig, WorkerConfig
-from lightserve.io_struct import StepLimits
+from lightserve.messages.control import StepLimits
 from lightserve.router.scheduler.chunk_sizing import bounded_tokens, long_prompt_tokens
 from lightserve.router.scheduler.limits import make_limits
 from lightserve.router.scheduler.step_cost import MIN_STEPS, StepCost

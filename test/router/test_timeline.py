@@ -9,16 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lightserve.io_struct import (
-    AbortReq,
-    GenerateReq,
-    GenerationParams,
-    GetTimelines,
-    RequestTimeline,
-    SchedulingParams,
-    TimelineEvent,
-    Timelines,
-)
+from lightserve.messages.output import RequestTimeline, TimelineEvent, Timelines
+from lightserve.messages.params import GenerationParams, SchedulingParams
+from lightserve.messages.request import AbortReq, GenerateReq, GetTimelines
 from lightserve.router.timeline import MAX_EVENTS, TimelineRing
 from test.router.test_manager import Router, check, request
 from test.waiting import until

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from lightserve.io_struct import NO_TOKENS, StepResult, Token, TokenColumns, TokenOut, joined_columns
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import RUN
+from lightserve.messages.int_arrays import BLOCK, Tails
+from lightserve.messages.step import NO_TOKENS, StepResult, Token, TokenColumns, TokenOut, joined_columns
 from lightserve.router.scheduler import Scheduler
-from lightserve.utils.int_arrays import BLOCK, Tails
 from test.router.processing import process_tokens
 from test.router.test_scheduler import EOS, make, make_req
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import HostKvSize, KvLoaded, KvMissing, KvReceived, KvTicket, KvWanted, Step, Token, TokenOut
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvMissing, KvTicket, KvWanted
+from lightserve.messages.control import HostKvSize
+from lightserve.messages.step import Step, Token, TokenOut
+from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.lower import LOOKUP_S
@@ -15,7 +19,6 @@ from lightserve.router.policy import LOOK_AHEAD, make_policy
 from lightserve.router.radix_cache import Ids, common_len
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits, waits
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.cpu_time import growth
 from test.router.processing import process_tokens
 from test.router.test_scheduler import make_req

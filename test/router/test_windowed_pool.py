@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import FinishReason, ReqFailed, WindowedKv
+from lightserve.messages.control import WindowedKv
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import ReqFailed
 from lightserve.router.windowed_pool import SlotQueue, WindowedPool
 from test.router.test_scheduler import Server, fresh_histories, make, make_req, truth
 

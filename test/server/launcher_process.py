@@ -22,7 +22,7 @@ PRELUDE = """
 import asyncio, os, signal, socket, subprocess, sys
 from pathlib import Path
 from lightserve.errors import ModelFilesError
-from lightserve.io_struct import *
+from lightserve.messages.control import *
 from lightserve.ipc.process import run_child
 
 def note(text):

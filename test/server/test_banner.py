@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lightserve.config import ClusterConfig, HttpConfig
-from lightserve.io_struct import EngineReady
+from lightserve.messages.control import EngineReady
 from lightserve.server.banner import banner, print_banner, print_error
 from lightserve.server.checks import ModelInfo
 from lightserve.utils.logger import FORMAT_VARIABLE, JsonFormatter

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightserve.config import LaunchConfig
-from lightserve.io_struct import WorkersLost
+from lightserve.messages.control import WorkersLost
 from lightserve.server import worker_supervisor
 from lightserve.server.supervisor import MAX_FAILED_RESTARTS
 from lightserve.server.worker_supervisor import WorkerSupervisor

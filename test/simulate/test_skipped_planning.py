@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lightserve.io_struct import GenerationParams, Step, Token, TokenOut
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from lightserve.io_struct import KvExpect, KvPush, KvWanted
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvWanted
+from lightserve.messages.step import KvExpect, KvPush
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate import __main__ as command, capacity, split as split_command
 from lightserve.simulate.cells import processes
@@ -19,7 +21,6 @@ from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
 from lightserve.simulate.result import Result
 from lightserve.simulate.simulation import Failure, Simulation, simulate
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 ROLES = ("prefill", "decode", "decode")
 LOAD = Load(lognormal(300, 0.8, 1500), lognormal(20, 0.8, 60), count=24, rate=30.0, max_new_tokens=60)

@@ -14,7 +14,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import FinishReason, Step
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
 from lightserve.text.beam_search import BeamParams, BeamResult, BeamSearch, Candidates
 from lightserve.worker.rpc import GetResult

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM
 from lightserve.tools.watermark import look_for_watermark, main
 from lightserve.worker.worker import ModelWorker

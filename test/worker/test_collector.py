@@ -6,9 +6,10 @@ import pytest
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.int_arrays import Int64Array
+from lightserve.messages.params import GrammarSpec, SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
-from lightserve.utils.int_arrays import Int64Array
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.sampling.grammar import GrammarOutput
 from lightserve.worker.worker import ModelWorker

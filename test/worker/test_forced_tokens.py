@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, Step
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM, Generation
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar
 from lightserve.worker.rpc import GetResult

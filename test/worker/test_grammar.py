@@ -17,7 +17,9 @@ from llguidance import LLMatcher, LLParserLimits
 from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import CompileGrammar, FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SamplingParams
+from lightserve.messages.step import NewReq
+from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM, Generation
 from lightserve.text.grammar import compiler as compiler_module

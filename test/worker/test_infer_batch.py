@@ -10,8 +10,9 @@ import torch
 
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepResult, StepRow
-from lightserve.utils.int_arrays import BLOCK, int32s, int64s
+from lightserve.messages.int_arrays import BLOCK, int32s, int64s
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepResult, StepRow
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.rpc import GetResult

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.io_struct import NewReq, ParentPart, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, ParentPart, Step, StepRow
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_step_runner import make
 

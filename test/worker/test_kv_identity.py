@@ -12,7 +12,7 @@ import torch
 from lightserve.common.basemodel.rotary import rotary_table
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import KvFlush, KvLookup
+from lightserve.messages.worker_calls import KvFlush, KvLookup
 from lightserve.model_files.config.model_config import ROPE_TYPES, RopeConfig
 from lightserve.model_files.source import resolve
 from lightserve.worker.kv_identity import rank_identity

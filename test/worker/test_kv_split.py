@@ -22,10 +22,11 @@ import torch
 from lightserve.common.device import pick_device
 from lightserve.common.kv.host_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.io_struct import KvExpect, KvPush, KvReceived
 from lightserve.links.kv_secret import make_kv_certificate, read_kv_certificate
 from lightserve.links.tls import PeerContexts
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.step import KvExpect, KvPush
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.worker import kv_staging
 from lightserve.worker.kv_mover import pipe, sockets
 from lightserve.worker.kv_mover.base import Frame, Outgoing

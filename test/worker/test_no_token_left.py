@@ -8,7 +8,8 @@ import pytest
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM
 from lightserve.text.grammar.specs import choice_grammar

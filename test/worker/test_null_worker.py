@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.worker.null_worker import FIRST_TEXT_ID, VOCAB_SIZE, NullWorker, model_vocab_size
 from test.real_model import smollm2_tokenizer

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult, StepRow
 from lightserve.ipc.worker_calls import PROFILE
+from lightserve.messages.step import Step, StepResult, StepRow
+from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler

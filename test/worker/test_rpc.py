@@ -15,9 +15,9 @@ import pytest
 from rpyc.core import Channel, SocketStream
 from rpyc.utils.factory import connect_channel
 
-from lightserve.io_struct import Step, StepResult, StepRow, Token, TokenOut
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import RUN, WorkerCall, same_reply
+from lightserve.messages.step import Step, StepResult, StepRow, Token, TokenOut
 from lightserve.worker.rpc import GetResult, StepServer, handler
 from test.waiting import DEADLINE_S
 

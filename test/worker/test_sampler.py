@@ -14,8 +14,8 @@ from torch import Tensor
 
 import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
-from lightserve.io_struct import GenerationParams, SamplingParams
-from lightserve.utils.int_arrays import GrowingArray, int32s
+from lightserve.messages.int_arrays import GrowingArray, int32s
+from lightserve.messages.params import GenerationParams, SamplingParams
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.req_rules import NgramBans
 from lightserve.worker.sampling.sampler import NONE_ALLOWED, Sampler, SamplingPlan, make_plan

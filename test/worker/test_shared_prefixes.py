@@ -19,7 +19,8 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.triton_kernel import _gpu
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import GenerationParams, SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM
 from lightserve.worker import infer_batch, shared_prefixes, step_runner

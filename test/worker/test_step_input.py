@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.worker import step_input
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.infer_req import InferReq

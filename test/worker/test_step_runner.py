@@ -14,7 +14,8 @@ from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
 from lightserve.common.parallel import Parallel
 from lightserve.config import KvDtype, WorkerConfig
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import ProgressState, use_output
 from lightserve.worker import step_runner

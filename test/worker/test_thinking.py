@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
+from lightserve.messages.int_arrays import GrowingArray
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.offline.llm import LLM, Generation
-from lightserve.utils.int_arrays import GrowingArray
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from lightserve.common.parallel import Parallel, ParallelSizes, connect_ranks
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.messages.params import SamplingParams
+from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.worker.worker import ModelWorker
 from test.ranks import run_ranks

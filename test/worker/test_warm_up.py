@@ -4,7 +4,7 @@ import pytest
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import NewReq, Step
+from lightserve.messages.step import NewReq, Step
 from lightserve.model_files.source import resolve
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightserve.errors import ServerError
-from lightserve.io_struct import GenerationParams, Step
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
 from lightserve.router.windowed_pool import WindowedPool
 from lightserve.text.beam_search import BeamParams

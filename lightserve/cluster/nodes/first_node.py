@@ -20,25 +20,24 @@ import msgspec
 from lightserve.cluster.nodes.properties import difference
 from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams
 from lightserve.config import ServerConfig
-from lightserve.io_struct import (
-    NODE_PROTOCOL,
-    ChildFailed,
-    ConnectRank,
-    ConnectStore,
-    Heartbeat,
-    NodeAccepted,
-    NodeHello,
-    NodeRefused,
-    OpenStream,
-    RankExited,
-    StartRank,
-    ToFirstNode,
-    ToNode,
-)
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.ipc.process import EXIT_CONFIG_ERROR, ChildConfig
 from lightserve.links.curve import AsyncSocket, SeldomLog, try_send
+from lightserve.messages.cluster import Heartbeat
+from lightserve.messages.control import ChildFailed, RankExited
+from lightserve.messages.nodes import (
+    NODE_PROTOCOL,
+    ConnectRank,
+    ConnectStore,
+    NodeAccepted,
+    NodeHello,
+    NodeRefused,
+    OpenStream,
+    StartRank,
+    ToFirstNode,
+    ToNode,
+)
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

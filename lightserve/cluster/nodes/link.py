@@ -10,12 +10,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from lightserve.cluster.nodes.first_node import SILENT_TICKS, TICK_S
 from lightserve.cluster.nodes.streams import Endpoint, Streams, Target
-from lightserve.io_struct import Heartbeat, NodeAccepted, NodeHello, NodeRefused, OpenStream, ToFirstNode, ToNode
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.links.curve import node_socket, try_send
 from lightserve.links.gateway_link import ENDED, HELLO_TIMEOUT_S, LinkLostError, first_of
 from lightserve.links.keys import NODE_SECRET
+from lightserve.messages.cluster import Heartbeat
+from lightserve.messages.nodes import NodeAccepted, NodeHello, NodeRefused, OpenStream, ToFirstNode, ToNode
 from lightserve.utils import net
 
 REASONS: dict[int, str] = {

@@ -10,10 +10,10 @@ from zmq.utils import z85
 
 from lightserve.cluster.nodes.first_node import FirstNode
 from lightserve.cluster.nodes.properties import node_properties
-from lightserve.io_struct import Ready
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.curve import AllowedKeys, SeldomLog, first_node_socket, log_failed_handshakes
 from lightserve.links.keys import NODE_SECRET, read_node_key
+from lightserve.messages.control import Ready
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

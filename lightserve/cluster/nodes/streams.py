@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from lightserve.io_struct import (
+from lightserve.ipc.channel import MessageError
+from lightserve.messages.nodes import (
     ConnectRank,
     ConnectStore,
     OpenStream,
@@ -18,7 +19,6 @@ from lightserve.io_struct import (
     StreamEnd,
     StreamMessage,
 )
-from lightserve.ipc.channel import MessageError
 
 READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 64 << 20  # of one stream: a step of a prompt of a million tokens takes 4 MB

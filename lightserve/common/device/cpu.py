@@ -16,7 +16,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.device.base import CopyPart, Device, Wait
 from lightserve.common.device.profile import Profile
-from lightserve.io_struct import StepLimits
+from lightserve.messages.control import StepLimits
 from lightserve.utils.memory import free_ram
 
 NATIVE = "cpu_native"

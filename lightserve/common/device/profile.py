@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from lightserve.io_struct import StepLimits
+from lightserve.messages.control import StepLimits
 
 KIB = 1024
 TILE_TOKENS = 128  # of a matmul: a step takes as long as one of the next multiple

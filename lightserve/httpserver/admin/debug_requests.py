@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse
 
 from lightserve.errors import RequestNotFoundError
 from lightserve.httpserver.context import ServerContext
-from lightserve.io_struct import GetTimelines, RequestTimeline, TimelineEvent, Timelines
+from lightserve.messages.output import RequestTimeline, TimelineEvent, Timelines
+from lightserve.messages.request import GetTimelines
 from lightserve.utils.clock import unix_s
 
 MAX_LISTED = 1000

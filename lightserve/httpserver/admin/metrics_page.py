@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import msgspec
 
-from lightserve.io_struct import MetricsSnapshot
-from lightserve.utils.metrics import METRICS, Kind, Metric
+from lightserve.messages.metrics import METRICS, Kind, Metric
+from lightserve.messages.output import MetricsSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -68,7 +68,7 @@ _NOT_IN_VLLM = {
 
 @dataclass(frozen=True, slots=True)
 class MetricNames:
-    """The metrics that a server exports: its name for each, and the name in utils/metrics.py."""
+    """The metrics that a server exports: its name for each, and the name in messages/metrics.py."""
 
     prefix: str
     ours: Mapping[str, str]

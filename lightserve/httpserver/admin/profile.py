@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse
 from lightserve.errors import ConflictError, LightserveError, error_from_status
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import PAGE_HEADERS, Body, openapi_body, validate
-from lightserve.io_struct import ProfileReply, StartProfile, StopProfile
+from lightserve.messages.output import ProfileReply
+from lightserve.messages.request import StartProfile, StopProfile
 
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 60.0
 START_TIMEOUT_S, STOP_TIMEOUT_S = 90.0, 660.0  # longer than the router's own limits

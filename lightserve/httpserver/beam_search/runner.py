@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import DEFAULT_SCHEDULING, Generation, PromptRequest
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.io_struct import FinishReason, GenerationParams, SchedulingParams, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.step import Token
 from lightserve.model_files.tokenizer.decoding import EmptyDecodeStream
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 

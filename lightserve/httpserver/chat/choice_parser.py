@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lightserve.httpserver.chat.custom_input import CustomCallDecoder
-from lightserve.io_struct import FinishReason, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
 from lightserve.text.parsing import Delta, OutputParser, Reasoning
 
 

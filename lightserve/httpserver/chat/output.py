@@ -17,7 +17,7 @@ from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
-from lightserve.io_struct import GrammarSpec, ThinkingLimit
+from lightserve.messages.params import GrammarSpec, ThinkingLimit
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.specs import schema_grammar
 from lightserve.text.json_schema.budget import StepBudget

@@ -23,7 +23,8 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
-from lightserve.io_struct import FinishReason, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 Events = list[JsonObject]  # the type of each is its event name too

@@ -10,7 +10,7 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.http.body import Body
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.text.beam_search import MAX_CANDIDATES, MAX_LENGTH_PENALTY, BeamParams
 
 DEFAULTS = GenerationParams()

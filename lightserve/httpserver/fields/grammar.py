@@ -12,7 +12,7 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import Body
-from lightserve.io_struct import MAX_GRAMMAR_LENGTH, GrammarSpec
+from lightserve.messages.params import MAX_GRAMMAR_LENGTH, GrammarSpec
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 
 MAX_CHOICES = 4096

@@ -11,7 +11,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.generation import GenerationBody
-from lightserve.io_struct import GenerationParams, GrammarSpec
+from lightserve.messages.params import GenerationParams, GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 # body field: generation parameter

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lightserve.httpserver.http.body import Body
-from lightserve.io_struct import SchedulingParams
+from lightserve.messages.params import SchedulingParams
 
 
 class SchedulingFields(Body):

@@ -9,7 +9,7 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import Body
-from lightserve.io_struct import ThinkingLimit
+from lightserve.messages.params import ThinkingLimit
 from lightserve.text.parsing.tool_grammar import Thinking
 
 Budget = Annotated[int, Field(ge=-1, lt=2**31, description="tokens between the tags of reasoning; -1: no limit")]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 # How many tokens to remove, the best count first: two as LightLLM, more where those begin inside a character of up to

@@ -13,8 +13,8 @@ import msgspec
 
 from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.httpserver.grammar.process import GrammarProcess
-from lightserve.io_struct import GrammarSpec
 from lightserve.ipc.codec import encode
+from lightserve.messages.params import GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.messages import GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary

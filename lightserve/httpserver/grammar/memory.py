@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightserve.errors import UnavailableError
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 
 MAX_MIB = 256  # of all large grammars together; a small one, of 1 MiB or less, does not count
 

@@ -11,8 +11,8 @@ import tempfile
 from contextlib import suppress
 
 from lightserve.errors import UnavailableError
-from lightserve.io_struct import GrammarSpec
 from lightserve.ipc.codec import encode, make_decode
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.messages import STARTED, GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.logger import init_logger

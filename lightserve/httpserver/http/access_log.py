@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
-from lightserve.io_struct import Admission, FinishReason
+from lightserve.messages.output import Admission
+from lightserve.messages.params import FinishReason
 from lightserve.utils.logger import fields, init_logger
 
 logger = init_logger("lightserve.access")

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightserve.errors import ClientDisconnectedError, LightserveError, UnavailableError
 from lightserve.httpserver.http.errors import log_stream_error
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 
 T = TypeVar("T")
 Outs = list[tuple[int, StrOut]]  # tokens, each with the index of its sequence

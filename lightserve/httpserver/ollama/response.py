@@ -21,7 +21,8 @@ from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.errors import error_object
 from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import EventStream, events_of, until_disconnect
-from lightserve.io_struct import FinishReason, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import finite_logprob
 from lightserve.text.parsing import Call, CallArguments, CallStart, Content, Delta, Reasoning

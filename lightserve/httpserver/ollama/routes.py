@@ -37,7 +37,7 @@ from lightserve.httpserver.ollama.response import (
     respond,
     token_logprobs,
 )
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 
 
 def routes(context: ServerContext) -> APIRouter:

@@ -19,7 +19,7 @@ from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import until_disconnect
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.response import Choice, ResponseSpec, response_json
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 
 # generation parameter: the field of the body that sets it
 FIELD_NAMES = {param: field for field, param in PARAM_NAMES.items()} | {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import PromptToken, finite_logprob
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs, Logprobs
-from lightserve.io_struct import PromptLogprobs
+from lightserve.messages.step import PromptLogprobs
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import PromptToken, finite_logprob, unpack_prompt_logprobs
 

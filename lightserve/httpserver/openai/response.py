@@ -17,7 +17,9 @@ from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.sse import KEEP_ALIVE
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
-from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import PromptLogprobs
 from lightserve.text.parsing import Call, Delta, Output, merge_deltas
 
 FINGERPRINT = f"lightserve-{__version__}"  # TGI's client does not accept null

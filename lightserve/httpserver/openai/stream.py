@@ -27,7 +27,7 @@ from lightserve.httpserver.openai.response import (
     prompt_only_end,
     usage_fields,
 )
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 DONE = b"data: [DONE]\n\n"

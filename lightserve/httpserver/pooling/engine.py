@@ -14,7 +14,7 @@ from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.sse import until_disconnect
 from lightserve.httpserver.pooling.response import MAX_NUMBERS
-from lightserve.io_struct import GenerationParams, SchedulingParams
+from lightserve.messages.params import GenerationParams, SchedulingParams
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, vector_of
 from lightserve.model_files.pooling.texts import PoolingTexts

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.pooling.engine import PoolingEngine
-from lightserve.io_struct import SchedulingParams
+from lightserve.messages.params import SchedulingParams
 from lightserve.model_files.pooling.results import cosine, pair_score
 
 

@@ -17,8 +17,8 @@ from lightserve.errors import UnavailableError
 from lightserve.httpserver.resume.records import PROCESS_PREFIX, Keys, deletion, release
 from lightserve.httpserver.resume.redis_connection import RedisConnection
 from lightserve.httpserver.resume.resp import Command, RedisError, Reply
-from lightserve.io_struct import JournalCounts, ToRouter
 from lightserve.ipc.channel import Sender
+from lightserve.messages.request import JournalCounts, ToRouter
 from lightserve.utils.logger import init_logger
 from lightserve.utils.net import parse_redis
 

@@ -17,7 +17,7 @@ import msgspec
 
 from lightserve.errors import StreamNotFoundError
 from lightserve.httpserver.resume.resp import Command
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 
 PREFIX = b"lightserve:stream:"
 PROCESS_PREFIX = b"lightserve:http:"

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from lightserve import __version__
 from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.request_trace import AttributeValue
-from lightserve.io_struct import SpanCounts, ToRouter
 from lightserve.ipc.channel import Sender
+from lightserve.messages.request import SpanCounts, ToRouter
 
 REPORT_INTERVAL_S = 1.0
 CLOSE_S = 2.0  # at the end of the server, for spans that are not sent yet

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.io_struct import GREEDY_BELOW, GenerationParams
+from lightserve.messages.params import GREEDY_BELOW, GenerationParams
 from lightserve.model_files.folder import read_json
 from lightserve.model_files.source import ModelSource
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from lightserve.io_struct import KvCancel, KvExpect, KvMissing, KvReceived, KvTicket, KvWanted
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvCancel, KvMissing, KvTicket, KvWanted
+from lightserve.messages.step import KvExpect
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv_tiers.source import Activity, KvInbox, KvSource, KvTransfers, KvWorkers, LoadContext
 from lightserve.router.pool_listener import PoolListener
@@ -19,7 +22,6 @@ from lightserve.router.radix_cache import Ids, have_common_prefix
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_COMING_TOKENS = 32  # another request waits for the same prefix if it has so many more tokens than the cache
 GRACE_S = 10.0  # the workers end a ticket in time; if they do not, a request waits so much longer and then computes

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
 from lightserve.router.kv_tiers.gate import LoadGate, Rate
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MAX_FLUSH = 16  # blocks of one command
 MAX_WAITING = 65_536  # blocks that wait to be written; more are not

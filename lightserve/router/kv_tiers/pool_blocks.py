@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS
 
 
 class PoolBlock(NamedTuple):

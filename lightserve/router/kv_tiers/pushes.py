@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightserve.io_struct import KvPush, KvTarget
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.cluster import KvTarget
+from lightserve.messages.step import KvPush
 from lightserve.router.kv_tiers.source import Activity, KvTransfers, StepPart
 from lightserve.router.req import Req
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 
 @dataclass(slots=True)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lightserve.io_struct import KvCancel, KvExpect, KvLoad, KvPush, KvReceived, KvStore, Step
 from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.messages.cluster import KvCancel
+from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, Step
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv_tiers.lower import LowerTierClient
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import KvStore
+from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
+from lightserve.messages.step import KvStore
 from lightserve.router.kv_tiers.lower import MAX_FLUSH, LowerTiers
 from lightserve.router.kv_tiers.pool_blocks import PoolBlock, PoolBlocks
 from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req
-from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 
 RECENT = 0.5  # of the pool's blocks: so many that were computed last are not stored ahead of their eviction
 

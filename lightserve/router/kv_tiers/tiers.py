@@ -11,8 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from lightserve.io_struct import HostKvSize, KvLoad, KvLoaded, Step
 from lightserve.ipc.worker_calls import WAIT_FOR_LOAD
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.control import HostKvSize
+from lightserve.messages.step import KvLoad, Step
+from lightserve.messages.worker_calls import KvLoaded
 from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv_tiers.gate import LoadGate, Rate
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
@@ -23,7 +26,6 @@ from lightserve.router.pool_listener import PoolListener
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_TOKENS = 32  # of a load: fewer are computed beside other tokens in no time
 AHEAD_BYTES = 2**26  # of blocks that a step stores before they are evicted: they cross the bus while it computes

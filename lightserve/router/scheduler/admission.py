@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.messages.int_arrays import Int64Array
 from lightserve.router.kv_tiers.source import KvSource, LoadContext
 from lightserve.router.policy import LOOK_AHEAD
 from lightserve.router.req import Req
@@ -18,7 +19,6 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
 from lightserve.router.scheduler.windows import make_windows
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
-from lightserve.utils.int_arrays import Int64Array
 
 # Of the room beside running requests. While prefetched KV waits, requests end whose KV is younger in the prefix cache,
 # and would be evicted later. Simulated, two prefill and one decode server with 8 seats at 1.2 times what they can do:

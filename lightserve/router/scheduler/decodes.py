@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.scheduler.limits import SchedulerLimits
-from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
 
 
 class Decodes(NamedTuple):

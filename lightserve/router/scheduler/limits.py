@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightserve.config import RouterConfig, WorkerConfig
-from lightserve.io_struct import PoolingLimits, StepLimits
+from lightserve.messages.control import PoolingLimits, StepLimits
 
 
 @dataclass(frozen=True, slots=True)

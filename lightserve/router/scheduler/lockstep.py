@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.io_struct import ReqFailed, Step, TokenColumns, TokenOut
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.int_arrays import Int64Array, int64s
+from lightserve.messages.step import ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.planner import PrefillChunk
 from lightserve.router.scheduler.scheduler import ReqTokens, Scheduler
-from lightserve.utils.block_hash import BLOCK_TOKENS
-from lightserve.utils.int_arrays import Int64Array, int64s
 
 MAX_LOAD_FACTOR = 1.25  # of the mean number of requests: beyond it a group gets none, whatever it has cached
 

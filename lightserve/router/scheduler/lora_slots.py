@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from lightserve.io_struct import LoraPlace
+from lightserve.messages.step import LoraPlace
 from lightserve.router.req import Req
 
 

@@ -9,14 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.io_struct import (
-    FinishReason,
-    NewReq,
-    ReqFailed,
-    Step,
-    TokenColumns,
-    TokenOut,
-)
+from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, int64s
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import NewReq, ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.pushes import KvPushes
@@ -33,7 +28,6 @@ from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.planner import PlannedStep, PrefillChunk, StepPlanner
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
-from lightserve.utils.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, int64s
 
 
 class ReqTokens(NamedTuple):

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup, Step, StepResult
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import FETCH_KV, FLUSH_KV, LOOKUP_KV, RUN, WorkerCall, WorkerCaller
+from lightserve.messages.step import Step, StepResult
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
 from lightserve.router.kv_tiers.lower import LowerTierClient
 from lightserve.router.workers.calls import RankCalls
 from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks

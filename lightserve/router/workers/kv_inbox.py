@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from lightserve.io_struct import KvReceived
 from lightserve.ipc.worker_calls import CANCEL_RECEIVE, RECEIVE_KV
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.workers.calls import RankCalls
 from lightserve.utils.logger import init_logger
 

@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, gramma
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.lark_rules import check_rules
 from lightserve.text.grammar.matcher_cache import MatcherCache
 from lightserve.text.grammar.vocabulary import GrammarVocabulary, not_possible

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from llguidance import LLMatcher
 
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 
 
 class MatcherCache:

@@ -25,9 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import GrammarSpec
 from lightserve.ipc.codec import encode, make_decode
 from lightserve.ipc.process import end_with_parent, prepare_child
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler
 from lightserve.text.grammar.messages import STARTED, GrammarReport
 from lightserve.text.grammar.vocabulary import GrammarVocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.json_schema.budget import StepBudget
 from lightserve.text.json_schema.closing import closed_schema
 from lightserve.text.json_schema.schema import JsonSchema

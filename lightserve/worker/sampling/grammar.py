@@ -15,13 +15,14 @@ from torch import Tensor
 
 from lightserve.common.device import host_memory
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import GrammarSpec, NewReq
+from lightserve.messages.int_arrays import GrowingArray, int32s
+from lightserve.messages.params import GrammarSpec
+from lightserve.messages.step import NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler, mask_of
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from lightserve.utils.cpu import available_cores
-from lightserve.utils.int_arrays import GrowingArray, int32s
 from lightserve.utils.memory import allocated_bytes
 from lightserve.utils.threads import pool_with_stack
 from lightserve.worker.sampling.req_rules import ReqRules

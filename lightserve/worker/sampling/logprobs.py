@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import HostCopy, copy_to_host, to_device
-from lightserve.io_struct import PromptLogprobs
+from lightserve.messages.step import PromptLogprobs
 
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
 

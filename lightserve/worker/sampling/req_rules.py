@@ -8,8 +8,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from lightserve.io_struct import SamplingParams, StoppingParams
-from lightserve.utils.int_arrays import Int32Array
+from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.params import SamplingParams, StoppingParams
 
 MAX_DECAY = 1e20  # end tokens are raised by at most this many times their logit; a temperature may divide it by 1e-5
 BadWordEnds = dict[int, list[tuple[list[int], int]]]

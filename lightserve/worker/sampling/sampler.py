@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.io_struct import INT32_MAX
+from lightserve.messages.params import INT32_MAX
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.logits import LogitRules, floats, int32s, int64s
 from lightserve.worker.sampling.logprobs import GatherLogits, SampledLogprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightserve.io_struct import ThinkingLimit
+from lightserve.messages.params import ThinkingLimit
 
 
 class ThinkingBudget:

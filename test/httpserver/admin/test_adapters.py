@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given, settings, strategies as st
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import AdapterReply, LoadAdapter, UnloadAdapter
+from lightserve.messages.output import AdapterReply
+from lightserve.messages.request import LoadAdapter, UnloadAdapter
 from test.httpserver.admin.test_routes import with_server
 from test.httpserver.app_client import Served
 

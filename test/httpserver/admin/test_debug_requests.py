@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightserve.httpserver import router_queries
-from lightserve.io_struct import RequestTimeline, TimelineEvent
+from lightserve.messages.output import RequestTimeline, TimelineEvent
 from test.httpserver.admin.test_routes import with_server
 from test.httpserver.app_client import Served
 

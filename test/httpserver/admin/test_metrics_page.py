@@ -9,9 +9,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from lightserve.httpserver.admin.metrics_page import NAMES, MetricsPage
-from lightserve.io_struct import MetricsSnapshot
+from lightserve.messages.metrics import METRICS, Kind, Metric
+from lightserve.messages.output import MetricsSnapshot
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.metrics import METRICS, Kind, Metric
 
 Series = dict[tuple[tuple[str, str], ...], float]  # labels -> value
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import ProfileReply, StartProfile, StopProfile
+from lightserve.messages.output import ProfileReply
+from lightserve.messages.request import StartProfile, StopProfile
 from test.httpserver.admin.test_routes import with_server
 from test.httpserver.app_client import Served
 

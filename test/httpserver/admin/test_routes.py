@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import lightserve
 from lightserve.config import HttpConfig
 from lightserve.httpserver.engine_client import HEARTBEAT_TIMEOUT_S, EngineState, HttpServerManager
-from lightserve.io_struct import RouterStats
+from lightserve.messages.output import RouterStats
 from lightserve.router.stats import RouterMetrics
 from test.httpserver.app_client import Served, served
 from test.httpserver.fake_engine import LIMITS

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import RouterStats
-from lightserve.utils.metrics import Recorder
+from lightserve.messages.metrics import Recorder
+from lightserve.messages.output import RouterStats
 from test.httpserver.app_client import served
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from lightserve.httpserver.http.sse import EventStream
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from test.httpserver.anthropic.test_messages import SHOW, USER, client_of, create, post
 from test.httpserver.chat.tool_chats import WEATHER, prompt
 from test.httpserver.fake_engine import LIMITS

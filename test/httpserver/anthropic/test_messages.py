@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from pydantic_core import from_json
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from test.httpserver.chat.tool_chats import ALL, THOUGHT, WEATHER, prompt
 from test.httpserver.openai_server import CACHED, Server, fails, named_events, rows, running, with_template
 from test.text.parsing.corpus import CORPUS, PARIS, cut

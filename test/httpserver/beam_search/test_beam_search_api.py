@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
+from lightserve.messages.output import Admission, StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.fake_engine import LIMITS
 from test.httpserver.openai_server import Server, fails, running
 from test.real_model import smollm2_tokenizer as smol

@@ -15,7 +15,10 @@ from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import EngineState
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
+from lightserve.messages.output import Admission, StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from lightserve.text.beam_search import BeamParams
 from test.httpserver.fake_engine import LIMITS, FakeEngine, engine
 from test.waiting import DEADLINE_S, until

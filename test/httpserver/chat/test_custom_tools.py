@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lightserve.httpserver.chat.custom_input import CustomCallDecoder
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, merge_deltas
 from test.httpserver.chat.test_tools import SHOW, USER, pieces
 from test.httpserver.chat.tool_chats import WEATHER, prompt

@@ -14,7 +14,9 @@ from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import Events, PartsResponse
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
-from lightserve.io_struct import FinishReason, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import Token
 from lightserve.text.parsing import OutputParser
 from lightserve.text.parsing.delta_writer import DeltaWriter
 from lightserve.text.parsing.parser import parse_content

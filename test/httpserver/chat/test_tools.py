@@ -15,7 +15,7 @@ import tokenizers
 from lightserve.config import HttpConfig
 from lightserve.httpserver.chat.prompt import for_template
 from lightserve.httpserver.chat.request import Function, Message, ToolCall
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.text.grammar.compiler import GrammarCompiler

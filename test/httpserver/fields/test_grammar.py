@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.specs import schema_grammar, structural_tag_grammar
 from test.httpserver.openai_server import Server, rows, running
 

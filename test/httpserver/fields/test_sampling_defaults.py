@@ -12,7 +12,7 @@ import pytest
 
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from test.httpserver.fake_engine import engine, spell
 from test.real_model import smollm2_tokenizer as smol

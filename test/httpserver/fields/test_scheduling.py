@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import SchedulingParams
+from lightserve.messages.params import SchedulingParams
 from test.httpserver.fake_engine import spell
 from test.httpserver.generate_server import Served, serve
 

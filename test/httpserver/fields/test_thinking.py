@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import GenerateReq, GrammarSpec, ThinkingLimit
+from lightserve.messages.params import GrammarSpec, ThinkingLimit
+from lightserve.messages.request import GenerateReq
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from test.httpserver.openai_server import Server, rows, running, with_template

@@ -10,7 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from lightserve.httpserver.fields.token_healing import _shown, tokens_to_remove
-from lightserve.io_struct import GenerateReq, GrammarSpec
+from lightserve.messages.params import GrammarSpec
+from lightserve.messages.request import GenerateReq
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from test.httpserver.openai_server import Server, rows, running

@@ -12,7 +12,7 @@ from lightserve.errors import UnavailableError
 from lightserve.httpserver.engine_client import Generation, PromptRequest
 from lightserve.httpserver.grammar.memory import MAX_MIB
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.io_struct import GenerationParams, GrammarSpec
+from lightserve.messages.params import GenerationParams, GrammarSpec
 from test.httpserver.fake_engine import engine, spell
 
 

@@ -17,7 +17,7 @@ import pytest
 from lightserve.errors import InvalidRequestError, LightserveError, UnavailableError
 from lightserve.httpserver.grammar import check as grammar_check, process as grammar_process
 from lightserve.httpserver.grammar.check import GrammarCheck
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.process import COMPILE_LIMIT_S, MAX_MEMORY_MIB
 from lightserve.text.grammar.specs import schema_grammar
 from test.small_text import small_tokenizer

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import GenerateReq, ReqFailed, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.app_client import Served, served
 from test.httpserver.fake_engine import Script
 

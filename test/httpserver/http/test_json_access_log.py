@@ -7,7 +7,8 @@ import json
 import pytest
 
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.io_struct import Admission, FinishReason
+from lightserve.messages.output import Admission
+from lightserve.messages.params import FinishReason
 from lightserve.utils.logger import JsonFormatter
 
 

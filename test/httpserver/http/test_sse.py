@@ -13,7 +13,8 @@ from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.http.sse import KEEP_ALIVE, EventStream, EventWriter, Outs, events_of
-from lightserve.io_struct import StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.step import Token
 from test.waiting import until
 
 SOON_S = 0.01

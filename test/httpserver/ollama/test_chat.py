@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightserve.io_struct import FinishReason, GrammarSpec
+from lightserve.messages.params import FinishReason, GrammarSpec
 from lightserve.text.grammar.specs import schema_grammar
 from test.httpserver.chat.tool_chats import ALL, THOUGHT, TWO_CALLS, WEATHER, prompt
 from test.httpserver.fake_engine import LIMITS

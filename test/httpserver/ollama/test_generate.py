@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from lightserve.httpserver.ollama.fill_in_the_middle import KNOWN
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from test.httpserver.chat.tool_chats import THOUGHT, prompt

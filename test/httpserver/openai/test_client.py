@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from lightserve.io_struct import FinishReason, GenerateReq, GenerationParams, ReqFailed, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.openai_server import CACHED, Server, fails, rows, running, tokens
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import wait_until

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs, chat_logprobs, concatenated
-from lightserve.io_struct import StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.step import Token
 from test.real_model import smollm2_tokenizer as smol
 
 TEXTS = ["Hello world", "naïve 日本語 😀👩‍👩‍👧", "  a\n\tb ", "\u0000\x7f\xa0\xad"]

@@ -12,7 +12,9 @@ import pytest
 
 from lightserve.httpserver.generate.tgi.response import prefill
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
-from lightserve.io_struct import EmbeddingOut, GenerateReq, PromptLogprobs, ReqFailed, StrOut
+from lightserve.messages.output import EmbeddingOut, StrOut
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import PromptLogprobs, ReqFailed
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running
 from test.real_model import smollm2_tokenizer as smol

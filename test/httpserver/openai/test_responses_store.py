@@ -17,7 +17,9 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.openai.responses.saving import SavedResponse
 from lightserve.httpserver.openai.responses.store import ResponseStore
-from lightserve.io_struct import FinishReason, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import Token
 from test.httpserver.chat.test_parts import plain_parser
 from test.httpserver.chat.tool_chats import ALL, prompt
 from test.httpserver.openai.test_responses import SHOW, TOOLS, create, refused, stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from test.httpserver.chat.tool_chats import WEATHER, prompt
 from test.httpserver.openai.test_responses import SHOW, create, fold, refused, stream
 from test.httpserver.openai_server import Server, rows, running, with_template

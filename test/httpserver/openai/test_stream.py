@@ -13,7 +13,9 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.chat_routes import CHAT
 from lightserve.httpserver.openai.response import ResponseSpec
 from lightserve.httpserver.openai.stream import ChunkWriter, delta_json
-from lightserve.io_struct import FinishReason, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import Token
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
 from test.httpserver.openai_server import Server, events, fails, rows, running, tokens
 from test.real_model import smollm2_tokenizer as smol

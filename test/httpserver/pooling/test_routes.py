@@ -20,7 +20,9 @@ from starlette.types import Message
 
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.pooling.engine import GROUP
-from lightserve.io_struct import Admission, EmbeddingOut, GenerateReq, ReqFailed
+from lightserve.messages.output import Admission, EmbeddingOut
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer

@@ -25,7 +25,8 @@ from lightserve.httpserver.resume.records import (
     with_ids,
 )
 from lightserve.httpserver.resume.redis_connection import RedisConnection
-from lightserve.io_struct import StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.step import Token
 from test.httpserver.resume.test_journal import check
 from test.waiting import until
 

@@ -18,7 +18,8 @@ from lightserve.httpserver.resume.recording import NewRecording
 from lightserve.httpserver.resume.records import PROCESS_PREFIX, Entry, Keys, decode_head
 from lightserve.httpserver.resume.redis_connection import RedisConnection
 from lightserve.httpserver.resume.resp import RedisError
-from lightserve.io_struct import StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.step import Token
 from lightserve.utils.net import RedisAddress
 from test.waiting import until
 from test.worker.block_store.redis_server import redis_server

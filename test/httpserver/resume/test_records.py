@@ -13,7 +13,8 @@ from lightserve.httpserver.resume.records import (
     parse_event_id,
     with_ids,
 )
-from lightserve.io_struct import StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.step import Token
 
 OUTS = [(0, StrOut(7, "a", Token(1, logprob=-0.5)))]
 

@@ -20,7 +20,10 @@ from lightserve.httpserver.tracing.exporter import SpanExporter, headers_from_en
 from lightserve.httpserver.tracing.request_trace import Span, TraceRecord
 from lightserve.httpserver.tracing.setup import report_counts
 from lightserve.httpserver.tracing.trace_context import trace_context
-from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, SpanCounts, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq, SpanCounts
+from lightserve.messages.step import ReqFailed
 from test.httpserver.fake_engine import Script, engine, spell
 from test.httpserver.tracing.collector import Collector, running_collector
 from test.waiting import until, wait_until

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightserve.io_struct import GenerationParams, KvCancel, KvMissing, KvReceived, KvTicket, KvWanted
+from lightserve.messages.cluster import KvCancel, KvMissing, KvTicket, KvWanted
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.kv_tiers.incoming import GRACE_S, IncomingKv
 from lightserve.router.kv_tiers.source import Activity, KvTransfers, LoadContext

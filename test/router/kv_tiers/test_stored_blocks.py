@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.router.kv_tiers.gate import Rate
 from lightserve.router.kv_tiers.host_blocks import HostBlocks
 from lightserve.router.kv_tiers.lower import LowerTiers
 from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
 from lightserve.router.req import Req
-from lightserve.utils.block_hash import BLOCK_TOKENS
 from test.router.test_scheduler import make_req
 
 SLOTS = np.arange(8 * BLOCK_TOKENS, dtype=np.int32)

@@ -10,24 +10,14 @@ from typing import Any, Protocol
 
 import pytest
 
-from lightserve.io_struct import (
-    HostKvSize,
-    KvFetch,
-    KvFetched,
-    KvFlush,
-    KvFlushed,
-    KvLoad,
-    KvLoaded,
-    KvLookup,
-    ReqFailed,
-    Step,
-    TokenOut,
-)
+from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
+from lightserve.messages.control import HostKvSize
+from lightserve.messages.step import KvLoad, ReqFailed, Step, TokenOut
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv_tiers.lower import LOOKUP_S
 from lightserve.router.kv_tiers.source import LoadContext
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.req import Req
-from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 from test.router.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
 
 LOAD = KvLoaded(1e-6)

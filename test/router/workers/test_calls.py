@@ -14,17 +14,10 @@ import msgspec
 import pytest
 
 from lightserve.errors import WorkerCallError
-from lightserve.io_struct import (
-    CompileGrammar,
-    GrammarSpec,
-    LoraLoad,
-    LoraLoaded,
-    ProfileCommand,
-    ProfileResult,
-    Step,
-    StepRow,
-)
 from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, LOAD_LORA, LORA_FAILED, PROFILE, WorkerCall, same_reply
+from lightserve.messages.params import GrammarSpec
+from lightserve.messages.step import Step, StepRow
+from lightserve.messages.worker_calls import CompileGrammar, LoraLoad, LoraLoaded, ProfileCommand, ProfileResult
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.worker.rpc import CallHandler, StepServer, handler
 from test.router.workers.test_client import client_of, echo, in_order, within_deadline

@@ -16,22 +16,13 @@ from rpyc.utils.factory import connect_channel
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import (
-    GrammarSpec,
-    NewReq,
-    SamplingParams,
-    Step,
-    StepResult,
-    StepRow,
-    Token,
-    TokenColumns,
-    TokenOut,
-)
 from lightserve.ipc.codec import encode
 from lightserve.ipc.process import ChildConfig
 from lightserve.ipc.worker_calls import RUN
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.params import GrammarSpec, SamplingParams
+from lightserve.messages.step import NewReq, Step, StepResult, StepRow, Token, TokenColumns, TokenOut
 from lightserve.router.workers.client import RpycModelClient
-from lightserve.utils.int_arrays import int32s
 from lightserve.worker.rpc import RPYC_CONFIG, Launch, RouterConnection, StepConnection, StepServer
 from test.waiting import DEADLINE_S, until
 

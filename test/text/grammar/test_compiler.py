@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar import compiler as grammar_compiler
 from lightserve.text.grammar.compiler import GrammarCompiler, mask_of
 from lightserve.text.grammar.matcher_cache import MatcherCache

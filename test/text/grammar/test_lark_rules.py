@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.lark_rules import MAX_RULE_DEPTH, check_rules
 from lightserve.text.grammar.vocabulary import GrammarVocabulary

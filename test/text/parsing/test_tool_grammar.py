@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from lightserve.httpserver.chat.output import added_marker_ids
-from lightserve.io_struct import GrammarSpec
+from lightserve.messages.params import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.text.grammar.compiler import GrammarCompiler

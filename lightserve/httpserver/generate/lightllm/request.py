@@ -18,7 +18,7 @@ from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.http.body import Body
-from lightserve.io_struct import GenerationParams
+from lightserve.messages.params import GenerationParams
 from lightserve.text.beam_search import BeamParams
 
 DEFAULT_NEW_TOKENS = 16

@@ -18,7 +18,7 @@ from lightserve.httpserver.http.body import validate
 from lightserve.httpserver.http.errors import error_object
 from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob
 
 

@@ -17,7 +17,7 @@ from lightserve.httpserver.fields.inputs import check_input_ids
 from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal
 from lightserve.httpserver.http.body import Body
-from lightserve.io_struct import GenerationParams, SchedulingParams
+from lightserve.messages.params import GenerationParams, SchedulingParams
 
 MAX_STOPS = 4
 MAX_TOP_N_TOKENS = 5

@@ -18,7 +18,9 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import validate
 from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
-from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.step import PromptLogprobs
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob, unpack_prompt_logprobs
 

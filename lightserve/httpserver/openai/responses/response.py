@@ -19,7 +19,7 @@ from lightserve.httpserver.openai.logprobs import TokenLogprobs
 from lightserve.httpserver.openai.responses.items import encode_reasoning
 from lightserve.httpserver.openai.responses.store import IN_PROGRESS, QUEUED
 from lightserve.httpserver.openai.responses.tools import ToolId
-from lightserve.io_struct import StrOut
+from lightserve.messages.output import StrOut
 
 # field of the request that the response repeats: its value where the request has none
 ECHOED_FIELDS: JsonObject = {

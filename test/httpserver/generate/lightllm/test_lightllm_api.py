@@ -16,7 +16,10 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.generate.lightllm.request import LightllmRequest
 from lightserve.httpserver.generate.lightllm.response import LightllmEventWriter, lightllm_json
-from lightserve.io_struct import FinishReason, GenerateReq, GenerationParams, ReqFailed, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.fake_engine import Script, spell
 from test.httpserver.generate_server import Served, serve
 from test.real_model import smollm2_tokenizer as smol

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import InferenceClient
 from text_generation import Client
 
-from lightserve.io_struct import FinishReason
+from lightserve.messages.params import FinishReason
 from test.httpserver.openai_server import Server, rows, running, with_template
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # of text_generation

@@ -13,7 +13,9 @@ import pytest
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.generate.tgi.request import TgiRequest
 from lightserve.httpserver.generate.tgi.response import TgiEventWriter, tgi_json
-from lightserve.io_struct import FinishReason, GenerationParams, PromptLogprobs, ReqFailed, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.step import PromptLogprobs, ReqFailed, Token
 from test.httpserver.fake_engine import LIMITS, spell
 from test.httpserver.generate.lightllm.test_lightllm_api import TEXT, rows_of, scripted
 from test.httpserver.generate_server import Answer, Served, serve

@@ -16,7 +16,10 @@ from text_generation.errors import (
 )
 from text_generation.types import FinishReason as TgiFinishReason
 
-from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, StrOut, Token
+from lightserve.messages.output import StrOut
+from lightserve.messages.params import FinishReason
+from lightserve.messages.request import GenerateReq
+from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.fake_engine import spell
 from test.httpserver.generate.lightllm.test_lightllm_api import TEXT, scripted
 from test.httpserver.generate_server import Served, serve

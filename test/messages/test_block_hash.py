@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from lightserve.utils.block_hash import BLOCK_TOKENS, block_hashes
+from lightserve.messages.block_hash import BLOCK_TOKENS, block_hashes
 
 
 def test_two_prompts_have_the_same_hashes_as_far_as_they_are_the_same() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from lightserve.io_struct import HistogramCounts, MetricsSnapshot
-from lightserve.utils.metrics import METRICS, Histogram, Kind, Recorder
+from lightserve.messages.metrics import METRICS, Histogram, Kind, Recorder
+from lightserve.messages.output import HistogramCounts, MetricsSnapshot
 
 
 def test_every_metric_is_declared_once_and_its_buckets_rise() -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+
+if TYPE_CHECKING:
+    Int32s: TypeAlias = Any  # of a message: an array, or a list in a message that is not sent
+    Int64s: TypeAlias = Any  # the same of 64 bits
+else:  # what a receiver gets
+    Int32s, Int64s = Int32Array, Int64Array
 
 NO_INT32 = np.empty(0, dtype=np.int32)
 NO_INT64 = np.empty(0, dtype=np.int64)

@@ -9,7 +9,8 @@ import enum
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from lightserve.io_struct import HistogramCounts, JournalCounts, MetricsSnapshot, SpanCounts
+from lightserve.messages.output import HistogramCounts, MetricsSnapshot
+from lightserve.messages.request import JournalCounts, SpanCounts
 
 
 class Kind(enum.Enum):

@@ -1,0 +1,182 @@
+"""Between the launcher and each of its children, as lines of JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class StartupPhase(msgspec.Struct, frozen=True, tag=True):
+    """A finished phase of a child's startup, for the table of the banner."""
+
+    name: str
+    seconds: float
+
+
+class StartupProgress(msgspec.Struct, frozen=True, tag=True):
+    """How far a phase of a child's startup is. The launcher shows it. The fields are those of ProgressState."""
+
+    label: str
+    done: int = 0
+    total: int = 0
+    unit: Literal["bytes", "items"] = "bytes"
+    rate: float = 0.0
+    seconds: float = 0.0
+    status: Literal["running", "finished", "stopped"] = "running"
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child is ready to work."""
+
+
+class StepLimits(msgspec.Struct, frozen=True):
+    """The step sizes that suit a device, unless the operator sets others."""
+
+    batch_max_tokens: int  # of all requests
+    chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
+    preferred_step_tokens: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
+    long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
+
+
+class WindowedKv(msgspec.Struct, frozen=True):
+    """The second KV pool, for layers with a sliding window: a token has KV there while windows reach it."""
+
+    size: int  # tokens
+    window: int  # the largest one: tokens that a query attends to, itself included
+    kept: int  # tokens of a running request that keep their KV, up to the last one
+
+
+class PoolingLimits(msgspec.Struct, frozen=True):
+    """What a model computes instead of text."""
+
+    size: int  # numbers of a result
+    needs_whole_prompt: bool  # the result depends on all tokens of a text: a cached prefix cannot be used
+    has_kv: bool  # False: a step computes whole texts
+    summary: str = ""  # for the banner: "embed (mean of the tokens, 384 numbers)"
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether texts may use cached prefixes."""
+        return self.has_kv and not self.needs_whole_prompt
+
+
+class HostKvSize(msgspec.Struct, frozen=True):
+    """The host memory for evicted KV."""
+
+    num_blocks: int
+    block_bytes: int  # of all ranks
+    lower_tiers: tuple[str, ...] = ()  # below it
+
+
+class KvIdentity(msgspec.Struct, frozen=True):
+    """What keys and values depend on, besides weights, tokens, salt and adapter, and how they lie in memory.
+
+    Engines send each other KV, and find what others have stored, only if all of it is the same.
+    """
+
+    tp: int
+    pp: int
+    version: str  # of LightServe: of its kernels, and of the format of a block
+    model: str  # digest of the configuration of the model, and of the angles of positions that --max_req_total_len sets
+    computed: str  # "in bfloat16 (KV in int8) on cuda"
+    layout: str  # digest of the heads, sizes and data types of all layers of a rank
+    is_deterministic: bool = False
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
+
+    max_total_token_num: int  # tokens the KV pool holds
+    max_req_total_len: int  # prompt plus output; never more than the pool holds
+    vocab_size: int
+    pipeline_depth: int  # steps that may be in flight at once
+    eos_token_ids: tuple[int, ...] = ()
+    dtype_and_device: str = ""  # for the banner: "in bfloat16 on cuda"
+    step_limits: StepLimits = StepLimits(2048)
+    step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
+    launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
+    windowed: WindowedKv | None = None  # None: all layers keep the KV of all tokens of max_total_token_num
+    pooling: PoolingLimits | None = None  # None: the model generates text
+    lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
+    host_kv: HostKvSize | None = None  # None: evicted KV is not kept in host memory
+    kv_identity: KvIdentity | None = None  # None: it computes no KV
+
+
+class ChildFailed(msgspec.Struct, frozen=True, tag=True):
+    """The child exits because of an error: one line for the operator."""
+
+    message: str
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """No request is left in this HTTP process, or in the router of --listen."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Refuse new requests, finish the open ones, then send Drained."""
+
+
+class EngineDied(msgspec.Struct, frozen=True, tag=True):
+    """Fail every request with this message."""
+
+    message: str
+
+
+class WorkersLost(msgspec.Struct, frozen=True, tag=True):
+    """The router has lost its workers: a connection closed, or a step did not end. It waits for NewWorkers."""
+
+    generation: int  # of the lost workers; the first is 0
+    reason: str
+    caused_by_request: bool  # a request crashed them twice, and the router has failed it
+
+
+class NewWorkers(msgspec.Struct, frozen=True, tag=True):
+    """The workers were replaced by new ones with the same KV pool."""
+
+    generation: int  # of the new workers
+
+
+class EngineJoined(msgspec.Struct, frozen=True, tag=True):
+    """To the dispatcher: the router of an engine is ready for requests."""
+
+    engine: int
+    epoch: int  # how often this engine was restarted
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """To the dispatcher: the router of an engine has died. Its requests go on in other engines."""
+
+    engine: int
+
+
+class HttpProcessLost(msgspec.Struct, frozen=True, tag=True):
+    """To the router or the dispatcher: an HTTP process has died, and nobody waits for its requests any more.
+
+    Requests that it sent may still come after this message.
+    """
+
+    process: int  # its number in the ids of its requests
+    successor: int  # the number of the process that replaces it
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """The launcher checks that a child responds."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The response to Ping. A child with an event loop sends it from the loop."""
+
+
+class RankExited(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a rank on another node, from the launcher there."""
+
+    exit_code: int  # negative: of a signal
+    is_node_missing: bool = False  # the rank did not start, because its node did not come in time
+
+
+FromChild = (
+    StartupPhase | StartupProgress | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong | RankExited
+)
+
+ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping
