@@ -31,10 +31,10 @@ from lightserve.messages.control import EngineReady
 from lightserve.messages.output import ToDetokenization, ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.messages.step import Step, StepResult
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.manager import RouterManager
+from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.router.stats import ThroughputLog
 from lightserve.text.beam_search import BeamParams
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.null_worker import NullWorker

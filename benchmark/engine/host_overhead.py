@@ -32,7 +32,7 @@ from lightserve.ipc.worker_calls import RUN
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Step
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from lightserve.router.radix_cache import Ids, RadixCache, RadixNode
+from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 
 VOCAB = 150_000
 NUM_SHARED = 16

@@ -21,7 +21,7 @@ import numpy as np
 from lightserve.messages.int_arrays import Int64Array
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import TokenColumns
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits

@@ -17,7 +17,7 @@ from lightserve.httpserver.tracing.setup import has_otlp
 from lightserve.messages.output import Admission
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.request import GenerateReq
-from lightserve.router.timeline import TimelineRing
+from lightserve.router.observability.timeline import TimelineRing
 from lightserve.utils.trace_recorder import TraceRecorder
 
 CALLS, RUNS = 2_000, 25

@@ -27,7 +27,7 @@ from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, 
 from lightserve.models.registry import read_model_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
 from lightserve.offline.pooling import PoolingMethods
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch

@@ -15,16 +15,16 @@ from lightserve.links.endpoint import EngineEndpoint
 from lightserve.messages.cluster import ToEngine
 from lightserve.messages.control import Drain, Drained, EngineReady, HttpProcessLost, NewWorkers, Ready, WorkersLost
 from lightserve.messages.request import ToRouter
-from lightserve.router.kv_identity import kv_identity
-from lightserve.router.kv_pool import KvPool
-from lightserve.router.kv_tiers.incoming import IncomingKv
-from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.kv.identity import kv_identity
+from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
+from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import Policy, make_policy
 from lightserve.router.scheduler import LockstepScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.static_prompts import load_static_prompts
-from lightserve.router.stats import ThroughputLog
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.utils.logger import init_logger
 

@@ -36,17 +36,17 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
-from lightserve.router.adapter_control import AdapterControl
-from lightserve.router.adapter_registry import RegisteredAdapter
-from lightserve.router.cached_blocks import CachedBlocks
+from lightserve.router.kv.cached_blocks import CachedBlocks
+from lightserve.router.lora.control import AdapterControl
+from lightserve.router.lora.registry import RegisteredAdapter
+from lightserve.router.observability.profile_control import ProfileControl
+from lightserve.router.observability.stats import RouterMetrics, ThroughputLog
+from lightserve.router.observability.timeline import Timeline, TimelineRing
 from lightserve.router.pinned_prompts import PinnedPrompts
-from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import AnyScheduler, Scheduler
-from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
-from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.logger import init_logger
 

@@ -17,7 +17,7 @@ import msgspec
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.int_arrays import Int32Array
 from lightserve.messages.step import NewReq, ParentPart
-from lightserve.router.radix_cache import common_len
+from lightserve.router.kv.radix_cache import common_len
 from lightserve.router.req import Req
 
 

@@ -21,11 +21,11 @@ from lightserve.messages.output import (
 )
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.step import Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
-from lightserve.router.cached_blocks import CachedBlocks
+from lightserve.router.kv.cached_blocks import CachedBlocks
+from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
 from lightserve.router.scheduler import AnyScheduler, ReqTokens
-from lightserve.router.stats import RouterMetrics
 
 
 class Reporter:

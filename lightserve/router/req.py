@@ -14,10 +14,10 @@ from lightserve.messages.cluster import KvTarget, KvTicket
 from lightserve.messages.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
-from lightserve.router.radix_cache import RadixNode
+from lightserve.router.kv.radix_cache import RadixNode
+from lightserve.router.kv.windowed_pool import NONE
+from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
 from lightserve.router.req_columns import ReqColumns
-from lightserve.router.timeline import NO_TIMELINE, Timeline
-from lightserve.router.windowed_pool import NONE
 
 MANY = 2**62
 

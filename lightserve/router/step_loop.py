@@ -13,7 +13,7 @@ from lightserve.messages.control import EngineReady
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
-from lightserve.router.kv_tiers.source import KvSource
+from lightserve.router.kv.source import KvSource
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import AnyScheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of

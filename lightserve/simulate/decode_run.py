@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.messages.int_arrays import BLOCK, Int32Array, Int64Array, Tails
-from lightserve.router.kv_tiers.incoming import IncomingKv
+from lightserve.router.kv.remote_prefill import IncomingKv
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.decodes import Decodes

@@ -21,7 +21,7 @@ from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
 from lightserve.messages.block_hash import Hashes, block_hashes
 from lightserve.messages.cluster import KvTicket
-from lightserve.router.cached_blocks import CachedBlocks
+from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
 

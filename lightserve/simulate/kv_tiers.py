@@ -15,7 +15,7 @@ from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import HostKvSize
 from lightserve.messages.step import KvLoad
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
-from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
 
 T = TypeVar("T")

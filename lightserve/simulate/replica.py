@@ -13,8 +13,8 @@ import numpy as np
 from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvTicket, KvWanted
 from lightserve.messages.step import NO_TOKENS, KvExpect, KvPush, TokenColumns
 from lightserve.messages.worker_calls import KvReceived
-from lightserve.router.kv_pool import KvPool
-from lightserve.router.kv_tiers.incoming import IncomingKv
+from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.remote_prefill import IncomingKv
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import SchedulerLimits

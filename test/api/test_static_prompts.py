@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightserve.messages.int_arrays import int32s
-from lightserve.router.radix_cache import common_len
+from lightserve.router.kv.radix_cache import common_len
 from test.api.server import STOP_S, ServerProcess, running_server
 from test.waiting import wait_until
 

@@ -23,11 +23,11 @@ from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq, ToRouter
 from lightserve.messages.step import NewReq, ReqFailed, Step, StepResult, Token, TokenOut
 from lightserve.messages.worker_calls import KvReceived
-from lightserve.router.kv_pool import KvPool
-from lightserve.router.kv_tiers.incoming import IncomingKv
+from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.remote_prefill import IncomingKv
 from lightserve.router.manager import RouterManager
+from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.router.stats import ThroughputLog
 from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 

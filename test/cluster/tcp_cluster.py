@@ -22,7 +22,7 @@ from lightserve.links.engines_file import EnginesFile
 from lightserve.links.keys import EngineKeys, GatewayKeys, generate, read_engine_keys, read_gateway_keys
 from lightserve.messages.cluster import LINK_PROTOCOL, EngineHello
 from lightserve.messages.control import EngineReady, KvIdentity
-from lightserve.router.stats import ThroughputLog
+from lightserve.router.observability.stats import ThroughputLog
 from lightserve.utils.logger import init_logger
 from test.cluster.local_cluster import POOL, LocalCluster, LocalEngine, SeededModel
 

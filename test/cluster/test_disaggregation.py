@@ -26,7 +26,7 @@ from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.messages.control import KvIdentity
 from lightserve.messages.params import GenerationParams, SchedulingParams
 from lightserve.messages.request import AbortReq, GenerateReq
-from lightserve.router.kv_tiers.incoming import IncomingKv
+from lightserve.router.kv.remote_prefill import IncomingKv
 from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
 from test.cluster.test_dispatcher import LONG, break_something, check, tokens
 from test.router.sources import source_of

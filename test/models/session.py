@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel, WindowedInput
-from lightserve.common.kv.token_slots import TokenSlots
 from lightserve.common.ops import AttnBatch
+from lightserve.router.kv.slots import TokenSlots
 
 FLOAT8_NAN = 0x7F  # the bits of e4m3
 

@@ -24,7 +24,7 @@ from prometheus_client.samples import Sample
 from lightserve.messages.metrics import METRICS, add_http_counts
 from lightserve.messages.output import RouterStats
 from lightserve.messages.request import JournalCounts, SpanCounts
-from lightserve.router.stats import RouterMetrics
+from lightserve.router.observability.stats import RouterMetrics
 from test.httpserver.app_client import served
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"

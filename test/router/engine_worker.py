@@ -13,10 +13,10 @@ from itertools import accumulate
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
-from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
+from test.router.scheduler.test_scheduler import ROOT, KvWorker, fold
 from test.router.sources import source_of
-from test.router.test_scheduler import ROOT, KvWorker, fold
 
 Prefixes = list[int]  # what the slots of some tokens hold
 

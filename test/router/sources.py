@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from lightserve.router.kv_tiers.source import KvSource
+from lightserve.router.kv.source import KvSource
 from lightserve.router.scheduler import Scheduler
 
 S = TypeVar("S", bound=KvSource)

@@ -13,7 +13,7 @@ from lightserve.messages.params import FinishReason, GrammarSpec
 from lightserve.messages.step import Step, Token, TokenColumns, TokenOut
 from lightserve.router.scheduler import Scheduler
 from test.router.processing import process_tokens
-from test.router.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
+from test.router.scheduler.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
 
 NUM_DRAFTS = 3
 OTHER = 50

@@ -31,11 +31,11 @@ from lightserve.messages.request import (
     ToRouter,
 )
 from lightserve.messages.step import ParentPart, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
-from lightserve.router.kv_pool import KvPool
-from lightserve.router.kv_tiers.tiers import KvTiers
+from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
+from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
 from test.waiting import DEADLINE_S, until
 

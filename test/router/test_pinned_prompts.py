@@ -10,7 +10,7 @@ from lightserve.messages.control import EngineReady
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Token, TokenOut
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.pinned_prompts import PinnedPrompts, check_room
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits

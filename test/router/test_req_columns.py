@@ -8,9 +8,9 @@ import pytest
 from lightserve.messages.control import WindowedKv
 from lightserve.messages.int_arrays import BLOCK, GrowingArray, Heads, Int32Array, Tails, int32s
 from lightserve.messages.step import TokenColumns
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from test.router.test_scheduler import endless
+from test.router.scheduler.test_scheduler import endless
 
 OTHER = 50  # a token that ends no request
 NUM_REQS = 64

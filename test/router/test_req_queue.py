@@ -8,7 +8,7 @@ from lightserve.router.policy import LOOK_AHEAD, CachedLen, Fifo, Policy, make_p
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue, Wait
 from test.cpu_time import growth
-from test.router.test_scheduler import make_req
+from test.router.scheduler.test_scheduler import make_req
 
 
 def queue_of(*req_ids: int, policy: Policy | None = None) -> tuple[ReqQueue, dict[int, Req]]:

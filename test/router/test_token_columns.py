@@ -13,7 +13,7 @@ from lightserve.messages.int_arrays import BLOCK, Tails
 from lightserve.messages.step import NO_TOKENS, StepResult, Token, TokenColumns, TokenOut, joined_columns
 from lightserve.router.scheduler import Scheduler
 from test.router.processing import process_tokens
-from test.router.test_scheduler import EOS, make, make_req
+from test.router.scheduler.test_scheduler import EOS, make, make_req
 
 ReqTokenIds = list[tuple[int, list[int]]]
 

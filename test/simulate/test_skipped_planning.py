@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step, Token, TokenOut
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.simulate.decode_run import DecodeRunScheduler

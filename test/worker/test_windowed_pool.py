@@ -17,7 +17,7 @@ from lightserve.errors import ServerError
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
-from lightserve.router.windowed_pool import WindowedPool
+from lightserve.router.kv.windowed_pool import WindowedPool
 from lightserve.text.beam_search import BeamParams
 from lightserve.worker.rpc import GetResult
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.messages.int_arrays import Int64Array
-from lightserve.router.kv_tiers.source import KvSource, LoadContext
+from lightserve.router.kv.source import KvSource, LoadContext
 from lightserve.router.policy import LOOK_AHEAD
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue, Wait

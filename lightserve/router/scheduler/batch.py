@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array, Tails, int32s
 from lightserve.messages.step import TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
-from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.scheduler.decodes import Decodes

@@ -7,10 +7,11 @@ from itertools import takewhile
 
 import numpy as np
 
-from lightserve.common.kv.token_slots import Slots
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.messages.step import StepRow
-from lightserve.router.kv_tiers.source import KvTransfers
+from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.source import KvTransfers
+from lightserve.router.observability.timeline import Timeline
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.batch import RunningBatch
@@ -19,7 +20,6 @@ from lightserve.router.scheduler.decodes import Decodes, plan_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.scheduler.windows import make_windows
-from lightserve.router.timeline import Timeline
 
 PrefillChunk = tuple[Timeline, int]  # of a request: how many tokens a step computes
 

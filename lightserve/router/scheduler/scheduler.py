@@ -13,9 +13,9 @@ from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, 
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import NewReq, ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
-from lightserve.router.kv_pool import KvPool
-from lightserve.router.kv_tiers.pushes import KvPushes
-from lightserve.router.kv_tiers.source import Activity, KvSource, StepPart
+from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.pushes import KvPushes
+from lightserve.router.kv.source import Activity, KvSource, StepPart
 from lightserve.router.parents import Parents
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.router.radix_cache import common_len, have_common_prefix
+from lightserve.router.kv.radix_cache import common_len, have_common_prefix
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Place, QueuedReq, ReqQueue, Wait
 from lightserve.router.scheduler.batch import RunningBatch

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightserve.common.kv.token_slots import Slots
 from lightserve.messages.int_arrays import NO_INT32, Int64Array
+from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.windowed_pool import WindowedPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk
 from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import SchedulerLimits
-from lightserve.router.windowed_pool import WindowedPool
 
 
 class NoWindows:

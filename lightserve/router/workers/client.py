@@ -12,7 +12,7 @@ from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import FETCH_KV, FLUSH_KV, LOOKUP_KV, RUN, WorkerCall, WorkerCaller
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
-from lightserve.router.kv_tiers.lower import LowerTierClient
+from lightserve.router.kv.tiers.lower import LowerTierClient
 from lightserve.router.workers.calls import RankCalls
 from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks
 from lightserve.router.workers.kv_inbox import KvInboxClient

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lightserve.httpserver.admin.metrics_page import NAMES, MetricsPage
 from lightserve.messages.metrics import METRICS, Kind, Metric
 from lightserve.messages.output import MetricsSnapshot
-from lightserve.router.stats import RouterMetrics
+from lightserve.router.observability.stats import RouterMetrics
 
 Series = dict[tuple[tuple[str, str], ...], float]  # labels -> value
 

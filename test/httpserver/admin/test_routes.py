@@ -15,7 +15,7 @@ import lightserve
 from lightserve.config import HttpConfig
 from lightserve.httpserver.engine_client import HEARTBEAT_TIMEOUT_S, EngineState, HttpServerManager
 from lightserve.messages.output import RouterStats
-from lightserve.router.stats import RouterMetrics
+from lightserve.router.observability.stats import RouterMetrics
 from test.httpserver.app_client import Served, served
 from test.httpserver.fake_engine import LIMITS
 

@@ -1,0 +1,236 @@
+"""The KV memory that the scheduler allocates: slots are free, private to a request, or shared in the prefix cache.
+
+A request holds the slots of its tokens in order. The first ``shared_len`` slots belong to the cache and are locked
+there; the others are private. A prompt's tokens move into the cache as soon as a step that computes them is planned, so
+that other requests can share them while the prompt still prefills: workers run steps in order.
+
+A model with sliding windows may have a second pool: see windowed_pool.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.messages.control import WindowedKv
+from lightserve.router.kv.pool_listener import PoolListener
+from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
+from lightserve.router.kv.slots import Slots, TokenSlots
+from lightserve.router.kv.windowed_pool import NoWindowedPool, WindowedPool
+from lightserve.router.req import Req
+
+
+class PrefixLoad(NamedTuple):
+    """A part of a prefix that comes from another place."""
+
+    req: Req  # it may have ended meanwhile
+    ids: Ids  # from the beginning to the end of the part
+    node: RadixNode  # locked: the end of the tokens before the part
+    cached: Slots  # of the tokens before
+    slots: Slots  # of the part
+
+
+class KvPool:
+    def __init__(self, size: int, windowed: WindowedKv | None = None) -> None:
+        """``windowed``: the figures of the second pool; None: there is none."""
+        self.num_evicted = 0  # tokens that the cache has evicted to make room
+        self.num_cached_chunks = 0  # of prompts, while they were computed
+        self._listeners: list[PoolListener] = []
+        self._figures = size, windowed
+        self.reset()
+
+    def reset(self) -> None:
+        """All KV is lost."""
+        size, windowed = self._figures
+        self.slots = TokenSlots(size)
+        self.windowed = NoWindowedPool() if windowed is None else WindowedPool(windowed, size)
+        self._cache = RadixCache()
+        self.pinned_tokens = 0
+        self.loading_tokens = 0  # whose slots loads hold, and no request
+        for listener in self._listeners:
+            listener.on_reset()
+
+    def add_listener(self, listener: PoolListener) -> None:
+        self._listeners.append(listener)
+
+    @property
+    def size(self) -> int:
+        return self.slots.size
+
+    @property
+    def available(self) -> int:
+        """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
+        return min(self.slots.num_free + self.cached_tokens, self.windowed.available)
+
+    @property
+    def used(self) -> int:
+        return self.slots.num_used - self.cached_tokens
+
+    @property
+    def max_chunk(self) -> int:
+        """The most tokens of one request that fit into a step while no other request runs."""
+        return min(self.size, self.windowed.max_chunk)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the cache that no request uses."""
+        return self._cache.evictable_tokens
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens in the cache that requests use."""
+        return self._cache.referenced_tokens
+
+    def alloc(self, count: int) -> Slots:
+        """The caller has checked that ``count`` tokens are available."""
+        short = count - self.slots.num_free
+        if short > 0:
+            evicted = self._cache.evict(short)
+            self.num_evicted += len(evicted)
+            for listener in self._listeners:
+                listener.on_evicted(evicted)
+            self._free(evicted)
+        return self.slots.alloc(count)
+
+    def cached_len(self, req: Req) -> int:
+        return self.windowed.prefix_len(self._cache, cacheable(req), req.salt)
+
+    def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
+        """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
+
+        The tokens before stay cached until ``finish_load``. The caller has checked that ``end`` tokens are available.
+        """
+        ids = cacheable(req)[:end].copy()
+        node, cached = self._cache.match(ids[:begin], req.salt)
+        self._cache.lock(node)
+        self.loading_tokens += end - begin
+        return PrefixLoad(req, ids, node, cached, self.alloc(end - begin))
+
+    def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
+        """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
+        if count == len(load.slots):
+            return load
+        self._free(load.slots[count:])
+        self.loading_tokens -= len(load.slots) - count
+        return load._replace(ids=load.ids[: len(load.cached) + count], slots=load.slots[:count])
+
+    def finish_load(self, load: PrefixLoad, is_valid: bool) -> None:
+        """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it."""
+        self._cache.unlock(load.node)
+        self.loading_tokens -= len(load.slots)
+        if not is_valid:
+            self._free(load.slots)
+            return
+        slots = np.concatenate((load.cached, load.slots))
+        _, spare = self._cache.insert(load.ids, slots, load.req.salt)
+        self._notify_inserted(load.req, load.ids, len(load.cached))
+        self.num_cached_chunks += 1
+        self._free(spare)
+
+    def attach_prefix(self, req: Req) -> None:
+        """Give a request the slots of its cached prefix, and lock them.
+
+        The last token is never taken from the cache: it must be computed to sample the next one.
+        """
+        if not req.shares_prefix:
+            return
+        ids = self.windowed.usable_ids(self._cache, cacheable(req), req.salt)
+        node, slots = self._cache.match(ids, req.salt)
+        self._cache.lock(node)
+        req.attach(node, slots)
+        req.attach_windowed(*self.windowed.attach(slots))
+
+    def cache_prompt(self, req: Req) -> None:
+        """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
+        end = min(req.planned_len, len(req.prompt_ids))
+        if req.node is None or end <= req.shared_len:
+            return
+        begin = req.shared_len
+        ids, slots = req.prompt_ids[begin:end], req.slots[begin:end]
+        grown = self._cache.extend(req.node, ids, slots)
+        if grown is not None:
+            self._cache.lock(grown)
+            self._cache.unlock(req.node)
+            req.node, req.shared_len = grown, end
+            self.num_cached_chunks += 1
+            for listener in self._listeners:
+                listener.on_cached(req, req.slots, begin, end)
+        self._cache_windowed(req, req.prompt_ids[:end], begin)
+
+    def release(self, req: Req) -> None:
+        """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
+        kept = req.shared_len  # slots from here on are private
+        known = req.cacheable_len if req.keeps_kv_cached else 0
+        if known > kept:
+            ids = req.token_ids[:known]
+            _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
+            self._cache_windowed(req, ids, kept)
+            self._notify_inserted(req, ids, kept)
+            self._free(spare)
+            kept = known
+        self._free(req.slots[kept:])
+        if req.node is not None:
+            self._cache.unlock(req.node)
+            if not req.keeps_kv_cached:  # other choices of the same request may still use it
+                self._free(self._cache.drop(req.node))
+        self.windowed.let_go(req.windowed_slots[req.windowed_begin :])
+        req.clear_slots()
+
+    def pin(self, ids: Ids, salt: str) -> int:
+        """Never evict what is cached of this prefix. Returns its number of tokens."""
+        referenced = self._cache.referenced_tokens
+        node, slots = self._cache.match(ids, salt)
+        self._cache.lock(node)
+        self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
+        return len(slots)
+
+    def discard(self, req: Req) -> None:
+        """Remove the tokens of a released request from the cache, unless another request shares them.
+
+        Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
+        """
+        for listener in self._listeners:
+            listener.on_discarded(req)
+        node, slots = self._cache.match(req.token_ids, req.salt)
+        self.windowed.remove_cached(slots)
+        self._free(self._cache.drop(node))
+
+    def roll_back(self, slots: Slots, windowed_slots: Slots) -> None:
+        """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
+        for listener in self._listeners:
+            listener.on_steps_failed()
+        self._free(self._cache.drop_slots(slots))
+        self.windowed.invalidate(windowed_slots)
+
+    def _cache_windowed(self, req: Req, ids: Ids, begin: int) -> None:
+        """Cached tokens that have no windowed slot take those of the request. ``ids``: its first tokens.
+
+        It has slots for them from ``begin`` on, or from where its window begins. The cached tokens may be others' than
+        its own: they lost their slots, and the request has computed them again.
+        """
+        begin = max(begin, req.windowed_begin)
+        self.windowed.add_prefix(self._cache, ids, req.salt, begin, req.windowed_slots)
+
+    def _free(self, slots: Slots) -> None:
+        if not len(slots):
+            return
+        self.windowed.remove_cached(slots)
+        for listener in self._listeners:
+            listener.on_freed(slots)
+        self.slots.free(slots)
+
+    def _notify_inserted(self, req: Req, ids: Ids, begin: int) -> None:
+        """The first tokens of the request are cached, in its slots or in those of others."""
+        if not self._listeners:
+            return
+        slots = self._cache.find_slots(ids, req.salt)
+        for listener in self._listeners:
+            listener.on_cached(req, slots, begin, len(ids))
+
+
+def cacheable(req: Req) -> Ids:
+    """The tokens whose KV the request may take from the cache."""
+    if req.needs_prompt_computed:
+        return req.prompt_ids[:0]
+    return req.token_ids[:-1]  # no copy without outputs: a policy may look up the whole queue at every step

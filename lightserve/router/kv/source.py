@@ -1,0 +1,122 @@
+"""The contract of a place that KV may come from, so that a request need not compute it: other memory, another engine.
+
+Admission asks every source what a request must wait for. A source reserves slots of the KV pool, says in a step what
+the workers do, and gives the slots to the prefix cache when the KV is there. Then the request finds it in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.messages.cluster import KvCancel
+from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, Step
+from lightserve.messages.worker_calls import KvReceived
+from lightserve.router.kv.tiers.lower import LowerTierClient
+from lightserve.router.observability.stats import RouterMetrics
+from lightserve.router.req import Req
+from lightserve.router.req_queue import Wait
+
+
+class LoadContext(NamedTuple):
+    """When a request asks for its KV."""
+
+    now_s: float
+    has_room: Callable[[int], bool]  # whether so many slots can be held beside what running requests will need
+    is_prefetch: bool = False  # the request could not run yet
+
+
+class Activity(Enum):
+    """What the scheduler has to do when a step is planned."""
+
+    COMPUTING = auto()  # the step computes tokens, or requests enter the workers
+    WAITING = auto()  # requests run or wait, and there is nothing to compute
+    IDLE = auto()  # there are no requests
+
+
+@dataclass(slots=True)
+class KvTransfers:
+    """What a step does with KV besides computing it."""
+
+    stores: list[KvStore] = field(default_factory=list)
+    loads: list[KvLoad] = field(default_factory=list)
+    pushes: list[KvPush] = field(default_factory=list)
+    expects: list[KvExpect] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads or self.pushes or self.expects)
+
+
+class StepPart:
+    """Adds transfers to steps. A part implements the methods that it needs."""
+
+    def begin_step(self) -> None:
+        """The rows of a step are planned now."""
+
+    def take(self, transfers: KvTransfers, activity: Activity) -> None:
+        """Add what the step does. If that is nothing for all parts, and it computes nothing, there is no step."""
+
+    def on_completed(self, transfers: KvTransfers) -> None:
+        """The step with these transfers is back."""
+
+    def on_admitted(self, req: Req) -> None:
+        """The request runs now, and computes what it has not cached."""
+
+    def drop(self, req: Req) -> None:
+        """The request has ended, or goes on in another engine."""
+
+    def report(self, metrics: RouterMetrics) -> None:
+        """Set the present values of its metrics."""
+
+
+class KvInbox(Protocol):
+    """The workers that receive KV."""
+
+    addresses: list[str]  # by rank
+
+    def cancel(self, ticket: int) -> None:
+        """End a ticket. The workers still report it."""
+
+
+class KvInboxClient(KvInbox, Protocol):
+    on_received: Callable[[KvReceived], None]
+
+    def start(self) -> None: ...
+
+
+class KvWorkers(WorkerCaller, Protocol):
+    """The workers, as far as sources need them."""
+
+    @property
+    def lower_tiers(self) -> LowerTierClient | None: ...
+
+    @property
+    def kv_inbox(self) -> KvInboxClient | None: ...
+
+
+class KvSource(StepPart):
+    """``KvPool.on_reset`` tells a source that all KV is lost, and the workers with it."""
+
+    def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
+        """What a request must wait for before it is admitted; None: nothing. A transfer for it may begin now."""
+        raise NotImplementedError
+
+    @property
+    def expected_reqs(self) -> Sequence[Req]:
+        """Requests that will run as soon as their KV is there. Slots for their prompts are reserved."""
+        return ()
+
+    def connect(self, workers: KvWorkers, wake: Callable[[], None]) -> None:
+        """Use these workers from now on. ``wake``: something has changed for waiting requests."""
+
+    def on_sent(self, step: Step, workers: KvWorkers) -> None:
+        """The step was sent to these workers."""
+
+    def observe_step(self, prompt_tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens of prompts."""
+
+    def cancel(self, message: KvCancel) -> None:
+        """Another engine will not send what a request waits for."""

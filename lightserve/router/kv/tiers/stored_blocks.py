@@ -1,0 +1,166 @@
+"""Blocks of tokens that leave the prefix cache: they are stored in host memory on their way out, or shortly before."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
+from lightserve.messages.step import KvStore
+from lightserve.router.kv.pool_listener import PoolListener
+from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.tiers.lower import MAX_FLUSH, LowerTiers
+from lightserve.router.kv.tiers.pool_blocks import PoolBlock, PoolBlocks
+from lightserve.router.req import Req
+
+RECENT = 0.5  # of the pool's blocks: so many that were computed last are not stored ahead of their eviction
+
+
+class Leaving(NamedTuple):
+    """A block that a step stores."""
+
+    block: PoolBlock
+    place: int  # of host memory
+    stays_in_pool: bool = False
+
+
+class StoredBlocks(PoolListener):
+    def __init__(
+        self,
+        num_slots: int,
+        lower: LowerTiers,
+        identity: str = "",
+        max_ahead: int = 0,
+    ) -> None:
+        """``identity``: of everything that the KV depends on, besides tokens, salt and adapter.
+
+        ``max_ahead``: blocks that a step stores before they are evicted.
+        """
+        self.host = lower.host
+        self._max_ahead = max_ahead
+        self._num_recent = int(num_slots // BLOCK_TOKENS * RECENT)
+        self.num_stored = 0  # tokens
+        self._num_stores = 0
+        self._identity = identity
+        self._lower = lower
+        self._pool = PoolBlocks(num_slots)
+        self._leaving: list[Leaving] = []  # blocks that the next step stores
+        self._storing: dict[int, Leaving] = {}  # that steps in flight store, by place
+        self._new: deque[PoolBlock] = deque(maxlen=2 * num_slots // BLOCK_TOKENS + 1)  # the oldest first
+        self._planned: list[PoolBlock] = []  # newer ones, which the step that is being planned may compute
+
+    @property
+    def has_stores(self) -> bool:
+        return bool(self._leaving)
+
+    def keys_of(self, req: Req, end: int) -> list[bytes]:
+        """The keys of all whole blocks before ``end``."""
+        count = end // BLOCK_TOKENS
+        if count > len(req.kv_keys):
+            ids = req.token_ids[: count * BLOCK_TOKENS]
+            req.kv_keys = block_keys(ids, f"{self._identity} {req.salt}", req.kv_keys)
+        return req.kv_keys[:count]
+
+    def on_cached(self, req: Req, slots: Slots, begin: int, end: int) -> None:
+        first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
+        if req.uses_tiers and last > first:
+            whole = np.array(slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS], dtype=np.int32)
+            self._planned += self._pool.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
+
+    def begin_step(self) -> None:
+        """The rows of a step are planned now. It stores before it computes, so it cannot store what is added from here.
+
+        What was added before is computed by earlier steps, which the workers launch first.
+        """
+        self._new += self._planned
+        self._planned.clear()
+
+    def on_evicted(self, slots: Slots) -> None:
+        """Blocks that end in these slots are stored by the next step, before it writes any."""
+        for block in reversed(self._pool.take(slots)):  # ends come first: the beginning of a prefix is used last
+            if block.key in self.host:
+                self.host.touch(block.key)
+            else:
+                self._store(block)
+
+    def store_idle(self) -> None:
+        """Store some blocks that stay in the pool, for the tiers below: they would be lost with the worker."""
+        lower = self._lower
+        if lower.client is None or lower.is_flushing or self._storing:
+            return
+        while self._new and len(self._leaving) < MAX_FLUSH:
+            block = self._new.popleft()
+            if block not in self._pool or block.is_local or lower.is_saved(block.key):
+                continue
+            if block.key in self.host:
+                lower.save(block.key)
+            else:
+                self._store(block, stays_in_pool=True)
+
+    def store_ahead(self) -> None:
+        """Store some of the oldest blocks with the next step: a load that evicts them later does not wait for that."""
+        most = len(self._leaving) + self._max_ahead
+        while len(self._new) > self._num_recent and len(self._leaving) < most:
+            block = self._new.popleft()
+            if block not in self._pool:
+                continue
+            if block.key not in self.host:
+                self._store(block, stays_in_pool=True)
+            elif not block.is_local and not self._lower.is_saved(block.key):
+                self._lower.save(block.key)
+
+    def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
+        place = self.host.put(block.key)
+        if place is None:
+            return
+        self.host.pin([block.key])  # until the step is back: nothing else may use the place before
+        self._leaving.append(Leaving(block, place, stays_in_pool))
+        self.num_stored += BLOCK_TOKENS
+
+    def take_stores(self) -> list[KvStore]:
+        """What the next step stores."""
+        leaving, self._leaving = self._leaving, []
+        if not leaving:
+            return []
+        self._storing |= {one.place: one for one in leaving}
+        slots = np.concatenate([one.block.slots for one in leaving])
+        self._num_stores += 1
+        return [KvStore(slots, np.array([one.place for one in leaving], dtype=np.int32), self._num_stores)]
+
+    def finish_stores(self, stores: list[KvStore]) -> None:
+        """The step that stores these is back."""
+        if stores and self._storing:
+            self._lower.last_store = max(store.store_id for store in stores)
+        for place in (place for store in stores for place in store.blocks.tolist()):
+            stored = self._storing.pop(place, None)
+            if stored is None:  # all KV was lost meanwhile
+                continue
+            key = stored.block.key
+            self.host.unpin([place])
+            if not stored.block.is_local and self.host.get(key) == place:
+                self._lower.save(key, stored.stays_in_pool)
+
+    def on_freed(self, slots: Slots) -> None:
+        self._pool.take(slots)
+
+    def on_discarded(self, req: Req) -> None:
+        keys = self.keys_of(req, req.total_len)
+        for key in keys:
+            self.host.remove(key)
+        if req.lora_id is None:
+            self._lower.discard(keys)
+
+    def on_steps_failed(self) -> None:
+        """What is stored may contain what they should have computed."""
+        self.on_reset()
+
+    def on_reset(self) -> None:
+        self.host.clear()
+        self._pool.clear()
+        self._leaving.clear()
+        self._storing.clear()
+        self._new.clear()
+        self._planned.clear()
+        self._lower.clear()
