@@ -36,7 +36,7 @@ from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.text.beam_search import BeamParams
-from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.null_worker import NullWorker
 
 SKIPPED_STEPS = 3  # the prompt, and steps with fewer beams

@@ -37,8 +37,8 @@ from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.collector import PendingStep, StepCollector
-from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.sampler import Sampler
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from lightserve.common.device import copy_to_host
 from lightserve.messages.int_arrays import Int32Array, Int64Array
 from lightserve.messages.step import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
-from lightserve.worker.infer_batch import Sampled, SampledRow, StepUpdates, TokenUpdate
-from lightserve.worker.infer_req import InferReq
+from lightserve.worker.batch.infer_batch import Sampled, SampledRow, StepUpdates, TokenUpdate
+from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks

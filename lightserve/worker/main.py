@@ -90,7 +90,7 @@ def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
 
 
 def _split_args(child_config: ChildConfig) -> Any:
-    from lightserve.worker.kv_split import KvSplitArgs
+    from lightserve.worker.kv.transfer.kv_split import KvSplitArgs
 
     rank, cluster = child_config.index, child_config.config.cluster
     address, keys = child_config.kv_address(rank, child_config.generation), cluster.cluster_keys

@@ -19,7 +19,7 @@ from lightserve.messages.step import Embedding, NewReq, ReqFailed, Step, StepRes
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
-from lightserve.worker.infer_batch import PackedStep
+from lightserve.worker.batch.infer_batch import PackedStep
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.step_runner import StepRunner
 from lightserve.worker.warm_up import PROMPT_LENGTHS

@@ -15,11 +15,11 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
-from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.batch.infer_batch import InferBatch
+from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS
+from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
-from lightserve.worker.shared_prefixes import MIN_MEMBERS
-from lightserve.worker.step_input import StepColumns, StepShape, columns_of
 
 
 class StepOut(NamedTuple):

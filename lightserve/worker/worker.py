@@ -23,15 +23,15 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
+from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.collector import PendingStep, StepCollector
-from lightserve.worker.host_tier import HostTier, make_host_tier
-from lightserve.worker.infer_batch import InferBatch
-from lightserve.worker.kv_identity import make_kv_identity, rank_identity
-from lightserve.worker.kv_pools import kept_tokens
-from lightserve.worker.kv_size import kv_size
-from lightserve.worker.kv_split import KvSplit, KvSplitArgs, make_kv_split
+from lightserve.worker.kv.identity import make_kv_identity, rank_identity
+from lightserve.worker.kv.offload.host_tier import HostTier, make_host_tier
+from lightserve.worker.kv.offload.lower_tiers import LowerTiers, make_lower_tiers
+from lightserve.worker.kv.pools import kept_tokens
+from lightserve.worker.kv.size import kv_size
+from lightserve.worker.kv.transfer.kv_split import KvSplit, KvSplitArgs, make_kv_split
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
-from lightserve.worker.lower_tiers import LowerTiers, make_lower_tiers
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logprobs import SampledLogprobs

@@ -15,7 +15,7 @@ from test.api.event_client import Event, EventClient
 from test.api.scripted import write_model
 from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
-from test.worker.block_store.redis_server import redis_server
+from test.worker.kv.block_store.redis_server import redis_server
 
 pytestmark = pytest.mark.slow
 

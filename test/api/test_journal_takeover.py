@@ -25,7 +25,7 @@ from test.api.test_journal import APIS, BODY, COMPLETE, serve, texts
 from test.api.test_restart import NUMBERS
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
-from test.worker.block_store.redis_server import redis_server
+from test.worker.kv.block_store.redis_server import redis_server
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import kill_worker
 from test.waiting import wait_until
-from test.worker.block_store.redis_server import redis_server
+from test.worker.kv.block_store.redis_server import redis_server
 
 pytestmark = pytest.mark.slow
 

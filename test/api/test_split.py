@@ -18,7 +18,7 @@ from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
-from test.worker.test_kv_split import NEEDS
+from test.worker.kv.test_kv_split import NEEDS
 
 pytestmark = pytest.mark.slow
 

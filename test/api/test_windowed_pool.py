@@ -13,7 +13,7 @@ import pytest
 from test.api.server import running_server
 from test.api.test_restart import clients_of, kill_worker
 from test.waiting import wait_until
-from test.worker.test_windowed_pool import make, prompt, save_model
+from test.worker.kv.test_windowed_pool import make, prompt, save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.tp]
 

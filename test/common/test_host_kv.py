@@ -11,7 +11,7 @@ from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.step import KvLoad, KvStore
-from lightserve.worker.host_tier import HostTier
+from lightserve.worker.kv.offload.host_tier import HostTier
 
 SIZE, NUM_BLOCKS = 400, 3
 LAYOUTS = {

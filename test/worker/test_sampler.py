@@ -16,7 +16,7 @@ import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
 from lightserve.messages.int_arrays import GrowingArray, int32s
 from lightserve.messages.params import GenerationParams, SamplingParams
-from lightserve.worker.infer_req import InferReq
+from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.req_rules import NgramBans
 from lightserve.worker.sampling.sampler import NONE_ALLOWED, Sampler, SamplingPlan, make_plan
 from lightserve.worker.sampling.token_history import SeenTokens

@@ -19,7 +19,7 @@ from lightserve.messages.step import NewReq, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import ProgressState, use_output
 from lightserve.worker import step_runner
-from lightserve.worker.step_input import StepShape
+from lightserve.worker.batch.step_input import StepShape
 from lightserve.worker.step_runner import StepRunner, graph_shape_for, graph_shapes
 from lightserve.worker.worker import ModelWorker
 

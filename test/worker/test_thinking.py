@@ -10,7 +10,7 @@ import torch
 from lightserve.messages.int_arrays import GrowingArray
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.offline.llm import LLM, Generation
-from lightserve.worker.infer_req import InferReq
+from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.worker import ModelWorker

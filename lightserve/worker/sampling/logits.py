@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device import to_device
-from lightserve.worker.infer_req import InferReq
+from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.token_history import TokenHistory
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.messages.params import INT32_MAX
-from lightserve.worker.infer_req import InferReq
+from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.logits import LogitRules, floats, int32s, int64s
 from lightserve.worker.sampling.logprobs import GatherLogits, SampledLogprobs
 from lightserve.worker.sampling.req_rules import Filters

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import to_device
-from lightserve.worker.infer_req import InferReq
+from lightserve.worker.batch.infer_req import InferReq
 
 IN_PROMPT = 1  # once, however often the prompt has the token
 IN_OUTPUT = 2  # for each occurrence

@@ -15,7 +15,7 @@ from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import Reaction, same_text, streams_continue
 from test.faults.start_case import Start, StartCase
 from test.waiting import wait_until
-from test.worker.block_store.redis_server import redis_server
+from test.worker.kv.block_store.redis_server import redis_server
 
 NO_REDIS = ("--null_step_ms", "5", "--journal", "redis://127.0.0.1:1")  # nobody listens on this port
 TOKENS = 400  # of 5 ms each: some seconds

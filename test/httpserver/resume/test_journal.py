@@ -22,7 +22,7 @@ from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
 from lightserve.utils.net import RedisAddress
 from test.waiting import until
-from test.worker.block_store.redis_server import redis_server
+from test.worker.kv.block_store.redis_server import redis_server
 
 TOKEN: Outs = [(0, StrOut(1, "a", Token(5)))]
 

@@ -1,0 +1,396 @@
+"""The requests of a worker, and the input of a step over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.device import to_device
+from lightserve.common.kv.req_manager import ReqManager
+from lightserve.common.ops.step import LAST_SAMPLED
+from lightserve.messages.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
+from lightserve.messages.step import NewReq, Step
+from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.batch.kept_reqs import KeptReqs
+from lightserve.worker.batch.req_columns import ReqColumns
+from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
+from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
+from lightserve.worker.lora import write_groups
+from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
+from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
+from lightserve.worker.sampling.thinking import ThinkingBudget
+
+# A step of few requests takes little longer than reading the weights, unless they share a lot. Another kernel in each
+# layer takes 0.1 ms in sum, in which an H200 reads 3,000 tokens of Llama-3-8B.
+FEW_REQUESTS, MIN_SAVED_BY_FEW = 16, 8_192  # tokens
+
+
+# A row of a step, the request that gets its token, and the logprobs of the prompt if this is the first token and they
+# are requested.
+SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
+# A request, its sampled token and the tokens that its grammar forces after it, and whether the grammar limits the next.
+TokenUpdate = tuple[InferReq, list[int], bool]
+
+
+class PlainRows(NamedTuple):
+    """The requests of a step whose tokens are returned without details, in columns."""
+
+    places: Int64Array  # rows of the step
+    rows: Int64Array  # of the batch
+    entries: Int64Array  # ReqColumns.entry
+    req_ids: Int64Array
+
+
+NO_PLAIN_ROWS = PlainRows(NO_INT64, NO_INT64, NO_INT64, NO_INT64)
+
+
+class Sampled(NamedTuple):
+    """The requests of a step that get a token. Unfinished prompts get none."""
+
+    others: Sequence[SampledRow]
+    plain: PlainRows = NO_PLAIN_ROWS
+
+
+class StepUpdates(NamedTuple):
+    """The tokens of a step, for the thread that launches steps."""
+
+    others: Sequence[TokenUpdate]
+    plain: PlainRows
+    plain_token_ids: Int32Array
+
+
+class StepRows(NamedTuple):
+    """The requests of a step, in columns."""
+
+    rows: Int64Array  # of the batch
+    q_len: Int64Array  # tokens that the step computes
+    slots: Int32Array  # of all tokens
+    windowed_slots: Int32Array  # the same in the windowed pool; empty if there is none
+    token_ids: Int32Array  # the same, if the router knows them; otherwise empty
+
+    def arranged(self, first: Int64Array) -> StepRows:
+        """In another order: these requests, which have one token each, come before the others."""
+        is_other = np.ones(len(self.rows), dtype=bool)
+        is_other[first] = False
+        order = np.concatenate((first, np.flatnonzero(is_other)))
+        own = (np.cumsum(self.q_len) - self.q_len)[first]
+        tokens = np.concatenate((own, np.flatnonzero(np.repeat(is_other, self.q_len))))
+        slots, windowed_slots, token_ids = (
+            values[tokens] if len(values) else values for values in (self.slots, self.windowed_slots, self.token_ids)
+        )
+        return StepRows(self.rows[order], self.q_len[order], slots, windowed_slots, token_ids)
+
+
+class PromptTargets(NamedTuple):
+    """The tokens of a request's prompt whose logprobs a step computes."""
+
+    req: InferReq
+    start: int  # the row of the step whose logits are those of the first target; the others follow
+    targets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as one array of integers, padded to a shape."""
+
+    inputs: np.ndarray  # int32: see step_input.py
+    shape: StepShape
+    reqs: list[InferReq]
+    rows: Int64Array  # of the batch, one for each request
+    prompt_targets: list[PromptTargets]
+
+    def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
+        """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
+        if not self.prompt_targets:
+            return None
+        rows = [row for one in self.prompt_targets for row in range(one.start, one.start + len(one.targets))]
+        targets = [target for one in self.prompt_targets for target in one.targets]
+        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.prompt_targets)
+        logprobs = StepPromptLogprobs(rows, targets, k, device)
+        begin = 0
+        for req, _, own in self.prompt_targets:
+            assert req.prompt_chunks is not None
+            req.prompt_chunks.append(PromptChunk(logprobs, slice(begin, begin + len(own))))
+            begin += len(own)
+        return logprobs
+
+
+class InferBatch:
+    """All requests of a worker by id, and the token that was sampled last for each."""
+
+    def __init__(
+        self,
+        req_manager: ReqManager,
+        padding_slot: int,
+        device: torch.device,
+        shares_prefixes: bool = True,
+        has_kv: bool = True,
+    ) -> None:
+        """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention.
+
+        Without a KV cache (``has_kv``), attention reads the step itself: the slot of a token is its row there.
+        """
+        self._req_manager = req_manager
+        self.padding_slot = padding_slot  # it changes with the size of the KV pool
+        self.windowed_padding_slot: int | None = None  # None: there is no windowed pool
+        self._device = device
+        self.columns = ReqColumns(req_manager.max_reqs)
+        self._num_entered = 0
+        self._reqs: dict[int, InferReq] = {}  # by id
+        self._at: dict[int, InferReq] = {}  # by row
+        self._row_of: dict[int, int] = {}  # by id
+        self.kept = KeptReqs()
+        self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
+        self.shares_prefixes = shares_prefixes
+        self._has_kv = has_kv
+        self.lora_slots = 0  # on the device
+        self.req_to_token = req_manager.req_to_token
+        self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
+
+    def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
+        row = self._req_manager.alloc()
+        known, cached = GrowingArray(new.token_ids), int32s(new.cached_slots)
+        prompt_len = len(known) - new.output_len
+        req = InferReq(
+            new.req_id,
+            row,
+            known,
+            prompt_len,
+            new.sampling,
+            new.seed,
+            new.eos_ids,
+            new.stopping,
+            grammar,
+            thinking,
+            output=None if grammar is None else GrammarOutput(new, grammar),
+            lora_slot=new.lora_slot,
+        )
+        req.cache_len = len(cached)
+        req.leading_slots[: len(cached)] = cached
+        if len(cached):
+            self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
+            self._add_windowed(row, len(cached), int32s(new.cached_windowed_slots))
+        self._enter(req)
+
+    def _enter(self, req: InferReq) -> None:
+        columns, row = self.columns, req.row
+        self._reqs[req.req_id] = self._at[row] = req
+        self._row_of[req.req_id] = row
+        self._num_entered += 1
+        columns.known.take(row)  # of a request that left
+        req.move_to(columns, row)
+        columns.entry[row] = self._num_entered
+        columns.req_id[row] = req.req_id
+        columns.leading_len[row] = len(req.leading_slots)
+        columns.last_known[row] = req.known.item(len(req.known) - 1)
+        columns.seed[row], columns.temperature[row] = req.seed, req.temperature
+        columns.lora_slot[row] = req.lora_slot
+        columns.is_plain[row] = req.is_plain and req.prompt_chunks is None
+
+    @property
+    def windowed_req_to_token(self) -> Tensor | None:
+        return self._req_manager.windowed_req_to_token
+
+    def _add_windowed(self, row: int, end: int, slots: Int32Array) -> None:
+        """``slots``: of the windowed pool, of the tokens up to ``end``.
+
+        Attention may read some tokens before those, with weight 0. They get the first of the slots, which is finite.
+        """
+        if self.windowed_req_to_token is None:
+            return
+        begin = end - len(slots)
+        margin = min(begin, ops.WINDOW_MARGIN)
+        padded = np.concatenate((np.repeat(slots[:1], margin), slots))
+        self.windowed_req_to_token[row, begin - margin : end] = to_device(padded, self._device)
+
+    def apply(self, updates: Iterable[StepUpdates]) -> None:
+        """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
+        for step in updates:
+            self._apply_plain(step.plain, step.plain_token_ids)
+            for req, token_ids, is_constrained in step.others:
+                req.add_known(token_ids)
+                req.total_len += len(token_ids) - 1
+                req.is_constrained = is_constrained
+
+    def _apply_plain(self, plain: PlainRows, token_ids: Int32Array) -> None:
+        columns = self.columns
+        is_here = columns.entry[plain.rows] == plain.entries
+        rows, token_ids = plain.rows[is_here], token_ids[is_here]
+        for row in columns.known.full(rows):
+            self._at[row].flush()
+        columns.known.append(rows, token_ids)
+        columns.known_len[rows] += 1
+        columns.last_known[rows] = token_ids
+
+    def take_sampled(self, packed: PackedStep) -> Sampled:
+        """The rows of the step that was packed last whose tokens were sampled. Their tokens are in flight now."""
+        columns, rows = self.columns, packed.rows
+        is_sampled = columns.cache_len[rows] == columns.total_len[rows]
+        is_plain = is_sampled & (columns.is_plain[rows] > 0)
+        places = np.flatnonzero(is_plain)
+        own = rows[places]
+        columns.total_len[own] += 1
+        others = [
+            (place, packed.reqs[place], packed.reqs[place].add_sampled())
+            for place in np.flatnonzero(is_sampled & ~is_plain).tolist()
+        ]
+        return Sampled(others, PlainRows(places, own, columns.entry[own], columns.req_id[own]))
+
+    def free(self, step: Step) -> None:
+        """Remove the requests that leave with this step, and keep what later ones may begin with."""
+        for req_id in step.kept:
+            self.kept.add(self._reqs[req_id])
+        for req_id in step.free:
+            self.remove(req_id)
+        self.kept.drop(step.dropped)
+
+    def remove(self, req_id: int) -> None:
+        req = self._reqs.pop(req_id, None)  # it may be unknown if the step that brought it failed
+        if req is not None:
+            del self._at[req.row], self._row_of[req_id]
+            req.move_to(ReqColumns(1), 0)  # a step in flight may still give it a token
+            self.columns.entry[req.row] = 0
+            self._req_manager.free(req.row)
+            self._prefixes.discard(req)
+
+    def clear(self) -> None:
+        """Remove all requests, also one whose ``add`` was interrupted."""
+        self._reqs.clear()
+        self._at.clear()
+        self._row_of.clear()
+        self.kept.clear()
+        self.columns.entry[:] = 0
+        self._prefixes = SharedPrefixes()
+        self._req_manager.free_all()
+
+    def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
+        """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
+
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts keeps its shape,
+        because no captured step computes them.
+        """
+        taken = self._rows_of(step)
+        self._record_prompts(taken)
+        taken, groups = self._arrange(taken)
+        rows, q_len = taken.rows, taken.q_len
+        reqs = self._reqs_at(rows)
+        count = len(taken.slots)
+        start = np.cumsum(q_len) - q_len
+        prompt_targets = self._prompt_targets(taken, start)
+        shape = self._shape(taken, bool(groups))
+        shape = shape if prompt_targets else captured_shape(shape)
+        inputs, columns = padded_input(shape, self._padding)
+
+        ready = self.columns.cache_len[rows]
+        tokens: dict[str, Values] = {
+            "row": np.repeat(rows, q_len),
+            "position": np.arange(count) + np.repeat(ready - start, q_len),
+            "slot": taken.slots if self._has_kv else np.arange(count),
+            "token_id": self._token_ids(taken, start),
+        }
+        computed: dict[str, Values] = {
+            "row": rows,
+            "start": start,
+            "seq_len": ready + q_len,
+            "ready_len": ready,
+            "temperature": self.columns.temperature[rows],
+            "seed": self.columns.seed[rows],
+        }
+        pack(columns, tokens, reqs, computed)
+        if columns.groups is not None:  # the captured shape may have none
+            columns.groups[: len(groups), : len(SharedRows._fields)] = groups
+        if columns.lora_groups is not None:
+            lora_slots = np.repeat(self.columns.lora_slot[rows], q_len)
+            write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
+        if columns.windowed_slots is not None:
+            columns.windowed_slots[:count] = taken.windowed_slots
+
+        self.columns.cache_len[rows] += q_len
+        return PackedStep(inputs, shape, reqs, rows, prompt_targets)
+
+    def _rows_of(self, step: Step) -> StepRows:
+        chunks = step.chunks
+        req_ids = [*int64s(step.decode_ids).tolist(), *(chunk.req_id for chunk in chunks)]
+        rows = np.fromiter(map(self._row_of.__getitem__, req_ids), dtype=np.int64, count=len(req_ids))
+        q_len = np.ones(len(req_ids), dtype=np.int64)
+        q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
+        slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
+        return StepRows(rows, q_len, slots, int32s(step.windowed_slots), int32s(step.token_ids))
+
+    def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
+        return list(map(self._at.__getitem__, rows.tolist()))
+
+    def _shape(self, taken: StepRows, has_groups: bool) -> StepShape:
+        has_decodes, has_prompts = bool((taken.q_len == 1).any()), bool((taken.q_len > 1).any())
+        if not self._has_kv:
+            has_decodes, has_prompts = False, True
+        num_slots = self.lora_slots if self._has_lora(taken.rows) else 0
+        return StepShape(len(taken.slots), len(taken.rows), has_decodes, has_prompts, has_groups, num_slots)
+
+    def _has_lora(self, rows: Int64Array) -> bool:
+        return self.lora_slots > 0 and bool((self.columns.lora_slot[rows] >= 0).any())
+
+    def _prompt_targets(self, taken: StepRows, start: Int64Array) -> list[PromptTargets]:
+        found = []
+        for place in np.flatnonzero(self.columns.is_plain[taken.rows] == 0).tolist():
+            req = self._at[int(taken.rows[place])]
+            targets = req.prompt_targets(int(taken.q_len[place]))
+            if targets:
+                found.append(PromptTargets(req, int(start[place]), targets))
+        return found
+
+    def _token_ids(self, taken: StepRows, start: Int64Array) -> Int32Array | Int64Array:
+        """The ids of the tokens to compute. The last one of a request may be in flight."""
+        if len(taken.token_ids):
+            return taken.token_ids
+        columns, rows = self.columns, taken.rows
+        ids = np.full(len(taken.slots), LAST_SAMPLED, dtype=np.int64)
+        ready = columns.cache_len[rows]
+        uncomputed = columns.known_len[rows] - ready  # known tokens
+        is_last = (uncomputed == 1) & (taken.q_len == 1)
+        ids[start[is_last]] = columns.last_known[rows[is_last]]
+        for place in np.flatnonzero((uncomputed > 0) & ~is_last).tolist():
+            begin, count = int(ready[place]), int(taken.q_len[place])
+            known = self._at[int(rows[place])].token_ids[begin : begin + count]
+            first = int(start[place])
+            ids[first : first + len(known)] = known
+        return ids
+
+    def _record_prompts(self, taken: StepRows) -> None:
+        """Record the slots of prompts. Other requests may share them from the next step on."""
+        left = self.columns.leading_len[taken.rows] - self.columns.cache_len[taken.rows]
+        places = np.flatnonzero(left > 0).tolist()
+        ends = np.cumsum(taken.q_len) if places else NO_INT64
+        for place in places:
+            req, end = self._at[int(taken.rows[place])], int(ends[place])
+            slots = taken.slots[end - int(taken.q_len[place]) : end][: int(left[place])]
+            begin = req.cache_len
+            req.leading_slots[begin : begin + len(slots)] = slots
+            if len(slots) == left[place] and self.shares_prefixes:
+                self._prefixes.add(req, req.leading_slots)
+
+    def _arrange(self, taken: StepRows) -> tuple[StepRows, list[SharedRows]]:
+        """The rows of a step, with decodes that share a prefix next to each other and in front, and their groups."""
+        if not self.shares_prefixes or not self._prefixes.may_have_groups or self._has_lora(taken.rows):
+            return taken, []  # no captured step has both adapters and shared prefixes
+        places = np.flatnonzero(taken.q_len == 1)
+        if len(places) < MIN_MEMBERS:
+            return taken, []
+        order, groups = self._prefixes.arrange(self._reqs_at(taken.rows[places]))
+        if len(places) < FEW_REQUESTS and sum(group.saved for group in groups) < MIN_SAVED_BY_FEW:
+            return taken, []
+        return (taken.arranged(places[order]), groups) if groups else (taken, groups)
+
+    def padding(self, shape: StepShape) -> np.ndarray:
+        """The input of a step that computes only padding."""
+        return padded_input(shape, self._padding)[0]
+
+    @property
+    def _padding(self) -> Padding:
+        return Padding(self._req_manager.padding_row, self.padding_slot, self.windowed_padding_slot)

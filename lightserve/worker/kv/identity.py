@@ -1,0 +1,37 @@
+"""What the KV of a worker depends on. It is compared before KV is sent to another engine, and found by no other key."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from lightserve import __version__
+from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.config import WorkerConfig
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.control import KvIdentity
+from lightserve.model_files.config.digest import config_digest
+from lightserve.worker.kv.offload.block_store.frame import identity_of
+
+
+def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str) -> KvIdentity:
+    """The same on all ranks."""
+    max_len = model.req_manager.max_len
+    factors = [None if spec.rope is None else spec.rope.factors(max_len) for spec in model.layer_specs]
+    return KvIdentity(
+        config.tp,
+        config.pp,
+        __version__,
+        _digest(config_digest(model.config.hf), factors, config.packed_input_bits),
+        computed,
+        _digest(model.model_kv_layout, BLOCK_TOKENS),
+        config.deterministic,
+    )
+
+
+def rank_identity(identity: KvIdentity, rank: int) -> bytes:
+    """Of the part of the KV that one rank has."""
+    return identity_of(identity, rank)
+
+
+def _digest(*parts: object) -> str:
+    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()

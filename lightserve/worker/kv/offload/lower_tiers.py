@@ -1,0 +1,101 @@
+"""The worker's part of the tiers below host memory: it copies blocks between host memory and stores, beside steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lightserve.config import WorkerConfig
+from lightserve.messages.control import KvIdentity
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.utils.logger import init_logger
+from lightserve.worker.kv.identity import rank_identity
+from lightserve.worker.kv.offload.block_store.base import BlockStore
+from lightserve.worker.kv.offload.block_store.disk import DiskStore
+from lightserve.worker.kv.offload.block_store.frame import BlockError
+from lightserve.worker.kv.offload.block_store.redis import RedisStore
+from lightserve.worker.kv.offload.host_tier import HostTier
+
+logger = init_logger(__name__)
+
+READERS = 4  # one core hashes 1 GB/s, slower than a disk reads
+LOGGED_ERRORS = 5  # then only the metric counts them
+
+
+class LowerTiers:
+    """Each method may be called by a thread of its own."""
+
+    def __init__(self, host: HostTier, stores: Sequence[BlockStore]) -> None:
+        self._host = host
+        self._stores = stores
+        self._readers = ThreadPoolExecutor(READERS, "kv-readers")
+        self._num_errors = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(store.name for store in self._stores)
+
+    def lookup(self, command: KvLookup) -> list[int]:
+        """The first store that has each of these keys, up to the first one that none has."""
+        found: list[int] = []
+        by_store = [store.find(command.keys) for store in self._stores]
+        for are_there in zip(*by_store, strict=True):
+            if not any(are_there):
+                break
+            found.append(are_there.index(True))
+        return found
+
+    def fetch(self, command: KvFetch) -> KvFetched:
+        """Read blocks into host memory."""
+        begin = time.monotonic()
+        self._host.finish_stores(command.after)  # a block may have had another use before
+        store = self._stores[command.store]
+
+        def read(key: bytes, block: int) -> bool:
+            try:
+                store.get(key, self._host.data(block))
+            except BlockError as error:
+                self._log(store, error)
+                return False
+            return True
+
+        are_valid = list(self._readers.map(read, command.keys, command.blocks))
+        return KvFetched(are_valid, time.monotonic() - begin)
+
+    def flush(self, command: KvFlush) -> KvFlushed:
+        """Write blocks from host memory to all stores."""
+        self._host.finish_stores(command.after)
+        written, errors = [0] * len(self._stores), [0] * len(self._stores)
+        for number, store in enumerate(self._stores):
+            for key in command.removed:
+                store.remove(key)
+            for key, block in zip(command.keys, command.blocks, strict=True):
+                try:
+                    written[number] += store.put(key, self._host.data(block))
+                except BlockError as error:
+                    self._log(store, error)
+                    errors[number] += 1
+        return KvFlushed(written, errors, [store.used_bytes for store in self._stores])
+
+    def _log(self, store: BlockStore, error: BlockError) -> None:
+        self._num_errors += 1
+        if self._num_errors <= LOGGED_ERRORS:
+            logger.warning("KV tier %s: %s", store.name, error)
+
+
+def make_lower_tiers(
+    config: WorkerConfig, host: HostTier | None, kv_identity: KvIdentity, rank: int, num_engines: int
+) -> LowerTiers | None:
+    """None without a tier below host memory. The weights are part of the router's keys."""
+    if host is None or not config.lower_tiers:
+        return None
+    identity = rank_identity(kv_identity, rank)
+    stores: list[BlockStore] = []
+    if config.kv_disk_gb and config.kv_disk_dir is not None:
+        share, group = int(config.kv_disk_gb * 2**30 / config.num_ranks), f"ranks{config.num_ranks}.{rank}"
+        stores.append(DiskStore(Path(config.kv_disk_dir), group, share, identity, num_engines))
+    if config.kv_remote is not None:
+        stores.append(RedisStore(config.kv_remote, identity))
+    return LowerTiers(host, stores)
