@@ -209,6 +209,13 @@ def capitalised(annotation: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_a_link_to_a_file_has_the_end_of_its_path_as_text(page: Path) -> None:
+    links = re.findall(r"\[`([\w./]+\.py)`\]\(([^)#]+)\)", page.read_text())
+
+    assert [(text, path) for text, path in links if not path.endswith(text)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_links_and_paths_on_a_page_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
