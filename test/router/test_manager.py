@@ -316,8 +316,10 @@ def test_a_request_that_arrives_before_the_next_step_is_due_joins_it(tmp_path: P
         await until(lambda: router.scheduler.num_waiting == 1)
         assert len(router.model.steps) == 1
 
-        pacer.wait_s = -1.0
         router.send(request(2))
+        await until(lambda: router.scheduler.num_waiting == 2)
+        pacer.wait_s = -1.0
+        router.manager.steps.wake()
         await until(lambda: len(router.model.steps) == 2)
         assert [row.req_id for row in router.model.steps[1].rows] == [0, 1, 2]
         router.model.may_run.set()
