@@ -26,6 +26,7 @@ def test_a_server_ends_when_its_terminal_is_closed_and_not_before() -> None:
     master, slave = os.openpty()
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which the server would respect
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
     with subprocess.Popen(
