@@ -17,7 +17,7 @@ from lightserve.simulate.load import Load, fixed, mixed
 from lightserve.simulate.replica import Setup
 from lightserve.simulate.simulation import simulate
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_a_scheduler.md"
+PAGE = Path(__file__).parents[3] / "docs" / "adding_a_scheduler.md"
 
 
 def policy_of_the_page() -> type[Policy]:
