@@ -81,7 +81,7 @@ class KvInbox(Protocol):
         """End a ticket. The workers still report it."""
 
 
-class KvInboxClient(KvInbox, Protocol):
+class ReceivingInbox(KvInbox, Protocol):
     on_received: Callable[[KvReceived], None]
 
     def start(self) -> None: ...
@@ -91,10 +91,12 @@ class KvWorkers(WorkerCaller, Protocol):
     """The workers, as far as sources need them."""
 
     @property
-    def lower_tiers(self) -> LowerTierClient | None: ...
+    def lower_tiers(self) -> LowerTierClient | None:
+        """None: there are no KV tiers below host memory."""
 
     @property
-    def kv_inbox(self) -> KvInboxClient | None: ...
+    def kv_inbox(self) -> ReceivingInbox | None:
+        """None: the workers receive no KV of other engines."""
 
 
 class KvSource(StepPart):

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from lightserve.errors import WorkerDiedError
 from lightserve.ipc.codec import encode
-from lightserve.ipc.worker_calls import FETCH_KV, FLUSH_KV, LOOKUP_KV, RUN, WorkerCall, WorkerCaller
+from lightserve.ipc.worker_calls import FETCH_KV, FLUSH_KV, LOOKUP_KV, RUN, WorkerCall
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
-from lightserve.router.kv.tiers.lower import LowerTierClient
+from lightserve.router.kv.source import KvWorkers
 from lightserve.router.workers.calls import RankCalls
 from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks
 from lightserve.router.workers.kv_inbox import KvInboxClient
@@ -21,7 +21,7 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 
-class ModelClient(WorkerCaller, Protocol):
+class ModelClient(KvWorkers, Protocol):
     """Runs steps in the order in which they are given; several may be in flight."""
 
     @property
@@ -32,14 +32,6 @@ class ModelClient(WorkerCaller, Protocol):
 
     def serves(self, call: WorkerCall[Any, Any]) -> bool:
         """Whether the workers have a handler for a call."""
-
-    @property
-    def lower_tiers(self) -> LowerTierClient | None:
-        """None: there are no KV tiers below host memory."""
-
-    @property
-    def kv_inbox(self) -> KvInboxClient | None:
-        """None: the workers receive no KV of other engines."""
 
     def request_restart(self, reason: str, caused_by_request: bool) -> None:
         """Close the connections and have the workers replaced: they are lost, or a step does not end.
