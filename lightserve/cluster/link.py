@@ -2,7 +2,7 @@
 
 A link belongs to one epoch of an engine. The router that replaces a dead one gets a new link, so no message of one
 epoch is read in another. On one machine the link is two ZMQ sockets over ipc, in the server's run directory. To another
-machine it is one socket over TCP: see tcp/gateway_link.py.
+machine it is one socket over TCP: see links/gateway_link.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The KV tensors: one row per token and layer, addressed by slot. token_slots.py tracks who uses a slot."""
+"""The KV tensors: one row per token and layer, addressed by slot. router/kv/slots.py tracks who uses a slot."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class StreamedGeneration(AbstractAsyncContextManager[AsyncIterator[Outs]], Recor
 
 
 class StreamRecorder(Protocol):
-    """Keeps the events of a stream, so that its client can come back for them: see httpserver/journal."""
+    """Keeps the events of a stream, so that its client can come back for them: see httpserver/resume."""
 
     said: Outs  # tokens of which the client has the events: another process had the stream before
 

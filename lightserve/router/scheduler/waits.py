@@ -1,5 +1,5 @@
 """Why a waiting request cannot run though there is room: its adapter has no slot, or another request computes its
-prefix. Requests that wait for KV of other places are in ``kv_tiers``."""
+prefix. Requests that wait for KV of other places are in ``router/kv``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""KV that comes from elsewhere: from slower memory, where prefixes go that the prefix cache evicts, or other engines.
+"""Slower memory below the KV pool, where prefixes go that the prefix cache evicts.
 
-``source.py`` is the contract of such places, and all that the scheduler knows of them. ``incoming.py`` is KV that
-prefill engines send, and ``pushes.py`` KV that this engine sends.
-
-In the tiers below the KV pool, the router decides and the workers copy. ``pool_blocks.py`` knows which blocks of
-tokens are in the pool, ``host_blocks.py`` which are in host memory, and ``gate.py`` whether a load is faster than
-computing. ``stored_blocks.py`` moves blocks down when the prefix cache evicts them, ``tiers.py`` loads them for waiting
-requests, and ``lower.py`` reads and writes the tiers below host memory.
+The router decides and the workers copy. ``pool_blocks.py`` knows which blocks of tokens are in the pool,
+``host_blocks.py`` which are in host memory, and ``gate.py`` whether a load is faster than computing.
+``stored_blocks.py`` moves blocks down when the prefix cache evicts them, ``tiers.py`` loads them for waiting requests,
+and ``lower.py`` reads and writes the tiers below host memory.
 """
