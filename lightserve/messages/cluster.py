@@ -86,7 +86,7 @@ class KvMissing(msgspec.Struct, frozen=True, tag=True):
 
 FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining | KvWanted | KvMissing
 
-LINK_PROTOCOL = 9  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 10  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -39,8 +39,8 @@ class StepLimits(msgspec.Struct, frozen=True):
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
 
 
-class WindowedKv(msgspec.Struct, frozen=True):
-    """The second KV pool, for layers with a sliding window: a token has KV there while windows reach it."""
+class SlidingWindowKv(msgspec.Struct, frozen=True, tag="sliding_window"):
+    """A KV group of layers with a sliding window, in a pool of its own: a token has KV there while windows reach it."""
 
     size: int  # tokens
     window: int  # the largest one: tokens that a query attends to, itself included
@@ -96,7 +96,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     step_limits: StepLimits = StepLimits(2048)
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
     launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
-    windowed: WindowedKv | None = None  # None: all layers keep the KV of all tokens of max_total_token_num
+    kv_groups: tuple[SlidingWindowKv, ...] = ()  # with pools of their own beside that of max_total_token_num
     pooling: PoolingLimits | None = None  # None: the model generates text
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
     host_kv: HostKvSize | None = None  # None: evicted KV is not kept in host memory

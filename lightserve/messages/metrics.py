@@ -66,12 +66,16 @@ KV_TIERS = ("ram", "disk", "remote")
 METRICS = (
     _gauge("num_requests_running", "Requests that are running."),
     _gauge("num_requests_waiting", "Requests that are waiting in the queue."),
-    _gauge("kv_cache_usage_perc", "Share of the KV pool in use, or of the windowed pool if it is fuller; 1 is all."),
+    _gauge("kv_cache_usage_perc", "Share of the KV pool in use, or of a KV group's pool if it is fuller; 1 is all."),
     _gauge("kv_used_tokens", "Tokens of the KV pool in use."),
     _gauge("kv_pinned_tokens", "Tokens of the KV pool that static prompts (--static_prompts) hold."),
-    _gauge(
-        "kv_windowed_used_tokens", "Tokens in use of the second KV pool, which layers with a sliding window may have."
+    Metric(
+        "kv_group_used_slots",
+        Kind.GAUGE,
+        "Slots in use of a KV group's pool, as layers with a sliding window may have.",
+        label="kv_group",
     ),
+    Metric("kv_group_slots", Kind.GAUGE, "All slots of a KV group's pool.", label="kv_group"),
     Metric(
         "attention_group_requests_running",
         Kind.GAUGE,

@@ -34,7 +34,7 @@ class NewReq(msgspec.Struct, frozen=True):
     cached_slots: Int32s = NO_INT32  # KV slots of its first tokens, which are computed already
     output_len: int = 0  # how many of ``token_ids``, at the end, are output
     stopping: StoppingParams = StoppingParams()
-    cached_windowed_slots: Int32s = NO_INT32  # slots of the windowed pool of the last of the cached tokens
+    group_slots: tuple[Int32s, ...] = ()  # what it holds in each KV group: of a window, slots of the last cached tokens
     lora_slot: int = -1  # of its adapter; -1: it uses none
     parent: ParentPart | None = None
 
@@ -120,7 +120,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     free: list[int] = []
     kept: list[int] = []  # of ``free``: later requests may name them as parents
     dropped: list[int] = []  # of the requests that are kept: none will name them any more
-    windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
+    group_slots: tuple[Int32s, ...] = ()  # by KV group; of a window: of all tokens of the rows, in their order
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens, one request after the other
     slot_counts: Int32s = NO_INT32  # how many of ``decode_slots`` each of ``decode_ids`` gets; empty: one

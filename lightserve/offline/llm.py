@@ -28,6 +28,7 @@ from lightserve.models.registry import read_model_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
@@ -92,8 +93,9 @@ class LLM(PoolingMethods):
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
         limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
-        pool, loras = KvPool(self.worker.max_total_token_num, self.worker.windowed), LoraSlots(self.config.num_loras)
-        self._scheduler = Scheduler(pool, limits, loras=loras)
+        tokens = self.worker.max_total_token_num
+        pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens))
+        self._scheduler = Scheduler(pool, limits, loras=LoraSlots(self.config.num_loras))
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first

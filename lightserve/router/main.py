@@ -18,6 +18,7 @@ from lightserve.messages.request import ToRouter
 from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
@@ -79,7 +80,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 
 def _new_scheduler(engine: EngineReady, limits: SchedulerLimits, policy: Policy) -> Scheduler:
-    pool = KvPool(engine.max_total_token_num, engine.windowed)
+    tokens = engine.max_total_token_num
+    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
     return Scheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 

@@ -65,9 +65,9 @@ class Parents:
         if parent is not None and parent.kv_keys and parent.salt == req.salt:
             req.kv_keys = parent.kv_keys[: common_len(parent.token_ids, req.prompt_ids) // BLOCK_TOKENS]
 
-    def as_new(self, req: Req) -> NewReq:
+    def as_new(self, req: Req, group_slots: tuple[Int32Array, ...] = ()) -> NewReq:
         """The message by which a request enters the workers, without what they keep of its parent."""
-        new = req.as_new()
+        new = req.as_new(group_slots)
         if req.parent not in self._ended and req.parent not in self._kept:
             return new
         assert req.parent is not None

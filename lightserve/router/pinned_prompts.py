@@ -25,8 +25,8 @@ def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineReady) -> Non
     tokens, pool = sum(map(len, prompts.values())), engine.max_total_token_num
     if not tokens:
         return
-    if engine.windowed is not None:
-        raise RuntimeError("static prompts with a windowed KV pool passed the table of combinations")
+    if engine.kv_groups:
+        raise RuntimeError("static prompts with a second KV pool passed the table of combinations")
     name, longest = max(((name, len(ids)) for name, ids in prompts.items()), key=lambda pair: pair[1])
     if longest + LEAST_OWN > engine.max_req_total_len:
         raise OptionError(

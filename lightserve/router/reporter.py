@@ -90,14 +90,14 @@ class Reporter:
         scheduler = self._scheduler
         waiting = scheduler.num_waiting + scheduler.num_blocked
         pools = [group.pool for group in scheduler.groups]
-        windowed = [pool.windowed for pool in pools if pool.windowed.size]
         used, size = sum(pool.used for pool in pools), sum(pool.size for pool in pools)
         self.metrics.set_load(scheduler.num_running, waiting, used, size)
         self.metrics.values["kv_pinned_tokens"] = sum(pool.pinned_tokens for pool in pools)
         if len(pools) > 1:
             self.metrics.set_groups([(group.num_running, group.pool.used) for group in scheduler.groups])
-        if windowed:
-            self.metrics.set_windowed_load(sum(pool.used for pool in windowed), sum(pool.size for pool in windowed))
+        for groups in zip(*(pool.groups for pool in pools), strict=True):  # one KV group of all attention groups
+            used, size = sum(group.used for group in groups), sum(group.size for group in groups)
+            self.metrics.set_kv_group_load(groups[0].name, used, size)
         for part in (part for group in scheduler.groups for part in group.parts):
             part.report(self.metrics)
         self._send_news()

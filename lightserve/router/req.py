@@ -11,11 +11,10 @@ import numpy as np
 
 from lightserve.messages.block_hash import NO_HASHES, Hashes
 from lightserve.messages.cluster import KvTarget, KvTicket
-from lightserve.messages.int_arrays import NO_INT32, GrowingArray, Int32Array, int32s
+from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.kv.radix_cache import RadixNode
-from lightserve.router.kv.windowed_pool import NONE
 from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
 from lightserve.router.req_columns import ReqColumns
 
@@ -54,7 +53,6 @@ class ReqProgress:
     output_len: int = _column("output_len")
     has_drafted: int = _column("has_drafted")
     spare_slots: int = _column("spare_slots")
-    windowed_begin: int = _column("windowed_begin")
 
 
 @dataclass(eq=False)
@@ -87,7 +85,6 @@ class Req(ReqProgress):
     lora_slot: int = -1  # of its adapter on the device, while it runs
     _slots: GrowingArray = field(default_factory=GrowingArray)  # without those in the tail of its row
     _outputs: GrowingArray = field(default_factory=GrowingArray)  # the same
-    _windowed: GrowingArray = field(default_factory=GrowingArray)  # of slots in the windowed pool, the same
 
     num_admissions: int = 0
     cached_len: int = 0  # prompt tokens that were cached on first admission
@@ -117,12 +114,6 @@ class Req(ReqProgress):
         """KV slots of the first tokens, computed or planned."""
         self.flush()
         return self._slots.view
-
-    @property
-    def windowed_slots(self) -> Int32Array:
-        """The same in the windowed pool, if there is one. It holds those from ``windowed_begin`` on."""
-        self.flush()
-        return self._windowed.view
 
     @property
     def outputs(self) -> Int32Array:
@@ -206,23 +197,10 @@ class Req(ReqProgress):
     def flush(self) -> None:
         """Append the values in the tails of its row to its own arrays."""
         columns = self.columns
-        pairs = (self._slots, columns.slots), (self._outputs, columns.outputs), (self._windowed, columns.windowed)
-        for array, tails in pairs:
-            values = NO_INT32 if tails is None else tails.take(self.row)
+        for array, tails in ((self._slots, columns.slots), (self._outputs, columns.outputs)):
+            values = tails.take(self.row)
             if len(values):
                 array.extend(values)
-
-    def plan_windowed(self, slots: Int32Array) -> None:
-        """The next tokens have these slots of the windowed pool."""
-        self.flush()
-        self._windowed.extend(slots)
-
-    def let_go_windowed(self, end: int) -> Int32Array:
-        """Its windowed slots before ``end``, which it does not hold from now on."""
-        begin, self.windowed_begin = self.windowed_begin, max(end, self.windowed_begin)
-        if self.columns.leaving is not None:
-            self.columns.leaving.clear(self.row)
-        return self.windowed_slots[begin : self.windowed_begin]
 
     def plan(self, slots: Int32Array) -> None:
         """The next step computes KV of len(slots) more tokens."""
@@ -258,16 +236,11 @@ class Req(ReqProgress):
         self.node, self._slots = node, GrowingArray(slots)
         self.shared_len = len(slots)
 
-    def attach_windowed(self, begin: int, slots: Int32Array) -> None:
-        """It has these windowed slots of the last cached tokens, which begin at ``begin``."""
-        none = np.full(begin, NONE, dtype=np.int32)
-        self._windowed, self.windowed_begin = GrowingArray(np.concatenate((none, slots))), begin
-
     def clear_slots(self) -> None:
         """It holds no KV."""
         self.flush()
-        self._slots, self._windowed, self.node = GrowingArray(), GrowingArray(), None
-        self.shared_len = self.planned_len = self.certain_len = self.windowed_begin = 0
+        self._slots, self.node = GrowingArray(), None
+        self.shared_len = self.planned_len = self.certain_len = 0
         self.planned_drafts = self.spare_slots = 0
 
     def continue_from(self, output_ids: list[int], now_s: float) -> None:
@@ -335,7 +308,7 @@ class Req(ReqProgress):
             return True
         return token_id in self.eos_ids and not self.params.stopping.ignore_eos
 
-    def as_new(self) -> NewReq:
+    def as_new(self, group_slots: tuple[Int32Array, ...] = ()) -> NewReq:
         """The message by which it enters the workers, for the first time or after a preemption."""
         return NewReq(
             self.req_id,
@@ -346,6 +319,6 @@ class Req(ReqProgress):
             cached_slots=self.slots,
             output_len=self.output_len,
             stopping=self.params.stopping,
-            cached_windowed_slots=self.windowed_slots[self.windowed_begin :],
+            group_slots=group_slots,
             lora_slot=self.lora_slot,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.messages.int_arrays import Heads, Int64Array, Tails
+from lightserve.messages.int_arrays import Int64Array, Tails
 
 FIELDS = (
     "prompt_len",
@@ -31,8 +31,7 @@ PLANNING = FIELDS.index("planned_drafts") + 1  # the fields up to here say what 
 
 
 class ReqColumns:
-    def __init__(self, rows: int, has_windows: bool = False) -> None:
-        """``has_windows``: requests get slots of a windowed pool too."""
+    def __init__(self, rows: int) -> None:
         self.values = np.zeros((len(FIELDS), rows), dtype=np.int64)
         (
             self.prompt_len,
@@ -53,9 +52,6 @@ class ReqColumns:
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
-        self.windowed_begin = np.zeros(rows, dtype=np.int64)  # it holds its windowed slots from here on
-        self.windowed = Tails(rows) if has_windows else None  # slots
-        self.leaving = Heads(rows) if has_windows else None  # windowed slots from ``windowed_begin`` on
 
     def unplanned(self, rows: Int64Array) -> Int64Array:
         """Tokens without planned KV, among those that are known after the steps planned so far.
@@ -90,6 +86,3 @@ class ReqColumns:
         """The tails of both rows are empty."""
         self.values[:, row] = source.values[:, source_row]
         self.last_token_s[row] = source.last_token_s[source_row]
-        self.windowed_begin[row] = source.windowed_begin[source_row]
-        if self.leaving is not None:
-            self.leaving.clear(row)

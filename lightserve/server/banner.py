@@ -75,8 +75,8 @@ def banner(
         rows["task"] = engine.pooling.summary
         if not engine.pooling.has_kv:
             del rows["KV pool"]
-    if engine.windowed is not None:
-        rows["KV pool"] += f"; {engine.windowed.size:,} in layers with a window of {engine.windowed.window:,} tokens"
+    for group in engine.kv_groups:
+        rows["KV pool"] += f"; {group.size:,} in layers with a window of {group.window:,} tokens"
     if model.sampling_defaults and engine.pooling is None:
         rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"
     for role, parts in phases.items():

@@ -79,8 +79,8 @@ class EngineProcesses:
         """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
         config = self._config
         if self.engine is not None:
-            size, windowed = self.engine.max_total_token_num, self.engine.windowed
-            windowed_size = 0 if windowed is None else windowed.size
+            size = self.engine.max_total_token_num
+            windowed_size = sum(group.size for group in self.engine.kv_groups)
             worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
             config = replace(config, worker=worker)
         with contextlib.ExitStack() as exits:

@@ -74,7 +74,7 @@ class DecodeRunScheduler(Scheduler):
     def begin_decodes(self) -> DecodeRun | None:
         """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
-        is_simple = self.limits.num_stages == 1 and not self.pool.windowed.size and not self._may_transfer
+        is_simple = self.limits.num_stages == 1 and not self.pool.groups and not self._may_transfer
         is_simple = is_simple and not self.limits.num_drafts
         is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
         is_full = len(self._batch) >= self.limits.max_running

@@ -63,7 +63,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         EngineReady(
             max_total_token_num=worker.max_total_token_num,
             max_req_total_len=worker.longest_request,
-            windowed=worker.windowed,
+            kv_groups=worker.kv_groups,
             pooling=worker.pooling_limits,
             vocab_size=vocab_size,
             pipeline_depth=worker.pipeline_depth,

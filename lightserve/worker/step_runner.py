@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import HiddenStates, ModelInput, TpPartBaseModel, WindowedInput
+from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -142,22 +142,22 @@ class StepRunner:
             tokens.slots,
             attn,
             is_prefill=shape.has_prompts,
-            windowed=self._windowed_input(tokens, columns, attn),
+            kv_groups=self._group_inputs(tokens, columns, attn),
             lora=_lora_rows(columns, shape),
             group_tokens=shape.group_tokens,
         )
         return step, columns
 
-    def _windowed_input(
+    def _group_inputs(
         self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch
-    ) -> WindowedInput | None:
-        """None if there is no windowed pool."""
-        table, slots = self._batch.windowed_req_to_token, columns.windowed_slots
-        if table is None or slots is None:
-            return None
-        ops.place_tokens(replace(tokens, slots=slots), table, self._batch.last_ids)
-        # a shared prefix may lie before the windows
-        return WindowedInput(slots, replace(attn, req_to_token=table, shared_prefixes=None, plans={}))
+    ) -> tuple[KvGroupInput, ...]:
+        """Of the KV groups with pools of their own."""
+        inputs = []
+        for table, slots in zip(self._batch.group_req_to_token, columns.group_slots, strict=True):
+            ops.place_tokens(replace(tokens, slots=slots), table, self._batch.last_ids)
+            # a shared prefix may lie before the windows
+            inputs.append(KvGroupInput(slots, replace(attn, req_to_token=table, shared_prefixes=None, plans={})))
+        return tuple(inputs)
 
     def _sample(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
         reqs = columns.reqs

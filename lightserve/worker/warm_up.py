@@ -48,10 +48,11 @@ def with_adapter(step: Step) -> Step:
     return msgspec.structs.replace(step, new=[msgspec.structs.replace(req, lora_slot=0) for req in step.new])
 
 
-def in_both_pools(step: Step) -> Step:
-    """A step of a worker with a windowed pool, where its tokens have the same slots."""
-    new = [msgspec.structs.replace(req, cached_windowed_slots=req.cached_slots) for req in step.new]
-    return msgspec.structs.replace(step, new=new, windowed_slots=[slot for row in step.rows for slot in row.slots])
+def in_all_pools(step: Step, num_groups: int) -> Step:
+    """A step of a worker with so many KV groups that have pools, where its tokens have the same slots."""
+    new = [msgspec.structs.replace(req, group_slots=(req.cached_slots,) * num_groups) for req in step.new]
+    slots = [slot for row in step.rows for slot in row.slots]
+    return msgspec.structs.replace(step, new=new, group_slots=(slots,) * num_groups)
 
 
 def _generate(reqs: list[NewReq]) -> Iterator[Step]:

@@ -15,7 +15,7 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.messages.control import HostKvSize, PoolingLimits, StepLimits, WindowedKv
+from lightserve.messages.control import HostKvSize, PoolingLimits, SlidingWindowKv, StepLimits
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
@@ -39,7 +39,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
-from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_both_pools, warm_up_steps, with_adapter
+from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_all_pools, warm_up_steps, with_adapter
 
 
 class ModelWorker:
@@ -163,7 +163,7 @@ class ModelWorker:
         with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(*kv_size(config, self.model, self._platform, self._launch_every_kernel))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
-        self._batch.windowed_padding_slot = self.model.mem_manager.windowed_padding_slot
+        self._batch.group_padding_slots = self.model.mem_manager.group_padding_slots
 
     @property
     def step_limits(self) -> StepLimits:
@@ -182,12 +182,10 @@ class ModelWorker:
         return self.model.mem_manager.size
 
     @property
-    def windowed(self) -> WindowedKv | None:
-        """The second KV pool, if there is one."""
-        size, window = self.model.mem_manager.windowed_size, self.model.model_kv_layout.window
-        if size is None or window is None:
-            return None
-        return WindowedKv(size, window, kept_tokens(window))
+    def kv_groups(self) -> tuple[SlidingWindowKv, ...]:
+        """Those with KV pools of their own: the layers with a window may be one."""
+        window = self.model.model_kv_layout.window or 1
+        return tuple(SlidingWindowKv(size, window, kept_tokens(window)) for size in self.model.mem_manager.group_sizes)
 
     @property
     def pooling_limits(self) -> PoolingLimits | None:
@@ -222,12 +220,12 @@ class ModelWorker:
         self._runner.launch_every_shape()
 
     def _run_warm_up_steps(self) -> None:
-        sizes = [self.max_total_token_num] if self.windowed is None else [self.max_total_token_num, self.windowed.size]
+        sizes = self.max_total_token_num, *self.model.mem_manager.group_sizes
         for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
-            self.run(step if self.windowed is None else in_both_pools(step))
+            self.run(in_all_pools(step, len(self.kv_groups)))
         if self._batch.lora_slots:
             for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
-                self.run(with_adapter(step if self.windowed is None else in_both_pools(step)))
+                self.run(with_adapter(in_all_pools(step, len(self.kv_groups))))
 
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""

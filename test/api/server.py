@@ -84,7 +84,7 @@ class ServerProcess:
         found = {}
         for family in text_string_to_metric_families(self.metrics_text()):
             for sample in family.samples:
-                names = ("finished_reason", "le", "tier", "group")
+                names = ("finished_reason", "le", "tier", "group", "kv_group")
                 labels = [f"/{sample.labels[name]}" for name in names if name in sample.labels]
                 found["".join([sample.name.removeprefix("lightserve_"), *labels])] = sample.value
         return found

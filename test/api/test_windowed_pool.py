@@ -51,6 +51,8 @@ def test_two_ranks_with_two_pools_give_the_text_of_one_pool_also_if_a_worker_die
 
         assert texts == expected
         wait_until(lambda: server.metrics()["num_requests_running"] == 0)
-        wait_until(lambda: server.metrics()["kv_used_tokens"] == server.metrics()["kv_windowed_used_tokens"] == 0)
+        wait_until(lambda: server.metrics()["kv_used_tokens"] == 0)
+        wait_until(lambda: server.metrics()["kv_group_used_slots/sliding_window_16"] == 0)
+        assert server.metrics()["kv_group_slots/sliding_window_16"] == 500
         assert server.metrics()["worker_restarts_total"] == 1
         assert server.stop() == 0

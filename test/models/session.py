@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel, WindowedInput
+from lightserve.common.basemodel import KvGroupInput, LogitRows, ModelInput, TpPartBaseModel
 from lightserve.common.ops import AttnBatch
 from lightserve.router.kv.slots import TokenSlots
 
@@ -21,7 +21,7 @@ class Session:
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
         self.device = model.device
-        size = model.mem_manager.size if model.mem_manager.windowed_size is None else model.mem_manager.windowed_size
+        size = min([model.mem_manager.size, *model.mem_manager.group_sizes])
         self.free_slots = TokenSlots(size)
         self._place = np.random.default_rng(1).permutation(size).astype(np.int32)
         self._slots: dict[int, list[int]] = {}  # by row, as numbered by the allocator
@@ -47,10 +47,9 @@ class Session:
         )
         ids = torch.tensor([t for tokens in new_tokens.values() for t in tokens], device=self.device)
         positions = [ready[row] + i for row, tokens in new_tokens.items() for i in range(len(tokens))]
-        mem_index, windowed = self._ints(slots), None
-        if self.model.mem_manager.windowed_size is not None:  # tokens have the same slots in both pools
-            windowed = WindowedInput(mem_index, replace(attn, plans={}))
-        return ModelInput(ids, self._ints(positions), mem_index, attn, max(q_len) > 1, logit_rows, windowed)
+        mem_index = self._ints(slots)  # tokens have the same slots in all pools
+        groups = tuple(KvGroupInput(mem_index, replace(attn, plans={})) for _ in self.model.mem_manager.group_sizes)
+        return ModelInput(ids, self._ints(positions), mem_index, attn, max(q_len) > 1, logit_rows, groups)
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
         """Start the request in ``row`` with the first tokens of another, in the same slots."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightserve.messages.control import WindowedKv
+from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.int_arrays import BLOCK, GrowingArray, Heads, Int32Array, Tails, int32s
 from lightserve.messages.step import TokenColumns
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from test.router.scheduler.test_scheduler import endless
+from test.router.scheduler.test_scheduler import endless, windows_of
 
 OTHER = 50  # a token that ends no request
 NUM_REQS = 64
-WINDOWED = WindowedKv(size=20_000, window=30, kept=40)
+WINDOWED = SlidingWindowKv(size=20_000, window=30, kept=40)
 
 
 def decode(scheduler: Scheduler, steps: int) -> None:
@@ -28,10 +28,10 @@ def decode(scheduler: Scheduler, steps: int) -> None:
 
 @pytest.mark.parametrize(("windowed", "num_stages"), [(None, 1), (WINDOWED, 1), (None, 2)])
 def test_a_step_of_decodes_looks_at_few_requests(
-    windowed: WindowedKv | None, num_stages: int, monkeypatch: pytest.MonkeyPatch
+    windowed: SlidingWindowKv | None, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = SchedulerLimits(NUM_REQS, batch_max_tokens=1024, chunk_size=1024, num_stages=num_stages)
-    scheduler = Scheduler(KvPool(100_000, windowed), limits)
+    scheduler = Scheduler(KvPool(100_000, windows_of(windowed, 100_000)), limits)
     for req_id in range(NUM_REQS):
         req = endless(req_id)
         req.continue_from([OTHER], 0.0)

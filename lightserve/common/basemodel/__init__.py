@@ -2,7 +2,7 @@
 
 from lightserve.common.basemodel.alibi import alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer, WindowedInput
+from lightserve.common.basemodel.infer_struct import InferStateInfo, KvGroupInput, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
     PostLayerInfer,
@@ -81,6 +81,7 @@ __all__ = [
     "HiddenStates",
     "InferStateInfo",
     "KvGroup",
+    "KvGroupInput",
     "KvLayout",
     "LayerNames",
     "LayerNormWeight",
@@ -130,7 +131,6 @@ __all__ = [
     "Weight",
     "WeightContext",
     "WeightGroup",
-    "WindowedInput",
     "activation_of",
     "alibi_slopes",
     "float_method_factory",

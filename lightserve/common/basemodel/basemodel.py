@@ -362,11 +362,11 @@ class TpPartBaseModel:
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
-    def set_kv_size(self, size: int, windowed_size: int | None = None) -> None:
-        """Allocate an empty KV cache of ``size`` tokens. Layers with a window may have a pool of their own."""
-        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, windowed_size)
-        if windowed_size is not None:
-            self.req_manager.add_windowed_table()
+    def set_kv_size(self, size: int, group_sizes: tuple[int, ...] = ()) -> None:
+        """Allocate an empty KV cache of ``size`` tokens. KV groups may have pools of their own."""
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes)
+        if group_sizes:
+            self.req_manager.set_num_groups(len(group_sizes))
 
     def _kv_layout(self) -> KvLayout:
         """What a token stores in each layer: keys and values, in groups of layers with the same heads."""

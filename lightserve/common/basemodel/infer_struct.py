@@ -25,8 +25,8 @@ class LogitRows(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowedInput:
-    """Where the tokens of a step are in the windowed pool."""
+class KvGroupInput:
+    """Where the tokens of a step are in the pool of a KV group."""
 
     mem_index: Tensor  # [tokens] int32: cache slots the step fills
     attn: AttnBatch
@@ -42,7 +42,7 @@ class ModelInput:
     attn: AttnBatch
     is_prefill: bool  # False: exactly one token per request
     logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
-    windowed: WindowedInput | None = None  # None: all layers have the same slots
+    kv_groups: tuple[KvGroupInput, ...] = ()  # those with pools; empty: all layers have the same slots
     lora: LoraRows | None = None  # None: no row uses an adapter
     group_tokens: tuple[int, ...] = ()  # of the step of each attention group; empty: all have the same
 
@@ -66,17 +66,19 @@ class InferStateInfo:
         self.groups = RankGroup()  # attention groups, each with a step of its own
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
-        windowed = step.windowed
-        if windowed is None and mem_manager.windowed_size is not None:
-            raise ValueError("layers with a window have a KV pool of their own, but the step has no slots there")
-        pool_step = None if windowed is None else replace(step, mem_index=windowed.mem_index, attn=windowed.attn)
-        self._pool_steps = step, pool_step  # of all tokens, and windowed
+        if len(step.kv_groups) != len(mem_manager.group_sizes):
+            raise ValueError(
+                f"{len(mem_manager.group_sizes)} KV groups have pools of their own, but the step has slots in "
+                f"{len(step.kv_groups)}"
+            )
+        self._all_tokens = step
+        self._group_steps = [replace(step, mem_index=group.mem_index, attn=group.attn) for group in step.kv_groups]
 
     def use_pool_of(self, layer_num: int) -> None:
         """Let ``step`` and ``attn`` name slots of the pool that holds the KV of this layer."""
-        step, windowed = self._pool_steps
-        if windowed is not None:
-            self.step = windowed if self.mem_manager.is_windowed(layer_num) else step
+        if self._group_steps:
+            pool = self.mem_manager.pool_of(layer_num)
+            self.step = self._all_tokens if pool is None else self._group_steps[pool]
             self.attn = self.step.attn
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
@@ -91,8 +93,7 @@ class InferStateInfo:
     @cached_property
     def is_padding(self) -> Tensor:
         """``[tokens]``: rows that only fill up the batch of a captured graph."""
-        step, _ = self._pool_steps
-        return step.mem_index == self.mem_manager.padding_slot
+        return self._all_tokens.mem_index == self.mem_manager.padding_slot
 
     @cached_property
     def expert_rows(self) -> ExpertRows:

@@ -11,15 +11,16 @@ from lightserve.common.kv.layout import KvGroup, KvLayout
 class MemoryManager:
     """``size`` slots per layer, and one more that padding writes to and nothing reads.
 
-    ``windowed_size``: slots of layers with a window, which are then a pool with slot numbers of its own.
+    ``group_sizes``: slots of KV groups, which are pools with slot numbers of their own. The first one has the layers
+    with a window.
     """
 
-    def __init__(self, size: int, layout: KvLayout, device: torch.device, windowed_size: int | None = None) -> None:
+    def __init__(self, size: int, layout: KvLayout, device: torch.device, group_sizes: tuple[int, ...] = ()) -> None:
         self.size = size
-        self.windowed_size = windowed_size
+        self.group_sizes = group_sizes
         self.layout = layout
-        windowed = [] if windowed_size is None else [group for group in layout.groups if group.window is not None]
-        self._windowed_layers = {layer for group in windowed for layer in group.layers}
+        windowed = [group for group in layout.groups if group_sizes and group.window is not None]
+        self._pool_of = {layer: 0 for group in windowed for layer in group.layers}
         # one per group, [layers, slots, *token_shape]; for plain keys and values [layers, slots, 2 * kv_heads, dim]
         self.buffers = [
             torch.empty(len(group.layers), self._slots(group), *group.token_shape, dtype=group.dtype, device=device)
@@ -38,7 +39,8 @@ class MemoryManager:
 
     def _slots(self, group: KvGroup) -> int:
         """With the slot of padding."""
-        return (self.size if group.window is None or self.windowed_size is None else self.windowed_size) + 1
+        pool = self.pool_of(group.layers[0])
+        return (self.size if pool is None else self.group_sizes[pool]) + 1
 
     def _by_layer(self, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
         by_layer: dict[int, Tensor] = {}
@@ -51,12 +53,12 @@ class MemoryManager:
         return self.size
 
     @property
-    def windowed_padding_slot(self) -> int | None:
-        return self.windowed_size
+    def group_padding_slots(self) -> tuple[int, ...]:
+        return self.group_sizes
 
-    def is_windowed(self, layer_num: int) -> bool:
-        """Whether the layer's KV is in the windowed pool."""
-        return layer_num in self._windowed_layers
+    def pool_of(self, layer_num: int) -> int | None:
+        """The number of the KV group in whose pool the layer's KV is; None: it is in the pool of all tokens."""
+        return self._pool_of.get(layer_num)
 
     def layer(self, layer_num: int) -> Tensor:
         """The cache of one layer, ``[slots, *token_shape]``: for plain keys and values ``[slots, 2 * heads, dim]``."""

@@ -12,11 +12,12 @@ class ReqManager:
         self.max_reqs = max_reqs
         self.max_len = max_len
         self.req_to_token = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
-        self.windowed_req_to_token: torch.Tensor | None = None  # the same for the windowed pool, if there is one
+        self.group_req_to_token: list[torch.Tensor] = []  # the same for each KV group that has a pool
         self._free_rows = list(range(max_reqs - 1, -1, -1))
 
-    def add_windowed_table(self) -> None:
-        self.windowed_req_to_token = torch.zeros_like(self.req_to_token)
+    def set_num_groups(self, num_groups: int) -> None:
+        """``num_groups``: KV groups with pools of their own."""
+        self.group_req_to_token = [torch.zeros_like(self.req_to_token) for _ in range(num_groups)]
 
     @property
     def padding_row(self) -> int:

@@ -30,7 +30,8 @@ DERIVED = (
 _NOT_IN_VLLM = {
     "kv_used_tokens",
     "kv_pinned_tokens",
-    "kv_windowed_used_tokens",
+    "kv_group_used_slots",
+    "kv_group_slots",
     "attention_group_requests_running",
     "attention_group_kv_used_tokens",
     "forced_tokens_total",

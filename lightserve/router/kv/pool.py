@@ -4,20 +4,21 @@ A request holds the slots of its tokens in order. The first ``shared_len`` slots
 there; the others are private. A prompt's tokens move into the cache as soon as a step that computes them is planned, so
 that other requests can share them while the prompt still prefills: workers run steps in order.
 
-A model with sliding windows may have a second pool: see windowed_pool.py.
+Layers may have a pool of their own beside this one, where cached tokens lose their slots early: see group_pool.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.control import WindowedKv
+from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.kv.slots import Slots, TokenSlots
-from lightserve.router.kv.windowed_pool import NoWindowedPool, WindowedPool
 from lightserve.router.req import Req
 
 
@@ -32,27 +33,33 @@ class PrefixLoad(NamedTuple):
 
 
 class KvPool:
-    def __init__(self, size: int, windowed: WindowedKv | None = None) -> None:
-        """``windowed``: the figures of the second pool; None: there is none."""
+    def __init__(self, size: int, groups: Sequence[KvGroupPool] = ()) -> None:
+        """``groups``: pools of layers beside this one, by the number of their KV group."""
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self._listeners: list[PoolListener] = []
-        self._figures = size, windowed
+        self.groups = tuple(groups)
+        self._size = size
         self.reset()
 
     def reset(self) -> None:
         """All KV is lost."""
-        size, windowed = self._figures
-        self.slots = TokenSlots(size)
-        self.windowed = NoWindowedPool() if windowed is None else WindowedPool(windowed, size)
+        self.slots = TokenSlots(self._size)
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
+        for group in self.groups:
+            group.reset()
         for listener in self._listeners:
             listener.on_reset()
 
     def add_listener(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
+
+    def bind(self, running: RunningReqs) -> None:
+        """Called once: these are the requests that will run."""
+        for group in self.groups:
+            group.bind(running)
 
     @property
     def size(self) -> int:
@@ -61,7 +68,8 @@ class KvPool:
     @property
     def available(self) -> int:
         """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
-        return min(self.slots.num_free + self.cached_tokens, self.windowed.available)
+        available = self.slots.num_free + self.cached_tokens
+        return min(available, *(group.available for group in self.groups)) if self.groups else available
 
     @property
     def used(self) -> int:
@@ -70,7 +78,7 @@ class KvPool:
     @property
     def max_chunk(self) -> int:
         """The most tokens of one request that fit into a step while no other request runs."""
-        return min(self.size, self.windowed.max_chunk)
+        return min([self.size, *(group.max_chunk for group in self.groups)])
 
     @property
     def cached_tokens(self) -> int:
@@ -94,7 +102,18 @@ class KvPool:
         return self.slots.alloc(count)
 
     def cached_len(self, req: Req) -> int:
-        return self.windowed.prefix_len(self._cache, cacheable(req), req.salt)
+        if not self.groups:
+            return self._cache.match_len(cacheable(req), req.salt)
+        return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
+
+    def _usable_len(self, tokens: Slots) -> int:
+        """How many tokens of a cached prefix a request can take: every group can continue from there."""
+        usable, before = len(tokens), -1
+        while usable != before:
+            before = usable
+            for group in self.groups:
+                usable = group.usable_len(tokens[:usable])
+        return usable
 
     def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
@@ -135,11 +154,38 @@ class KvPool:
         """
         if not req.shares_prefix:
             return
-        ids = self.windowed.usable_ids(self._cache, cacheable(req), req.salt)
+        ids = cacheable(req)
+        if self.groups:
+            ids = ids[: self.cached_len(req)]
         node, slots = self._cache.match(ids, req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
-        req.attach_windowed(*self.windowed.attach(slots))
+        for group in self.groups:
+            group.attach(req, slots)
+
+    def fits_groups(self, req: Req, step_tokens: int) -> bool:
+        """Whether the groups have room for this request too. ``step_tokens``: the most of a step."""
+        return all(group.fits(req, step_tokens) for group in self.groups)
+
+    def enter(self, req: Req) -> None:
+        """A request has a row of the running requests from now on."""
+        for group in self.groups:
+            group.enter(req)
+
+    def new_group_slots(self, req: Req) -> tuple[Slots, ...]:
+        """What the workers must know of a request that enters them, by group."""
+        return tuple([group.new_slots(req) for group in self.groups])
+
+    def alloc_groups(
+        self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]
+    ) -> tuple[Slots, ...]:
+        """What the workers must know of a step, by group: see KvGroupPool.alloc."""
+        return tuple([group.alloc(rows, counts, chunks) for group in self.groups])
+
+    def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
+        """A step with these decodes and chunks is planned."""
+        for group in self.groups:
+            group.end_step(rows, chunks)
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
@@ -156,7 +202,7 @@ class KvPool:
             self.num_cached_chunks += 1
             for listener in self._listeners:
                 listener.on_cached(req, req.slots, begin, end)
-        self._cache_windowed(req, req.prompt_ids[:end], begin)
+        self._cache_groups(req, req.prompt_ids[:end], begin)
 
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
@@ -165,7 +211,7 @@ class KvPool:
         if known > kept:
             ids = req.token_ids[:known]
             _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
-            self._cache_windowed(req, ids, kept)
+            self._cache_groups(req, ids, kept)
             self._notify_inserted(req, ids, kept)
             self._free(spare)
             kept = known
@@ -174,7 +220,8 @@ class KvPool:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
-        self.windowed.let_go(req.windowed_slots[req.windowed_begin :])
+        for group in self.groups:
+            group.release(req)
         req.clear_slots()
 
     def pin(self, ids: Ids, salt: str) -> int:
@@ -188,34 +235,36 @@ class KvPool:
     def discard(self, req: Req) -> None:
         """Remove the tokens of a released request from the cache, unless another request shares them.
 
-        Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
+        Their KV may contain numbers that are not finite. It may have computed the KV of shared tokens again in groups.
         """
         for listener in self._listeners:
             listener.on_discarded(req)
         node, slots = self._cache.match(req.token_ids, req.salt)
-        self.windowed.remove_cached(slots)
+        for group in self.groups:
+            group.remove_cached(slots)
         self._free(self._cache.drop(node))
 
-    def roll_back(self, slots: Slots, windowed_slots: Slots) -> None:
+    def roll_back(self, slots: Slots, group_slots: Sequence[Slots]) -> None:
         """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
         for listener in self._listeners:
             listener.on_steps_failed()
         self._free(self._cache.drop_slots(slots))
-        self.windowed.invalidate(windowed_slots)
+        for group, of_group in zip(self.groups, group_slots, strict=True):
+            group.invalidate(of_group)
 
-    def _cache_windowed(self, req: Req, ids: Ids, begin: int) -> None:
-        """Cached tokens that have no windowed slot take those of the request. ``ids``: its first tokens.
-
-        It has slots for them from ``begin`` on, or from where its window begins. The cached tokens may be others' than
-        its own: they lost their slots, and the request has computed them again.
-        """
-        begin = max(begin, req.windowed_begin)
-        self.windowed.add_prefix(self._cache, ids, req.salt, begin, req.windowed_slots)
+    def _cache_groups(self, req: Req, ids: Ids, begin: int) -> None:
+        """The first tokens of the request are cached. Its own are from ``begin`` on, or others had cached them too."""
+        if not self.groups:
+            return
+        tokens = self._cache.find_slots(ids, req.salt)
+        for group in self.groups:
+            group.add_cached(req, tokens, begin)
 
     def _free(self, slots: Slots) -> None:
         if not len(slots):
             return
-        self.windowed.remove_cached(slots)
+        for group in self.groups:
+            group.remove_cached(slots)
         for listener in self._listeners:
             listener.on_freed(slots)
         self.slots.free(slots)

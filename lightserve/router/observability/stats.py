@@ -100,10 +100,11 @@ class RouterMetrics:
         self.values["kv_used_tokens"] = used_tokens
         self.values["kv_cache_usage_perc"] = used_tokens / total_tokens
 
-    def set_windowed_load(self, used_tokens: int, total_tokens: int) -> None:
-        """Call it after ``set_load``: the usage is that of the fuller pool."""
-        self.values["kv_windowed_used_tokens"] = used_tokens
-        self.values["kv_cache_usage_perc"] = max(self.values["kv_cache_usage_perc"], used_tokens / total_tokens)
+    def set_kv_group_load(self, name: str, used_slots: int, total_slots: int) -> None:
+        """Call it after ``set_load``: the usage is that of the fullest pool."""
+        self._recorder.labelled["kv_group_used_slots"][name] = used_slots
+        self._recorder.labelled["kv_group_slots"][name] = total_slots
+        self.values["kv_cache_usage_perc"] = max(self.values["kv_cache_usage_perc"], used_slots / total_slots)
 
     def set_groups(self, loads: Sequence[tuple[int, int]]) -> None:
         """Running requests and used KV tokens of each attention group."""

@@ -5,7 +5,6 @@
     chunk_sizing.py   how many prompt tokens a step computes beside decodes
     chunking.py       how those tokens are divided among the prompts
     planner.py        which tokens the next step computes, in which KV slots
-    windows.py        slots of layers that attend to a window only
     preemption.py     which requests make room when KV memory runs out
     lora_slots.py     which adapters are on the device
     decodes.py        how many drafts a step computes beside decodes

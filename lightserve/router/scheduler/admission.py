@@ -17,7 +17,6 @@ from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
-from lightserve.router.scheduler.windows import make_windows
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
 # Of the room beside running requests. While prefetched KV waits, requests end whose KV is younger in the prefix cache,
@@ -56,7 +55,6 @@ class AdmissionControl:
         self._head: HeadOfLine | None = None
         self._prefetched_at = 0, 0, 0
         self._sources = sources
-        self._windows = make_windows(batch, limits)
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -194,7 +192,7 @@ class AdmissionControl:
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
         if not req.shares_prefix:
-            return not len(self._batch) or (self._fits_without_output(req) and self._windows.fits(req))
+            return not len(self._batch) or (self._fits_without_output(req) and self._fits_groups(req))
         pool = self._pool
         used, shared_tokens = pool.used, pool.shared_tokens
         pool.attach_prefix(req)
@@ -202,12 +200,15 @@ class AdmissionControl:
             return True
         longest = len(req.prompt_ids) + req.max_new_tokens
         fits_all = self._fits_at_longest(longest) or self._fits_at_peak(req, req.shared_len, used)
-        if fits_all and self._windows.fits(req):
+        if fits_all and self._fits_groups(req):
             return True
         locked = pool.shared_tokens - shared_tokens
         self._head = None if fits_all else HeadOfLine(req, req.shared_len, locked, self._num_changes)
         pool.release(req)
         return False
+
+    def _fits_groups(self, req: Req) -> bool:
+        return self._pool.fits_groups(req, self._limits.batch_max_tokens)
 
     def _fits_without_output(self, req: Req) -> bool:
         """Whether the tokens of all prompts fit. A text that is pooled holds its own tokens, and no output follows."""

@@ -28,7 +28,7 @@ class RunningBatch:
         self.pool = pool
         self.loras = loras
         self.isolation = isolation
-        self.columns = ReqColumns(max_running, has_windows=pool.windowed.size > 0)
+        self.columns = ReqColumns(max_running)
         self.rows: Int64Array = NO_INT64
         self.max_tokens = 0  # prompts and longest outputs of all requests
         self.num_changes = 0  # how often a request has entered or left
@@ -41,6 +41,7 @@ class RunningBatch:
         self._released: dict[int, None] = {}  # requests that left since then, in order
         self._reqs: dict[int, Req] = {}
         self._row_of: dict[int, int] = {}
+        pool.bind(self)
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -89,6 +90,7 @@ class RunningBatch:
             self._eos_ids.update(req.eos_ids)
             self._ends = np.array(sorted(self._eos_ids), dtype=np.int32)
         self.loras.acquire(req)
+        self.pool.enter(req)
 
     def may_end(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
         """Which of these requests get an end token. They may ignore it."""
@@ -119,11 +121,6 @@ class RunningBatch:
             columns.spare_slots[rows] += slot_counts - 1
             columns.has_drafted[rows[draft_counts > 0]] = 1
 
-    def plan_windowed(self, decodes: Decodes, slots: Int32Array) -> None:
-        """The next tokens of these requests have these slots of the windowed pool."""
-        assert self.columns.windowed is not None
-        self._append(self.columns.windowed, decodes.rows, slots, decodes.slot_counts)
-
     def _append(self, tails: Tails, rows: Int64Array, values: Int32Array, counts: Int32Array) -> None:
         """``counts`` values to each of these rows, perhaps none; empty: one each."""
         if len(counts):
@@ -131,18 +128,6 @@ class RunningBatch:
         for req in self.at(np.array(tails.full(rows, counts if len(counts) else 1), dtype=np.int64)):
             req.flush()
         tails.append(rows, values, counts)
-
-    def let_go_behind_windows(self, rows: Int64Array, kept: int) -> Int32Array:
-        """The windowed slots that the tokens after the planned ones do not reach."""
-        columns, leaving = self.columns, self.columns.leaving
-        assert leaving is not None
-        taken = [NO_INT32]
-        while len(rows := rows[columns.planned_len[rows] - kept > columns.windowed_begin[rows]]):  # rarely twice
-            for req in self.at(leaving.empty(rows)):
-                leaving.fill(req.row, req.windowed_slots[req.windowed_begin :])
-            columns.windowed_begin[rows] += 1
-            taken.append(leaving.take(rows))
-        return np.concatenate(taken)
 
     def add_outputs(self, rows: Int64Array, token_ids: Int32Array, counts: Int32Array = NO_INT32) -> None:
         """Each of these requests has got ``counts`` more tokens, which do not end it; empty: one each."""

@@ -19,7 +19,6 @@ from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.decodes import Decodes, plan_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
-from lightserve.router.scheduler.windows import make_windows
 
 PrefillChunk = tuple[Timeline, int]  # of a request: how many tokens a step computes
 
@@ -35,7 +34,7 @@ class PlannedStep:
     counts: Int64Array  # tokens to compute
     planned_len: Int64Array  # after the step, at least
     slots: Slots  # of all tokens, without those that requests have already
-    windowed_slots: Slots = field(default_factory=lambda: NO_INT32)
+    group_slots: tuple[Slots, ...] = ()  # by KV group: see KvGroupPool.alloc
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
     loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
@@ -76,7 +75,6 @@ class StepPlanner:
         self._chunking = chunking
         self._preemption = preemption
         self._limits = limits
-        self._windows = make_windows(batch, limits)
 
     def plan(self) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
@@ -87,7 +85,7 @@ class StepPlanner:
         batch, columns, begin = self._batch, self._batch.columns, decodes.num_slots
         slots = self._pool.alloc(begin + sum(count for _, count in chunks))
         of_prompts = batch.at(decodes.rows[columns.planned_len[decodes.rows] < columns.prompt_len[decodes.rows]])
-        windowed_slots = self._windows.alloc(decodes, chunks)
+        group_slots = self._pool.alloc_groups(decodes.rows, decodes.slot_counts, chunks)
         batch.plan_decodes(decodes, slots[:begin])
         prefills = [self._cache_prompt(req, 1) for req in of_prompts]
         for req, count in chunks:
@@ -100,7 +98,7 @@ class StepPlanner:
         counts = np.array([1] * len(decodes.rows) + [count for _, count in chunks], dtype=np.int64)
         if len(decodes.draft_counts):
             counts[: len(decodes.rows)] += decodes.draft_counts
-        self._windows.free_out_of_window(decodes.rows, chunks)
+        self._pool.end_step(decodes.rows, chunks)
         self.num_planned += 1
         columns.planned_step[rows] = self.num_planned
         return PlannedStep(
@@ -111,7 +109,7 @@ class StepPlanner:
             counts,
             columns.planned_len[rows],
             slots,
-            windowed_slots,
+            group_slots,
             prefills + _recomputed_outputs(chunks),
             self._token_ids(decodes.rows, chunks),
         )

@@ -133,7 +133,7 @@ class Scheduler:
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
-        admitted = {req: self.parents.as_new(req) for req in self._admit(now_s)}
+        admitted = {req: self.parents.as_new(req, self.pool.new_group_slots(req)) for req in self._admit(now_s)}
         for part in self.parts:
             part.begin_step()
         planned = self._planner.plan()
@@ -170,7 +170,7 @@ class Scheduler:
             free,
             kept=kept,
             dropped=dropped,
-            windowed_slots=planned.windowed_slots,
+            group_slots=planned.group_slots,
             decode_ids=planned.req_ids[: planned.num_decodes],
             decode_slots=planned.slots[: planned.decodes.num_slots],
             slot_counts=planned.decodes.slot_counts,
@@ -307,8 +307,11 @@ class Scheduler:
             req.roll_back()
         self.drop(lambda req: True)
         slots = np.concatenate([NO_INT32, *(step.slots for step in self._in_flight)])
-        windowed_slots = np.concatenate([NO_INT32, *(step.windowed_slots for step in self._in_flight)])
-        self.pool.roll_back(slots, windowed_slots)
+        group_slots = [
+            np.concatenate([NO_INT32, *(step.group_slots[group] for step in self._in_flight)])
+            for group in range(len(self.pool.groups))
+        ]
+        self.pool.roll_back(slots, group_slots)
         self._in_flight.clear()
         self._batch.clear()
         self.parents.clear()

@@ -71,7 +71,7 @@ class StepRows(NamedTuple):
     rows: Int64Array  # of the batch
     q_len: Int64Array  # tokens that the step computes
     slots: Int32Array  # of all tokens
-    windowed_slots: Int32Array  # the same in the windowed pool; empty if there is none
+    group_slots: tuple[Int32Array, ...]  # the same in each KV group that has a pool
     token_ids: Int32Array  # the same, if the router knows them; otherwise empty
 
     def arranged(self, first: Int64Array) -> StepRows:
@@ -81,10 +81,9 @@ class StepRows(NamedTuple):
         order = np.concatenate((first, np.flatnonzero(is_other)))
         own = (np.cumsum(self.q_len) - self.q_len)[first]
         tokens = np.concatenate((own, np.flatnonzero(np.repeat(is_other, self.q_len))))
-        slots, windowed_slots, token_ids = (
-            values[tokens] if len(values) else values for values in (self.slots, self.windowed_slots, self.token_ids)
-        )
-        return StepRows(self.rows[order], self.q_len[order], slots, windowed_slots, token_ids)
+        group_slots = tuple([slots[tokens] for slots in self.group_slots])
+        token_ids = self.token_ids[tokens] if len(self.token_ids) else self.token_ids
+        return StepRows(self.rows[order], self.q_len[order], self.slots[tokens], group_slots, token_ids)
 
 
 class PromptTargets(NamedTuple):
@@ -138,7 +137,7 @@ class InferBatch:
         """
         self._req_manager = req_manager
         self.padding_slot = padding_slot  # it changes with the size of the KV pool
-        self.windowed_padding_slot: int | None = None  # None: there is no windowed pool
+        self.group_padding_slots: tuple[int, ...] = ()  # the same of KV groups that have pools
         self._device = device
         self.columns = ReqColumns(req_manager.max_reqs)
         self._num_entered = 0
@@ -175,7 +174,8 @@ class InferBatch:
         req.leading_slots[: len(cached)] = cached
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
-            self._add_windowed(row, len(cached), int32s(new.cached_windowed_slots))
+            for table, slots in zip(self.group_req_to_token, new.group_slots, strict=True):
+                self._add_to_group(table[row], len(cached), int32s(slots))
         self._enter(req)
 
     def _enter(self, req: InferReq) -> None:
@@ -194,20 +194,18 @@ class InferBatch:
         columns.is_plain[row] = req.is_plain and req.prompt_chunks is None
 
     @property
-    def windowed_req_to_token(self) -> Tensor | None:
-        return self._req_manager.windowed_req_to_token
+    def group_req_to_token(self) -> list[Tensor]:
+        return self._req_manager.group_req_to_token
 
-    def _add_windowed(self, row: int, end: int, slots: Int32Array) -> None:
-        """``slots``: of the windowed pool, of the tokens up to ``end``.
+    def _add_to_group(self, row: Tensor, end: int, slots: Int32Array) -> None:
+        """``row``: of the group's table; ``slots``: of its pool, of the tokens up to ``end``.
 
         Attention may read some tokens before those, with weight 0. They get the first of the slots, which is finite.
         """
-        if self.windowed_req_to_token is None:
-            return
         begin = end - len(slots)
         margin = min(begin, ops.WINDOW_MARGIN)
         padded = np.concatenate((np.repeat(slots[:1], margin), slots))
-        self.windowed_req_to_token[row, begin - margin : end] = to_device(padded, self._device)
+        row[begin - margin : end] = to_device(padded, self._device)
 
     def apply(self, updates: Iterable[StepUpdates]) -> None:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
@@ -308,8 +306,8 @@ class InferBatch:
         if columns.lora_groups is not None:
             lora_slots = np.repeat(self.columns.lora_slot[rows], q_len)
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
-        if columns.windowed_slots is not None:
-            columns.windowed_slots[:count] = taken.windowed_slots
+        for view, slots in zip(columns.group_slots, taken.group_slots, strict=True):
+            view[:count] = slots
 
         self.columns.cache_len[rows] += q_len
         return PackedStep(inputs, shape, reqs, rows, prompt_targets)
@@ -321,7 +319,8 @@ class InferBatch:
         q_len = np.ones(len(req_ids), dtype=np.int64)
         q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
         slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
-        return StepRows(rows, q_len, slots, int32s(step.windowed_slots), int32s(step.token_ids))
+        group_slots = tuple([int32s(of_group) for of_group in step.group_slots])
+        return StepRows(rows, q_len, slots, group_slots, int32s(step.token_ids))
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._at.__getitem__, rows.tolist()))
@@ -393,4 +392,4 @@ class InferBatch:
 
     @property
     def _padding(self) -> Padding:
-        return Padding(self._req_manager.padding_row, self.padding_slot, self.windowed_padding_slot)
+        return Padding(self._req_manager.padding_row, self.padding_slot, self.group_padding_slots)

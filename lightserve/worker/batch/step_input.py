@@ -48,7 +48,7 @@ class Padding(NamedTuple):
 
     row: int  # of req_to_token
     slot: int  # of the KV cache
-    windowed_slot: int | None = None  # of the windowed pool, if there is one
+    group_slots: tuple[int, ...] = ()  # of each KV group that has a pool
 
 
 class Column(NamedTuple):
@@ -84,7 +84,7 @@ class StepColumns(NamedTuple):
     tokens: dict[str, Any]  # column name: [tokens]
     reqs: dict[str, Any]  # column name: [requests]
     groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] int32 of shared prefixes, if the shape has them
-    windowed_slots: Any = None  # [tokens] int32 of the windowed pool, if there is one
+    group_slots: tuple[Any, ...] = ()  # [tokens] int32 of each KV group that has a pool
     lora_rows: Any = None  # [tokens] int32 of ops.LoraRows, if the shape has them
     lora_groups: Any = None  # [3, groups] int32 of ops.LoraRows, if the shape has them
 
@@ -102,17 +102,19 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
         first += _aligned(shape.tokens)
         lora_groups = inputs[first : first + 3 * shape.lora_groups].reshape(3, shape.lora_groups)
         first += _aligned(3 * shape.lora_groups)
-    windowed_slots = inputs[first : first + shape.tokens] if len(inputs) > first else None
-    return StepColumns(tokens, reqs, groups, windowed_slots, lora_rows, lora_groups)
+    group_slots = tuple(
+        [inputs[begin : begin + shape.tokens] for begin in range(first, len(inputs), _aligned(shape.tokens))]
+    )
+    return StepColumns(tokens, reqs, groups, group_slots, lora_rows, lora_groups)
 
 
 def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
     """The input of a step that computes only padding, and its columns, where values can be written."""
-    num_windowed = 0 if padding.windowed_slot is None else _aligned(shape.tokens)
-    inputs = np.zeros(_input_size(shape) + num_windowed, dtype=np.int32)
+    in_groups = len(padding.group_slots) * _aligned(shape.tokens)
+    inputs = np.zeros(_input_size(shape) + in_groups, dtype=np.int32)
     columns = columns_of(inputs, shape)
-    if padding.windowed_slot is not None:
-        columns.windowed_slots[:] = padding.windowed_slot
+    for slots, slot in zip(columns.group_slots, padding.group_slots, strict=True):
+        slots[:] = slot
     if columns.lora_groups is not None:
         columns.lora_groups[0] = ops.NO_LORA
     for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):
@@ -161,7 +163,7 @@ def _words(dtype: str) -> int:
 
 
 def _input_size(shape: StepShape) -> int:
-    """Integers in the input of a step, without the slots of the windowed pool."""
+    """Integers in the input of a step, without the slots of KV groups."""
     tokens = sum(_words(column.dtype) for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
     reqs = sum(_words(column.dtype) for column in REQ_COLUMNS) * _aligned(shape.requests)
     groups = MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0

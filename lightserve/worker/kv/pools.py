@@ -33,7 +33,7 @@ def _own_least(value: int) -> int:
 
 class KvSizes(NamedTuple):
     tokens: int  # in the pool of all tokens
-    windowed: int | None = None  # tokens in the windowed pool; None: there is one pool
+    groups: tuple[int, ...] = ()  # tokens in the pool of each KV group that has one: of the layers with a window
 
 
 def kept_tokens(window: int) -> int:
@@ -90,7 +90,7 @@ class WindowedSizing:
         windowed = min(self.least(tokens_in(budget - tokens * other_bytes, windowed_bytes)), tokens)
         if windowed < self._smallest or tokens < MIN_GAIN * single.tokens:
             return single
-        return KvSizes(tokens, windowed)
+        return KvSizes(tokens, (windowed,))
 
     @property
     def _share(self) -> float:
@@ -113,4 +113,4 @@ class WindowedSizing:
                 f"max_windowed_token_num={windowed}: it must be above {self.kept}, what one request keeps, and at most "
                 f"the {tokens} tokens of the KV pool; 0: one pool for all layers"
             )
-        return KvSizes(tokens, windowed)
+        return KvSizes(tokens, (windowed,))

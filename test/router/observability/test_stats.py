@@ -101,13 +101,15 @@ def test_the_usage_is_that_of_the_fuller_pool() -> None:
     metrics = RouterMetrics()
 
     metrics.set_load(running=3, waiting=9, used_tokens=100, total_tokens=400)
-    metrics.set_windowed_load(used_tokens=40, total_tokens=50)
+    metrics.set_kv_group_load("sliding_window_8", used_slots=40, total_slots=50)
 
-    values = metrics.snapshot().values
-    assert (values["kv_used_tokens"], values["kv_windowed_used_tokens"]) == (100, 40)
+    values, labelled = metrics.snapshot().values, metrics.snapshot().labelled
+    assert values["kv_used_tokens"] == 100
+    assert labelled["kv_group_used_slots"] == {"sliding_window_8": 40}
+    assert labelled["kv_group_slots"] == {"sliding_window_8": 50}
     assert values["kv_cache_usage_perc"] == 0.8
     metrics.set_load(running=3, waiting=9, used_tokens=100, total_tokens=400)
-    metrics.set_windowed_load(used_tokens=5, total_tokens=50)
+    metrics.set_kv_group_load("sliding_window_8", used_slots=5, total_slots=50)
     assert metrics.snapshot().values["kv_cache_usage_perc"] == 0.25
 
 

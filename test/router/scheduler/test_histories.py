@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvTicket, KvWanted
-from lightserve.messages.control import HostKvSize, WindowedKv
+from lightserve.messages.control import HostKvSize, SlidingWindowKv
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
@@ -33,7 +33,7 @@ from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
 from test.router.kv.tiers.test_tiers import Disk, LowerClient
 from test.router.processing import process_tokens
-from test.router.scheduler.test_scheduler import make_req, truth
+from test.router.scheduler.test_scheduler import make_req, truth, windows_of
 
 EVENTS = 400
 MOST_TURNS = 20_000  # after the last event: more are a request that does not end
@@ -79,7 +79,7 @@ def random_traits(rng: random.Random, kind: str) -> Traits:
 def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     """Its pool is too small for all requests. A step may compute most of it."""
     size = rng.choice([700, 1500, 3000])
-    windowed = WindowedKv(rng.choice([300, 600]), window=40, kept=60) if traits.has_windows else None
+    windowed = SlidingWindowKv(rng.choice([300, 600]), window=40, kept=60) if traits.has_windows else None
     limits = SchedulerLimits(
         max_running=rng.choice([3, 8]),
         batch_max_tokens=rng.choice([96, 400, size, size]),
@@ -91,7 +91,7 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     loras = LoraSlots(ADAPTER_SLOTS)
     loras.loaded |= set(range(NUM_ADAPTERS))
     policy = make_policy(rng.choice(list(POLICIES)))
-    return Scheduler(KvPool(size, windowed), limits, policy, loras=loras)
+    return Scheduler(KvPool(size, windows_of(windowed, size)), limits, policy, loras=loras)
 
 
 def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
@@ -371,7 +371,7 @@ class History:
         assert scheduler.queue.next_deadline_s() is None
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
-        assert pool.windowed.used == 0
+        assert not any(group.used for group in pool.groups)
         assert not len(scheduler.pushes)
         incoming, tiers = self.incoming, self.tiers
         if incoming is not None:

@@ -16,13 +16,15 @@ from hypothesis import given, settings, strategies as st
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.ipc.codec import encode
-from lightserve.messages.control import StepLimits, WindowedKv
+from lightserve.messages.control import SlidingWindowKv, StepLimits
 from lightserve.messages.int_arrays import Int32s, int32s, int64s
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
 from lightserve.messages.step import NewReq, ParentPart, Step, Token, TokenOut
+from lightserve.router.kv.group_pool import KvGroupPool
+from lightserve.router.kv.group_slots import NONE, GroupSlots
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.radix_cache import RadixNode
-from lightserve.router.kv.windowed_pool import NONE, WindowedPool
+from lightserve.router.kv.sliding_window import SlidingWindowPool, make_group_pools
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits, make_limits
@@ -118,7 +120,7 @@ class KvWorker:
     def __init__(
         self,
         scheduler: Scheduler,
-        windowed: WindowedKv | None,
+        windowed: SlidingWindowKv | None,
         poison: frozenset[int] = frozenset(),
         forces: bool = False,
     ) -> None:
@@ -145,8 +147,10 @@ class KvWorker:
         for new in map(self._whole, step.new):
             assert new.req_id not in self.reqs, "a request enters that was not freed"
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
-            first = len(new.cached_slots) - len(new.cached_windowed_slots)
-            windowed_slots = dict(enumerate(new.cached_windowed_slots, start=first))
+            windowed_slots = dict[int, int]()
+            if self._windowed is not None:
+                (of_window,) = new.group_slots
+                windowed_slots = dict(enumerate(of_window, start=len(new.cached_slots) - len(of_window)))
             req = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots, root=self._root_of(new))
             req.may_force = self._forces and (not self._drafts or new.sampling.grammar is not None)
             self.reqs[new.req_id] = req
@@ -154,9 +158,9 @@ class KvWorker:
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
         given = sum(len(row.slots) for row in step.rows)
-        assert len(step.windowed_slots) == (0 if self._windowed is None else given)
+        assert list(map(len, step.group_slots)) == ([] if self._windowed is None else [given])
         self._check_token_ids(step)
-        left = iter(step.windowed_slots)
+        left = itertools.chain(*step.group_slots)
         for row in step.rows:
             self._give_slots(self.reqs[row.req_id], row.slots, list(itertools.islice(left, len(row.slots))))
         counts = counts_of(step)
@@ -294,7 +298,7 @@ class Server:
         self.worker = self._new_worker()
 
     def _new_worker(self) -> KvWorker:
-        return KvWorker(self.scheduler, self.scheduler.pool._figures[1], self._poison, self._forces)
+        return KvWorker(self.scheduler, window_of(self.scheduler.pool), self._poison, self._forces)
 
     def step(self) -> bool:
         """Whether anything was done."""
@@ -366,7 +370,7 @@ class Server:
         assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
         assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
         self._check_windowed()
-        assert scheduler.pool.windowed.used == 0
+        assert not any(group.used for group in scheduler.pool.groups)
         assert not self.worker.reqs
         assert set(self.worker.kept) <= scheduler.parents._parents.keys(), "the worker keeps requests without need"
 
@@ -388,29 +392,47 @@ class Server:
 
     def _check_windowed(self) -> None:
         """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""
-        windowed = self.scheduler.pool.windowed
-        if not isinstance(windowed, WindowedPool):
-            return
-        holders = Counter(slot for req in self.scheduler._batch for slot in req.windowed_slots[req.windowed_begin :])
-        cached = [slot for slot in range(windowed.size) if windowed._token[slot] != NONE]
-        assert {slot: int(windowed._holders[slot]) for slot in holders} == holders
-        assert windowed.slots.num_used == len(holders | Counter(cached))
-        assert windowed.used == len(holders)
-        assert [windowed._slot_of[windowed._token[slot]] for slot in cached] == cached
-        assert (windowed._slot_of != NONE).sum() == len(cached)
-        cached_tokens = {int(slot) for node in _cached_nodes(self.scheduler.pool) for slot in node.slots}
-        assert {int(windowed._token[slot]) for slot in cached} <= cached_tokens
+        for group in self.scheduler.pool.groups:
+            if isinstance(group, SlidingWindowPool):
+                reqs = list(self.scheduler._batch)
+                assert group._reqs.keys() == set(reqs)
+                check_group(
+                    self.scheduler.pool, group.slots, [slot for req in reqs for slot in group.held_slots(req).tolist()]
+                )
+
+
+def check_group(pool: KvPool, slots: GroupSlots, held: list[int]) -> None:
+    """``held``: slots of the group that requests hold."""
+    holders = Counter(held)
+    cached = [slot for slot in range(slots.size) if slots._token[slot] != NONE]
+    assert {slot: int(slots._holders[slot]) for slot in holders} == holders
+    assert slots._slots.num_used == len(holders | Counter(cached))
+    assert slots.used == len(holders)
+    assert [slots._slot_of[slots._token[slot]] for slot in cached] == cached
+    assert (slots._slot_of != NONE).sum() == len(cached)
+    cached_tokens = {int(slot) for node in _cached_nodes(pool) for slot in node.slots}
+    assert {int(slots._token[slot]) for slot in cached} <= cached_tokens
 
 
 def _cached_nodes(pool: KvPool) -> list[RadixNode]:
     return pool._cache._nodes_below(*pool._cache._roots.values())
 
 
+def window_of(pool: KvPool) -> SlidingWindowKv | None:
+    windows = [group.figures for group in pool.groups if isinstance(group, SlidingWindowPool)]
+    return windows[0] if windows else None
+
+
+def windows_of(windowed: SlidingWindowKv | None, num_slots: int) -> list[KvGroupPool]:
+    return make_group_pools([] if windowed is None else [windowed], num_slots)
+
+
 def make(
-    num_slots: int = 1000, policy: str = "fifo", windowed: WindowedKv | None = None, **limits: object
+    num_slots: int = 1000, policy: str = "fifo", windowed: SlidingWindowKv | None = None, **limits: object
 ) -> Scheduler:
     defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    return Scheduler(KvPool(num_slots, windowed), SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
+    pool = KvPool(num_slots, windows_of(windowed, num_slots))
+    return Scheduler(pool, SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
 def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:
@@ -450,10 +472,10 @@ prompts = st.builds(
 
 
 @st.composite
-def windowed_pools(draw: st.DrawFn) -> WindowedKv:
+def windowed_pools(draw: st.DrawFn) -> SlidingWindowKv:
     window = draw(st.integers(1, 30))
     kept = max(window - 1, 1) + draw(st.integers(0, 5))
-    return WindowedKv(kept + draw(st.integers(1, 4) | st.integers(5, 200)), window, kept)
+    return SlidingWindowKv(kept + draw(st.integers(1, 4) | st.integers(5, 200)), window, kept)
 
 
 @st.composite

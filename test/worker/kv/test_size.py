@@ -45,7 +45,7 @@ def size(worker: ModelWorker, tokens: int, max_total_token_num: int | None = Non
     config = replace(CONFIG, max_total_token_num=max_total_token_num)
     budget = tokens * model.kv_layout.bytes_per_token
     sizes = kv_size(config, model, Memory(budget), lambda: None)  # type: ignore[arg-type]
-    assert sizes.windowed is None  # no layer has a window
+    assert not sizes.groups  # no layer has a window
     return sizes.tokens
 
 

@@ -17,7 +17,7 @@ from lightserve.errors import ServerError
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
-from lightserve.router.kv.windowed_pool import WindowedPool
+from lightserve.router.kv.sliding_window import SlidingWindowPool
 from lightserve.text.beam_search import BeamParams
 from lightserve.worker.rpc import GetResult
 
@@ -79,15 +79,15 @@ class FreedSlotsHoldNan:
         groups = enumerate(memory.layout.groups)
         windowed = [i for i, group in groups if group.window is not None]
         self._buffers = [memory.scale_buffers.get(i, memory.buffers[i]) for i in windowed]  # integers have no NaN
-        self._free = torch.arange(memory.windowed_size or 0)
+        self._free = torch.arange(sum(memory.group_sizes))
         llm.worker.launch = self.launch  # type: ignore[method-assign]
 
     def launch(self, step: Step) -> GetResult:
         for buffer in self._buffers:
             buffer[:, self._free] = float("nan")
-        windowed = self._llm._scheduler.pool.windowed
-        assert isinstance(windowed, WindowedPool)
-        self._free = torch.from_numpy(~windowed.slots._is_used).nonzero().flatten()
+        (windowed,) = self._llm._scheduler.pool.groups
+        assert isinstance(windowed, SlidingWindowPool)
+        self._free = torch.from_numpy(~windowed.slots._slots._is_used).nonzero().flatten()
         return self._launch(step)
 
 
@@ -106,16 +106,15 @@ def assert_idle(llm: LLM) -> None:
     """Used slots are cached slots, in both pools."""
     pool = llm._scheduler.pool
     assert pool.used == 0
-    assert pool.windowed.size
-    assert pool.windowed.used == 0
+    assert [group.used for group in pool.groups] == [0]
 
 
 def test_text_is_the_same_with_one_pool_and_with_two(model_dir: str) -> None:
     """Prompts in chunks, requests side by side, and turns of a chat that continue cached prefixes."""
     one, two = make(model_dir, 0), make(model_dir, 600)
     prompts = [prompt(n, seed=n) for n in (300, 150, 20, 1, 90)]
-    assert one.worker.windowed is None
-    assert two.worker.windowed is not None
+    assert not one.worker.kv_groups
+    assert len(two.worker.kv_groups) == 1
 
     expected, found = tokens_of(one, prompts), tokens_of(two, prompts)
     turns = [[*ids, *answer, *prompt(30, seed=7)] for ids, answer in zip(prompts, expected, strict=True)]

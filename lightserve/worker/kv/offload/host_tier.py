@@ -91,8 +91,8 @@ def make_host_tier(
     """None without --kv_ram_gb."""
     if not config.kv_ram_gb:
         return None
-    if memory.windowed_size is not None:
-        raise RuntimeError("a host tier with a windowed KV pool passed the table of combinations")
+    if memory.group_sizes:
+        raise RuntimeError("a host tier with a second KV pool passed the table of combinations")
     device = memory.buffers[0].device
     own_bytes = int(config.kv_ram_gb * 2**30 / num_engines / config.num_ranks)
     num_blocks = own_bytes // block_bytes(memory.layout, BLOCK_TOKENS)

@@ -243,8 +243,8 @@ def readable_memory(transport: str) -> ReadableMemory | None:
 
 def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvSplit:
     """``identity``: of what computes the KV, and of its layout."""
-    if memory.windowed_size is not None:
-        raise RuntimeError("a role with a windowed KV pool passed the table of combinations")
+    if memory.group_sizes:
+        raise RuntimeError("a role with a second KV pool passed the table of combinations")
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()

@@ -1,4 +1,4 @@
-"""The windowed pool. The brute-force tests of test_scheduler.py run with and without it."""
+"""The pool of sliding windows. The brute-force tests of test_scheduler.py run with and without it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from lightserve.messages.control import WindowedKv
+from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import ReqFailed
+from lightserve.router.kv.group_slots import GroupSlots, SlotQueue
+from lightserve.router.kv.sliding_window import SlidingWindowPool
 from lightserve.router.kv.slots import Slots
-from lightserve.router.kv.windowed_pool import SlotQueue, WindowedPool
 from test.router.scheduler.test_scheduler import Server, fresh_histories, make, make_req, truth
 
 WINDOW, KEPT = 8, 12
 
 
-def windowed(size: int) -> WindowedKv:
-    return WindowedKv(size, WINDOW, KEPT)
+def windowed(size: int) -> SlidingWindowKv:
+    return SlidingWindowKv(size, WINDOW, KEPT)
 
 
 def prompt(length: int, first: int = 1000) -> list[int]:
@@ -35,10 +36,11 @@ def test_a_request_holds_only_the_slots_that_its_window_may_reach() -> None:
     req = make_req(0, prompt(300), 100)
     req.eos_ids = ()
     server.scheduler.add(req)
+    (pool,) = server.scheduler.pool.groups
 
     held = []
     while server.step():
-        held.append(len(req.windowed_slots) - req.windowed_begin)
+        held.append(pool.used)
 
     assert max(held) == KEPT
     assert len(req.output_ids) == 100
@@ -140,7 +142,7 @@ def test_a_slot_that_two_failed_steps_were_to_fill_is_freed_once() -> None:
     server.run([make_req(1, prompt(100, 5000), 1)])
     server.scheduler.add(make_req(2, prompt(100), 50))
     server.step()
-    slots = [slot for one in server._in_flight for slot in one.step.windowed_slots.tolist()]
+    slots = [slot for one in server._in_flight for slot in one.step.group_slots[0].tolist()]
     assert len(set(slots)) < len(slots)
 
     server.fail_steps()
@@ -207,51 +209,51 @@ def brute_force_usable_len(has_slot: list[bool], window: int) -> int:
 @fresh_histories
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 10))
 def test_a_prefix_is_usable_up_to_a_token_whose_window_has_all_slots(has_slot: list[bool], window: int) -> None:
-    pool = WindowedPool(WindowedKv(30, window, window + 3), num_tokens=50)
+    pool = SlidingWindowPool(SlidingWindowKv(30, window, window + 3), num_tokens=50)
     tokens = np.arange(10, 10 + len(has_slot), dtype=np.int32)
     cached = tokens[np.array(has_slot, dtype=bool)]
-    pool.add_cached(cached, pool.alloc(len(cached)))
+    pool.slots.add_cached(cached, pool.slots.alloc(len(cached)))
 
     assert pool.usable_len(tokens) == brute_force_usable_len(has_slot, window)
 
 
-def test_the_slots_that_were_let_go_first_are_evicted_first() -> None:
-    pool = WindowedPool(WindowedKv(6, 2, 2), num_tokens=20)
+def test_the_slots_that_were_freed_first_are_evicted_first() -> None:
+    pool = GroupSlots(6, num_tokens=20)
     slots = pool.alloc(6)
     pool.add_cached(np.arange(6, dtype=np.int32), slots)
     for slot in (slots[3], slots[0], slots[5]):
-        pool.let_go(run_of(slot))
+        pool.free(run_of(slot))
     pool.hold(run_of(0))
 
     assert pool.alloc(1) == [slots[3]]
     assert pool.alloc(1) == [slots[5]]
     assert pool.available == 0
-    assert pool.usable_len(np.arange(6, dtype=np.int32)) == 5  # token 5 lost its slot
+    assert pool.has_slot(np.arange(6, dtype=np.int32)).tolist() == [True, True, True, False, True, False]
 
 
-def test_a_slot_is_free_when_its_last_request_lets_it_go_unless_it_is_cached() -> None:
-    pool = WindowedPool(WindowedKv(4, 2, 2), num_tokens=20)
+def test_a_slot_is_free_when_its_last_request_frees_it_unless_it_is_cached() -> None:
+    pool = GroupSlots(4, num_tokens=20)
     private, cached = pool.alloc(2)
     pool.add_cached(run_of(7), run_of(cached))
     pool.hold(run_of(7))
 
-    pool.let_go(run_of(private, cached))
-    assert (pool.slots.num_free, pool.cached_slots) == (3, 0)
-    pool.let_go(run_of(cached))
-    assert (pool.slots.num_free, pool.cached_slots) == (3, 1)
+    pool.free(run_of(private, cached))
+    assert (pool._slots.num_free, pool.num_unheld) == (3, 0)
+    pool.free(run_of(cached))
+    assert (pool._slots.num_free, pool.num_unheld) == (3, 1)
     pool.remove_cached(run_of(7))
-    assert (pool.slots.num_free, pool.cached_slots) == (4, 0)
+    assert (pool._slots.num_free, pool.num_unheld) == (4, 0)
 
 
-def test_two_requests_may_let_the_same_slot_go_in_one_step() -> None:
-    pool = WindowedPool(WindowedKv(4, 2, 2), num_tokens=20)
+def test_two_requests_may_free_the_same_slot_in_one_step() -> None:
+    pool = GroupSlots(4, num_tokens=20)
     (slot,) = pool.alloc(1)
     pool.add_cached(run_of(7), run_of(slot))
     pool.hold(run_of(7))
 
-    pool.let_go(run_of(slot, slot))
+    pool.free(run_of(slot, slot))
 
-    assert (pool.cached_slots, pool.used) == (1, 0)
+    assert (pool.num_unheld, pool.used) == (1, 0)
 
 
 @fresh_histories
@@ -285,6 +287,8 @@ def test_choices_of_one_prompt_share_its_windowed_slots(depth: int) -> None:
 
     assert server.worker.computed < 2 * 100 + 8 * 31
     assert all(req.output_ids == truth(req.prompt_ids, req.seed, 30) for req in reqs)
-    assert isinstance(server.scheduler.pool.windowed, WindowedPool)
-    assert server.scheduler.pool.windowed.slots.num_used == 0
+    (pool,) = server.scheduler.pool.groups
+    assert isinstance(pool, SlidingWindowPool)
+    assert pool.slots.available == pool.slots.size
+    assert not pool.slots.num_unheld
     server.assert_idle()

@@ -1,0 +1,121 @@
+"""The seam of a KV group: layers whose memory is a pool of its own, because a cached token may lose it early.
+
+The pool of all tokens has a slot for every token, and the prefix cache names tokens by these slots. A group's pool has
+slots beside it, by rules of its own: one for each token in a sliding window, or one for each running request. A cached
+prefix can be continued only where every group still has what the next token needs.
+
+Slots are named by the plan, and workers run steps in order. So a slot can be freed, and given to another request, as
+soon as the last step that reads it is planned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.router.kv.slots import Slots
+from lightserve.router.req import Req
+from lightserve.router.req_columns import ReqColumns
+
+UNLIMITED = 2**62
+
+
+class RunningReqs(Protocol):
+    """The requests that run: see RunningBatch."""
+
+    columns: ReqColumns
+    rows: Int64Array
+
+    def at(self, rows: Int64Array) -> list[Req]: ...
+
+
+class KvGroupPool(ABC):
+    """``tokens`` are slots of the pool of all tokens: the first tokens of a request or prefix, in their order.
+
+    A request is attached on admission and enters the running requests. Steps then compute its next tokens, until it is
+    released: it has ended or is preempted. A request that does not fit is released without having entered.
+    """
+
+    name: str  # in metrics
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Slots."""
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Slots that requests hold."""
+
+    @property
+    def available(self) -> int:
+        """How many tokens the next step can compute."""
+        return UNLIMITED
+
+    @property
+    def max_chunk(self) -> int:
+        """The most tokens of one request that fit into a step while no other request runs."""
+        return UNLIMITED
+
+    @abstractmethod
+    def bind(self, running: RunningReqs) -> None:
+        """Called once, before any request is attached."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """All KV is lost. No request holds anything."""
+
+    @abstractmethod
+    def fits(self, req: Req, step_tokens: int) -> bool:
+        """Whether all running requests and this one can run to their ends. ``step_tokens``: the most of a step."""
+
+    @abstractmethod
+    def usable_len(self, tokens: Slots) -> int:
+        """How many tokens of this cached prefix a request can take, so that its next token can be computed."""
+
+    @abstractmethod
+    def attach(self, req: Req, tokens: Slots) -> None:
+        """A request takes this cached prefix, which is usable, and holds what its next token needs of it."""
+
+    @abstractmethod
+    def enter(self, req: Req) -> None:
+        """A request has a row of the running requests from now on. It may not be attached: it shares no prefix."""
+
+    @abstractmethod
+    def new_slots(self, req: Req) -> Slots:
+        """What the workers must know of a request that enters them: the slots that it holds."""
+
+    @abstractmethod
+    def alloc(self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]) -> Slots:
+        """What the workers must know of a step that is being planned.
+
+        ``rows`` are those of decodes, which get ``counts`` slots each in the pool of all tokens; empty: one. Chunks of
+        requests follow, with their numbers of tokens.
+        """
+
+    @abstractmethod
+    def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
+        """The step is planned, and its prompts are cached. Requests free what their next tokens do not need."""
+
+    @abstractmethod
+    def release(self, req: Req) -> None:
+        """A request holds nothing any more."""
+
+    @abstractmethod
+    def add_cached(self, req: Req, tokens: Slots, begin: int) -> None:
+        """These first tokens of a request are cached: they get its slots, unless they have some.
+
+        Those before ``begin`` were cached by others. Those after it may be too: then the request has computed them
+        again.
+        """
+
+    @abstractmethod
+    def remove_cached(self, tokens: Slots) -> None:
+        """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
+
+    @abstractmethod
+    def invalidate(self, slots: Slots) -> None:
+        """Cached tokens lose these slots, which ``alloc`` returned: the steps that should fill them have failed."""
