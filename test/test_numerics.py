@@ -80,11 +80,11 @@ def test_what_a_failed_request_computed_is_not_kept_for_others(llm: LLM) -> None
 
     llm.generate([[*prompt, BAD_TOKEN, 2]], params())
     (healed,) = llm.generate([prompt], params())
-    cached = llm._scheduler.pool.cached_tokens
+    cached = llm._scheduler.only_group.pool.cached_tokens
     llm.generate([[*prompt, BAD_TOKEN, 2]], params())
 
     assert healed.error is None
-    assert llm._scheduler.pool.cached_tokens <= cached
+    assert llm._scheduler.only_group.pool.cached_tokens <= cached
 
 
 def test_a_row_that_was_spoilt_in_one_step_is_used_again(llm: LLM) -> None:

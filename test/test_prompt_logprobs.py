@@ -120,7 +120,7 @@ def test_a_request_that_was_preempted_in_its_prompt(
     def pausing() -> Step | None:
         steps.append(next_step())
         if len(steps) == paused_after:
-            scheduler.preemption.preempt_newest()
+            scheduler.only_group.preemption.preempt_newest()
         return steps[-1]
 
     monkeypatch.setattr(scheduler, "next_step", pausing)

@@ -34,7 +34,7 @@ from lightserve.messages.step import Step, StepResult
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from lightserve.text.beam_search import BeamParams
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.null_worker import NullWorker
@@ -134,7 +134,7 @@ class LocalServer:
         self.engine = EngineReady(MAX_RUNNING * max_len, max_len, 32_000, pipeline_depth=num_stages)
         self.workers = workers or BatchOnly(max_len)
         limits = SchedulerLimits(MAX_RUNNING, 1 << 20, None, num_stages=num_stages)
-        self.scheduler = Scheduler(KvPool(self.engine.max_total_token_num), limits)
+        self.scheduler = Scheduler(GroupScheduler(KvPool(self.engine.max_total_token_num), limits))
         to_router: Any = self.workers.to_router
         to_detokenization: Any = Link(ToDetokenization)
         to_http: Any = Link(ToHttpserver)

@@ -36,7 +36,7 @@ from lightserve.router.kv.pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.rpc import GetResult
@@ -67,7 +67,7 @@ class Host:
 
     def __init__(self, running: int, longest: int, pool: int, policy: str = "priority") -> None:
         limits = SchedulerLimits(running, MAX_STEP_TOKENS, MAX_STEP_TOKENS)
-        self.scheduler = Scheduler(KvPool(pool), limits, make_policy(policy))
+        self.scheduler = Scheduler(GroupScheduler(KvPool(pool), limits, make_policy(policy)))
         self.times: dict[str, list[float]] = defaultdict(list)
         self._reporter = Reporter(self.scheduler, EncodingSender())  # type: ignore[arg-type]
         self._batch = InferBatch(ReqManager(running, longest, CPU), pool, CPU)

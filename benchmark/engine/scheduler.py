@@ -24,7 +24,7 @@ from lightserve.messages.step import TokenColumns
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 
 PARTS = ("make_room", "admit", "plan", "next_step", "complete_step", "process_plain")
 PROMPT_LEN = 1000
@@ -37,9 +37,11 @@ class TimedScheduler(Scheduler):
     """Measures how long its parts take."""
 
     def __init__(self, pool: KvPool, limits: SchedulerLimits, policy: str) -> None:
-        super().__init__(pool, limits, make_policy(policy))
+        super().__init__(GroupScheduler(pool, limits, make_policy(policy)))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
-        for owner, part in zip((self.preemption, self._admission, self._planner, self, self, self), PARTS, strict=True):
+        group = self.only_group
+        owners = (group.preemption, group.admission, group.planner, self, self, self)
+        for owner, part in zip(owners, PARTS, strict=True):
             setattr(owner, part, _timed(getattr(owner, part), self.times[part]))
 
 

@@ -30,7 +30,7 @@ from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.req import Req
-from lightserve.router.scheduler import LoraSlots, ReqTokens, Scheduler, make_limits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, ReqTokens, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.text.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.utils.logger import init_logger
@@ -95,7 +95,7 @@ class LLM(PoolingMethods):
         limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
         tokens = self.worker.max_total_token_num
         pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens))
-        self._scheduler = Scheduler(pool, limits, loras=LoraSlots(self.config.num_loras))
+        self._scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
@@ -226,7 +226,7 @@ class LLM(PoolingMethods):
             if loaded.error:
                 raise InvalidRequestError(f"the adapter {lora!r} cannot be used: {loaded.error}", "lora")
             self._adapters[folder] = lora_id
-            self._scheduler.loras.loaded.add(lora_id)
+            self._scheduler.only_group.loras.loaded.add(lora_id)
         return self._adapters[folder]
 
     def _request(self, prompt: Any, params: GenerationParams) -> Req:

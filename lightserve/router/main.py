@@ -24,7 +24,7 @@ from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import Policy, make_policy
-from lightserve.router.scheduler import LockstepScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.utils.logger import init_logger
@@ -44,12 +44,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     outbox: Any
     inbox, outbox = _channels(child_config, has_dispatcher) if server is None else (server.link, server.link)
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
-    groups = [_new_scheduler(engine, limits, policy) for _ in range(config.worker.num_groups)]
+    groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
     if child_config.role == "decode":
         groups[0].add_source(IncomingKv(groups[0].pool, outbox.send))
     if engine.host_kv is not None:
         groups[0].add_source(KvTiers(groups[0].pool, engine.host_kv, await kv_identity(config, engine)))
-    scheduler = groups[0] if len(groups) == 1 else LockstepScheduler(groups)
+    scheduler = Scheduler(*groups)
 
     async def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
@@ -79,10 +79,10 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             tasks.create_task(server.run())
 
 
-def _new_scheduler(engine: EngineReady, limits: SchedulerLimits, policy: Policy) -> Scheduler:
+def _new_group(engine: EngineReady, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
     tokens = engine.max_total_token_num
     pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
-    return Scheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
+    return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 
 def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:

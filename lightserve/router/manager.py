@@ -45,7 +45,7 @@ from lightserve.router.observability.timeline import Timeline, TimelineRing
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
-from lightserve.router.scheduler import AnyScheduler, Scheduler
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.logger import init_logger
@@ -59,7 +59,7 @@ DEADLINE_CHECK_S = 0.25
 class RouterManager:
     def __init__(
         self,
-        scheduler: AnyScheduler,
+        scheduler: Scheduler,
         model: ModelClient,
         engine: EngineReady,
         inbox: Receiver[ToRouter] | Receiver[ToEngine],
@@ -100,7 +100,7 @@ class RouterManager:
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """Compute these prompts, and keep them in the prefix cache."""
-        self._reporter.pinned = PinnedPrompts(self._only_group, prompts)
+        self._reporter.pinned = PinnedPrompts(self._scheduler, prompts)
         self._compute_pinned()
 
     def _compute_pinned(self) -> None:
@@ -157,15 +157,9 @@ class RouterManager:
             group.parents.release(message.req_ids)
         self.steps.wake()
 
-    @property
-    def _only_group(self) -> Scheduler:
-        """For what is refused with several attention groups: see config/combinations.py."""
-        (group,) = self._scheduler.groups
-        return group
-
     def report_cached_blocks(self, send: Callable[[KvNews], None]) -> CachedBlocks:
         """Tell the dispatcher what the prefix cache holds."""
-        pool = self._only_group.pool
+        pool = self._scheduler.only_group.pool
         blocks = CachedBlocks(pool.size)
         pool.add_listener(blocks)
         self._reporter.publish_news(blocks, send)
@@ -173,7 +167,7 @@ class RouterManager:
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
         if isinstance(message, KvCancel):
-            for source in self._only_group.sources:
+            for source in self._scheduler.only_group.sources:
                 source.cancel(message)
             return
         if isinstance(message, DispatchedReq):
@@ -256,7 +250,7 @@ class RouterManager:
     def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
         req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")
         if dispatched.runs_alone:
-            self._only_group.isolation.require(req)
+            self._scheduler.only_group.isolation.require(req)
         if dispatched.target is not None:
             req.may_be_parent = False  # the engine that wants its KV computes it
         req.target, req.kv_ticket = dispatched.target, dispatched.ticket

@@ -56,7 +56,7 @@ class PinnedPrompts:
 
     def compute(self, make_req: Callable[[GenerateReq], Req], now_s: float) -> None:
         """Queue what is neither pinned nor being computed: at the start, and when new workers have no KV."""
-        if self._scheduler.pool.pinned_tokens:
+        if self._scheduler.only_group.pool.pinned_tokens:
             return
         for req_id, (_, ids) in self._prompts.items():
             if req_id not in self._computing | self._failed:
@@ -71,5 +71,5 @@ class PinnedPrompts:
             self._failed.add(req.req_id)
             logger.error("the static prompt %r could not be computed: it is not pinned, and works as any other", name)
             return
-        pinned = self._scheduler.pool.pin(ids, req.salt)
+        pinned = self._scheduler.only_group.pool.pin(ids, req.salt)
         logger.info("static prompt %r: %d tokens pinned in the prefix cache", name, pinned)

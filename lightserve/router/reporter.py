@@ -25,11 +25,11 @@ from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
-from lightserve.router.scheduler import AnyScheduler, ReqTokens
+from lightserve.router.scheduler import ReqTokens, Scheduler
 
 
 class Reporter:
-    def __init__(self, scheduler: AnyScheduler, to_detokenization: Sender[ToDetokenization]) -> None:
+    def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
@@ -94,7 +94,7 @@ class Reporter:
         self.metrics.set_load(scheduler.num_running, waiting, used, size)
         self.metrics.values["kv_pinned_tokens"] = sum(pool.pinned_tokens for pool in pools)
         if len(pools) > 1:
-            self.metrics.set_groups([(group.num_running, group.pool.used) for group in scheduler.groups])
+            self.metrics.set_groups([(len(group.batch), group.pool.used) for group in scheduler.groups])
         for groups in zip(*(pool.groups for pool in pools), strict=True):  # one KV group of all attention groups
             used, size = sum(group.used for group in groups), sum(group.size for group in groups)
             self.metrics.set_kv_group_load(groups[0].name, used, size)
@@ -204,7 +204,7 @@ class Reporter:
         )
 
 
-def _crash_suspects(scheduler: AnyScheduler) -> list[int]:
+def _crash_suspects(scheduler: Scheduler) -> list[int]:
     """Requests that have to run alone until their next token."""
     return [req_id for group in scheduler.groups for req_id in group.isolation.pending_ids]
 

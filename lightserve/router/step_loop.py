@@ -15,7 +15,7 @@ from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.router.kv.source import KvSource
 from lightserve.router.reporter import Reporter
-from lightserve.router.scheduler import AnyScheduler
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
@@ -34,7 +34,7 @@ class InFlightStep(NamedTuple):
 
 
 class StepLoop:
-    def __init__(self, scheduler: AnyScheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
+    def __init__(self, scheduler: Scheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
         self.pacer = StepPacer(engine.launch_lead_s)
         self.has_workers = True  # if not, requests wait for new ones
         self._scheduler = scheduler
@@ -109,7 +109,7 @@ class StepLoop:
         if self._was_full:
             return 0
         limit = self._scheduler.limits.max_running
-        return sum(min(group.num_waiting, limit - group.num_running) for group in self._scheduler.groups)
+        return sum(min(len(group.queue), limit - len(group.batch)) for group in self._scheduler.groups)
 
     def _fill_pipeline(self) -> None:
         self.check_workers()
@@ -219,13 +219,13 @@ class StepLoop:
         self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
 
 
-def _next_deadline_s(scheduler: AnyScheduler) -> float | None:
+def _next_deadline_s(scheduler: Scheduler) -> float | None:
     """When to plan again though nothing has happened: a request stops waiting for an event. None: none will."""
     deadlines = (group.queue.next_deadline_s() for group in scheduler.groups)
     return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
 
-def _num_evicted(scheduler: AnyScheduler) -> int:
+def _num_evicted(scheduler: Scheduler) -> int:
     return sum(group.pool.num_evicted for group in scheduler.groups)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightserve.messages.int_arrays import BLOCK, Int32Array, Int64Array, Tails
 from lightserve.router.kv.remote_prefill import IncomingKv
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.planner import PlannedStep
@@ -74,39 +74,40 @@ class DecodeRunScheduler(Scheduler):
     def begin_decodes(self) -> DecodeRun | None:
         """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
-        is_simple = self.limits.num_stages == 1 and not self.pool.groups and not self._may_transfer
-        is_simple = is_simple and not self.limits.num_drafts
-        is_simple = is_simple and not any(step.completed.blocked for step in self._in_flight)
-        is_full = len(self._batch) >= self.limits.max_running
-        may_start = (len(self.queue) and not is_full) or self._admission.may_prefetch
-        if not is_simple or self.isolation.is_active or may_start or not self._all_decode:
+        group, limits = self.only_group, self.limits
+        is_simple = limits.num_stages == 1 and not group.pool.groups and not _may_transfer(group)
+        is_simple = is_simple and not limits.num_drafts
+        is_simple = is_simple and not any(step.completed.blocked for step in self._steps_of(group))
+        is_full = len(group.batch) >= limits.max_running
+        may_start = (len(group.queue) and not is_full) or group.admission.may_prefetch
+        if not is_simple or group.isolation.is_active or may_start or not _all_decode(group):
             return None
-        return DecodeRun(self._batch)
+        return DecodeRun(group.batch)
 
     def end_decodes(self, run: DecodeRun, token_ids: list[int], last_token_s: float) -> None:
         """Go on with ``next_step``. The first steps of the run have ended with these tokens, the last of them at
         ``last_token_s``; the others are in flight."""
-        columns, rows = self._batch.columns, run.rows
-        self._planner.num_planned += len(run)
-        columns.planned_step[rows] = self._planner.num_planned
+        group, rows = self.only_group, run.rows
+        columns = group.batch.columns
+        group.planner.num_planned += len(run)
+        columns.planned_step[rows] = group.planner.num_planned
         admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
         for slots, planned_len in run.apply(token_ids, last_token_s):
-            self._in_flight.append(
-                PlannedStep(Decodes(rows), run.req_ids, rows, admissions, counts, planned_len, slots)
-            )
+            step = PlannedStep(Decodes(rows), run.req_ids, rows, admissions, counts, planned_len, slots)
+            self._in_flight.append({group: step})
 
-    @property
-    def _may_transfer(self) -> bool:
-        """Whether steps may have more to do than to compute. Only tiers have at any time."""
-        are_waiting = (isinstance(source, IncomingKv) and not source.has_expects for source in self.sources)
-        return len(self.pushes) > 0 or not all(are_waiting)
 
-    @property
-    def _all_decode(self) -> bool:
-        """Whether the last planned step returns a token of every running request."""
-        columns, rows = self._batch.columns, self._batch.rows
-        if not len(rows) or bool((columns.planned_step[rows] != self._planner.num_planned).any()):
-            return False
-        prompt_len, planned_len = columns.prompt_len[rows], columns.planned_len[rows]
-        decodes = (columns.unplanned(rows) == 1) & (planned_len >= prompt_len) & (columns.is_plain[rows] > 0)
-        return bool(decodes.all())
+def _may_transfer(group: GroupScheduler) -> bool:
+    """Whether steps may have more to do than to compute. Only tiers have at any time."""
+    are_waiting = (isinstance(source, IncomingKv) and not source.has_expects for source in group.sources)
+    return len(group.pushes) > 0 or not all(are_waiting)
+
+
+def _all_decode(group: GroupScheduler) -> bool:
+    """Whether the last planned step returns a token of every running request."""
+    columns, rows = group.batch.columns, group.batch.rows
+    if not len(rows) or bool((columns.planned_step[rows] != group.planner.num_planned).any()):
+        return False
+    prompt_len, planned_len = columns.prompt_len[rows], columns.planned_len[rows]
+    decodes = (columns.unplanned(rows) == 1) & (planned_len >= prompt_len) & (columns.is_plain[rows] > 0)
+    return bool(decodes.all())

@@ -58,7 +58,7 @@ class Gateway:
         self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill server
 
     def join(self, number: int, replica: Replica) -> None:
-        pool = replica.scheduler.pool
+        pool = replica.scheduler.only_group.pool
         blocks = CachedBlocks(pool.size)
         pool.add_listener(blocks)
         self._index.add_engine(number)

@@ -102,10 +102,10 @@ class SimulatedTiers:
         names = tuple(store.name for store in tiers.lower)
         size = HostKvSize(int(tiers.ram.num_bytes // tiers.block_bytes), tiers.block_bytes, names)
         self._scheduler = scheduler
-        self._router = KvTiers(scheduler.pool, size)
+        self._router = KvTiers(scheduler.only_group.pool, size)
         self._router.use_clock(lambda: self._now)
         self._router.lower.connect(self, lambda: None)
-        scheduler.add_source(self._router)
+        scheduler.only_group.add_source(self._router)
 
     def _blocks_of(self, store: Store, shared: dict[str, StoreBlocks]) -> StoreBlocks:
         blocks = StoreBlocks(int(store.num_bytes // self._tiers.block_bytes))
@@ -114,7 +114,7 @@ class SimulatedTiers:
     @property
     def next_s(self) -> float:
         """When something ends, or a request stops waiting."""
-        deadline_s = self._scheduler.queue.next_deadline_s()
+        deadline_s = self._scheduler.only_group.queue.next_deadline_s()
         event_s = self._events[0][0] if self._events else math.inf
         return min(event_s, math.inf if deadline_s is None or deadline_s <= self._now else deadline_s)
 

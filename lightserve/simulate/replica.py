@@ -17,7 +17,7 @@ from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import IncomingKv
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.decode_run import DecodeRun, DecodeRunScheduler
 from lightserve.simulate.front import NO_FRONT, Front
@@ -53,7 +53,8 @@ class Setup:
 
     def scheduler(self) -> DecodeRunScheduler:
         estimate = OutputEstimate(self.quantile)  # a constant in the server, an option here
-        return DecodeRunScheduler(KvPool(self.pool_size), self.limits, make_policy(self.policy), estimate)
+        policy = make_policy(self.policy)
+        return DecodeRunScheduler(GroupScheduler(KvPool(self.pool_size), self.limits, policy, estimate))
 
 
 class EndedStep(NamedTuple):
@@ -92,10 +93,10 @@ class Replica:
         self.role = role
         self.messages: list[KvWanted | KvMissing] = []  # to the gateway
         self.expects: list[KvExpect] = []  # that its steps have begun
-        self.incoming = IncomingKv(self.scheduler.pool, self.messages.append)
+        self.incoming = IncomingKv(self.scheduler.only_group.pool, self.messages.append)
         if role == "decode":
             self.incoming.use_inbox(Inbox())
-            self.scheduler.add_source(self.incoming)
+            self.scheduler.only_group.add_source(self.incoming)
         self.tiers: SimulatedTiers | None = None
         if setup.tiers is not None:
             self.tiers = SimulatedTiers(setup.tiers, self.scheduler, {} if shared_stores is None else shared_stores)
@@ -215,7 +216,7 @@ class Replica:
         self._in_flight.append(step._replace(end_s=self._free_s))
         self._was_full = self.scheduler.num_waiting > 0
         self.steps += 1
-        self.peak_used = max(self.peak_used, self.scheduler.pool.used)
+        self.peak_used = max(self.peak_used, self.scheduler.only_group.pool.used)
 
     def _begin_decodes(self) -> DecodeRun | None:
         run = self.scheduler.begin_decodes() if self._skips else None

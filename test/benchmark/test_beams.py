@@ -52,8 +52,8 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 async def assert_nothing_is_left(server: LocalServer) -> None:
     batch = server.workers.batch
-    await until(lambda: not (len(batch.kept) or batch._reqs or len(server.scheduler.parents)))
-    assert server.scheduler.num_running == server.scheduler.num_waiting == server.scheduler.pool.used == 0
+    await until(lambda: not (len(batch.kept) or batch._reqs or len(server.scheduler.only_group.parents)))
+    assert server.scheduler.num_running == server.scheduler.num_waiting == server.scheduler.only_group.pool.used == 0
     assert server.http.running_requests == 0
 
 

@@ -27,7 +27,7 @@ from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import IncomingKv
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 
@@ -141,13 +141,13 @@ class LocalEngine:
         self.pool = KvPool(pool)
         limits = SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=128)
         self.to_engine, self.from_engine = Channel(ToEngine), Channel(FromEngine)
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = Scheduler(GroupScheduler(self.pool, limits))
         ready = EngineReady(pool, pool, 32_000, 1)
         inbox: Any = self.to_engine
         outbox: Any = self.from_engine
         self.role = role
         if role == "decode":
-            self.scheduler.add_source(IncomingKv(self.pool, self.from_engine.send))
+            self.scheduler.only_group.add_source(IncomingKv(self.pool, self.from_engine.send))
         self.manager = RouterManager(self.scheduler, model, ready, inbox, outbox, config)
         self.cached_blocks = self.manager.report_cached_blocks(self.from_engine.send)
         self.task = asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0)))

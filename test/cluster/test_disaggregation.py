@@ -208,7 +208,7 @@ def test_a_decode_engine_computes_the_last_tokens_only() -> None:
 
         assert cluster.tokens[0] == tokens(1, 5)
         assert cluster.cached_tokens[0] == received(cluster) == 960
-        assert cluster.engines[PREFILL].scheduler.pushes.num_pushed == 960
+        assert cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed == 960
         assert cluster.engines[PREFILL].manager.metrics.values["generation_tokens_total"] == 0  # nobody asked for it
         engine = next(one for number, one in cluster.engines.items() if one.pool.cached_tokens and number != PREFILL)
         await cluster.until(lambda: cluster.stats is not None)
@@ -264,7 +264,9 @@ def test_decode_engines_relieve_a_prefill_engine_whose_queue_is_long() -> None:
         assert [cluster.tokens[req_id] for req_id in range(30)] == [tokens(req_id, 5) for req_id in range(30)]
         assert relieved > 0
         assert (
-            received(cluster) == cluster.engines[PREFILL].scheduler.pushes.num_pushed == (30 - relieved // 1000) * 960
+            received(cluster)
+            == cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed
+            == (30 - relieved // 1000) * 960
         )
         assert sum(incoming_of(cluster, number).num_given_up for number in DECODE) == 0, "nobody had promised it"
         cluster.dispatcher._send_heartbeat()
@@ -341,7 +343,7 @@ def test_a_prompt_that_is_cached_on_the_decode_engine_makes_no_trip() -> None:
         cluster.send(1, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 
-        assert cluster.engines[PREFILL].scheduler.pushes.num_pushed == 960
+        assert cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed == 960
         assert cluster.cached_tokens[1] == 999
 
     check(scenario, num_engines=3, roles=ROLES)
@@ -396,7 +398,7 @@ def test_an_engine_with_another_layout_gets_no_prompts_of_a_decode_engine(log: p
             cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
         await cluster.until(lambda: cluster.has_ended(*range(4)))
         assert not cluster.engines[0].model.steps
-        assert cluster.engines[1].scheduler.pushes.num_pushed == 4 * 960
+        assert cluster.engines[1].scheduler.only_group.pushes.num_pushed == 4 * 960
 
         cluster.kill_router(1)
         cluster.send(4, [4] * 1000, 5, seed=4)
@@ -439,14 +441,14 @@ def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(mon
         monkeypatch.setattr("test.cluster.local_cluster.FakeInbox.arrive", lambda *_: None)
         cluster.send(0, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(0))
-        sent = cluster.engines[PREFILL].scheduler.pushes.num_pushed
+        sent = cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed
         assert sent == 960
         assert load_of(cluster, 1).waiting_tokens == load_of(cluster, 1).open_requests == 0
         cluster.send(1, list(range(500, 1500)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 
         assert cluster.tokens[0] == cluster.tokens[1] == tokens(1, 5)
-        assert cluster.engines[PREFILL].scheduler.pushes.num_pushed == sent
+        assert cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed == sent
 
     check(scenario, num_engines=2, roles=("prefill", "decode"))
 
@@ -473,7 +475,7 @@ def test_an_engine_of_both_roles_generates_and_computes_prompts_for_others() -> 
 
         assert [cluster.tokens[req_id] for req_id in range(8)] == [tokens(req_id, 5) for req_id in range(8)]
         both = cluster.engines[0]
-        assert both.scheduler.pushes.num_pushed == received(cluster) > 0
+        assert both.scheduler.only_group.pushes.num_pushed == received(cluster) > 0
         assert both.manager.metrics.values["generation_tokens_total"] > 0
 
     check(scenario, num_engines=2, roles=("both", "decode"))

@@ -360,7 +360,7 @@ def test_a_request_continues_its_parent_in_any_engine(policy: str) -> None:
             500,
             "the request continues 77, which is not known",
         )
-        await until(lambda: not any(len(engine.scheduler.parents) for engine in cluster.engines.values()))
+        await until(lambda: not any(len(engine.scheduler.only_group.parents) for engine in cluster.engines.values()))
         assert not cluster.dispatcher._prompts
 
     check(scenario, policy=policy)
@@ -384,7 +384,9 @@ def test_the_requests_of_an_http_process_that_died_end_in_all_engines() -> None:
         assert sorted(cluster.aborted) == lost
         assert not cluster.announced[second | 10]
         engines = cluster.engines.values()
-        await until(lambda: all(engine.pool.used == 0 and not len(engine.scheduler.parents) for engine in engines))
+        await until(
+            lambda: all(engine.pool.used == 0 and not len(engine.scheduler.only_group.parents) for engine in engines)
+        )
         assert not cluster.dispatcher._prompts
         assert cluster.dispatcher.metrics.values["http_process_restarts_total"] == 1
 

@@ -204,7 +204,7 @@ def test_a_closed_stream_frees_its_memory(llm: LLM) -> None:
 
     stream.close()  # type: ignore[attr-defined]
 
-    assert llm._scheduler.pool.used == 0
+    assert llm._scheduler.only_group.pool.used == 0
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_preempted_requests_generate_the_same_text(folder: str, device: str) -> 
     assert small._scheduler.num_preemptions > 10
     assert large._scheduler.num_preemptions == 0
     assert [one.token_ids for one in preempted] == [one.token_ids for one in undisturbed]
-    assert small._scheduler.pool.used == 0
+    assert small._scheduler.only_group.pool.used == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,7 +88,7 @@ def test_what_is_cached_changes_no_text(folder: str, device: str) -> None:
 
     assert [one.token_ids for one in first] == alone
     assert [one.token_ids for one in again] == alone
-    assert llm._scheduler.pool.cached_tokens >= 100
+    assert llm._scheduler.only_group.pool.cached_tokens >= 100
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,5 +117,5 @@ def test_a_prompt_generates_the_same_text_after_its_step_failed(
 
     assert [one.token_ids for one in llm.generate(prompts, sampling(0, 12))] == expected
     assert llm.generate([system], sampling(0, 1))[0].token_ids == cached
-    assert llm._scheduler.pool.used == 0
+    assert llm._scheduler.only_group.pool.used == 0
     assert llm.worker.model.req_manager.num_free >= 50 - 3

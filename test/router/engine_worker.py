@@ -34,7 +34,7 @@ def prefixes_of(ids: list[int], root: int) -> Prefixes:
 class EngineWorker(KvWorker):
     def __init__(self, scheduler: Scheduler, forces: bool, blocks: dict[bytes, Prefixes]) -> None:
         """``blocks``: what a block of each key must hold."""
-        super().__init__(scheduler, window_of(scheduler.pool), forces=forces)
+        super().__init__(scheduler.only_group, window_of(scheduler.only_group.pool), forces=forces)
         self.host: dict[int, list[int | None]] = {}
         self.loads: dict[int, KvLoad] = {}  # by id
         self.expects: dict[int, KvExpect] = {}  # by ticket

@@ -12,4 +12,4 @@ S = TypeVar("S", bound=KvSource)
 
 def source_of(scheduler: Scheduler, kind: type[S]) -> S | None:
     """None: it has none of this kind."""
-    return next((source for source in scheduler.sources if isinstance(source, kind)), None)
+    return next((source for source in scheduler.only_group.sources if isinstance(source, kind)), None)

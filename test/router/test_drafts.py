@@ -48,7 +48,7 @@ def begin(scheduler: Scheduler, *max_new_tokens: int) -> None:
 def test_the_slots_of_rejected_drafts_are_those_of_the_next_tokens(accepted: int) -> None:
     scheduler = drafting()
     begin(scheduler, 500)
-    (req,) = scheduler._batch
+    (req,) = scheduler.only_group.batch
 
     steps = [next_step(scheduler), next_step(scheduler)]
     in_flight = req.planned_len, req.planned_drafts, len(req.slots)
@@ -65,7 +65,7 @@ def test_the_slots_of_rejected_drafts_are_those_of_the_next_tokens(accepted: int
 def test_a_request_gets_no_slots_beyond_its_longest_output() -> None:
     scheduler = drafting()
     begin(scheduler, 7)
-    (req,) = scheduler._batch
+    (req,) = scheduler.only_group.batch
 
     first, second = next_step(scheduler), next_step(scheduler)
     has_third = scheduler.next_step() is not None
@@ -81,24 +81,24 @@ def test_a_request_gets_no_slots_beyond_its_longest_output() -> None:
 def test_an_accepted_end_token_ends_the_request_and_drops_the_tokens_after_it() -> None:
     scheduler = drafting()
     begin(scheduler, 50)
-    (req,) = scheduler._batch
+    (req,) = scheduler.only_group.batch
     next_step(scheduler)
 
     process_tokens(scheduler, [TokenOut(0, Token(token_id)) for token_id in (OTHER, EOS, OTHER, OTHER)])
 
     assert (req.output_ids, req.finish_reason) == ([OTHER, OTHER, EOS], FinishReason.STOP)
-    assert scheduler.pool.used == 0
-    assert scheduler.pool.cached_tokens == 3 + 3 - 1
+    assert scheduler.only_group.pool.used == 0
+    assert scheduler.only_group.pool.cached_tokens == 3 + 3 - 1
 
 
 def test_a_preempted_request_waits_for_all_its_steps_in_flight() -> None:
     scheduler = drafting()
     begin(scheduler, 500)
-    (req,) = scheduler._batch
+    (req,) = scheduler.only_group.batch
     next_step(scheduler)
     next_step(scheduler)
 
-    scheduler.preemption.preempt_newest()
+    scheduler.only_group.preemption.preempt_newest()
     complete(scheduler, 3)
     after_first = req.in_flight, req.output_len, scheduler.num_running
     next_step(scheduler)  # the workers free it
@@ -170,7 +170,7 @@ def test_slots_behind_a_window_are_let_go_as_fast_as_drafts_are_accepted() -> No
         complete(scheduler, 1 + NUM_DRAFTS)
     next_step(scheduler)
 
-    assert scheduler.pool.groups[0].used <= windowed.kept + 2 * (1 + NUM_DRAFTS)
+    assert scheduler.only_group.pool.groups[0].used <= windowed.kept + 2 * (1 + NUM_DRAFTS)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -187,7 +187,7 @@ def test_failed_steps_with_drafts_leave_no_wrong_kv_in_the_cache(seed: int) -> N
         for _ in range(rng.randrange(12)):
             server.step()
         if rng.random() < 0.5 and scheduler.num_running:
-            scheduler.preemption.preempt_newest()
+            scheduler.only_group.preemption.preempt_newest()
         if rng.random() < 0.3:
             scheduler.abort(number)
         if rng.random() < 0.4:

@@ -35,7 +35,7 @@ from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from lightserve.router.step_pacer import StepKind, StepPacer
 from test.waiting import DEADLINE_S, until
 
@@ -189,7 +189,7 @@ class Router:
         engine = EngineReady(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
         config = RouterConfig(max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens)
         limits = SchedulerLimits(max_running=MAX_RUNNING, batch_max_tokens=64, chunk_size=64)
-        scheduler, model = Scheduler(KvPool(200), limits), FakeModel(end_after)
+        scheduler, model = Scheduler(GroupScheduler(KvPool(200), limits)), FakeModel(end_after)
         manager = RouterManager(scheduler, model, engine, inbox, outbox, config)
         router = cls(manager, scheduler, model)
         router._to_router = Sender(f"ipc://{run_dir}/router")
@@ -229,7 +229,7 @@ def test_requests_get_their_tokens_in_order_at_any_depth(tmp_path: Path) -> None
 
         for req_id in range(20):
             assert router.tokens_of(req_id) == [101 + i for i in range(1 + req_id % 7)]
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     for depth in (1, 2):
         run_dir = tmp_path / str(depth)
@@ -246,7 +246,7 @@ def test_a_request_of_another_server_goes_on_after_its_tokens(tmp_path: Path) ->
         assert router.tokens_of(1) == [103, 104, 105, 106]
         [announced] = [new for batch in router.batches for new in batch.new]
         assert announced.output_ids == [101, 102]
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     check(scenario, tmp_path)
 
@@ -264,7 +264,7 @@ def test_a_request_whose_tokens_end_it_already_gets_no_seat(tmp_path: Path, outp
         assert (failure.req_id, failure.status) == (1, 503)
         assert failure.message.endswith(f"its {len(output_ids)} tokens already end it ({reason})")
         await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 0)
-        assert router.scheduler.pool.used == 0
+        assert router.scheduler.only_group.pool.used == 0
 
     check(scenario, tmp_path)
 
@@ -380,7 +380,7 @@ def test_a_token_computed_after_the_end_is_dropped(tmp_path: Path) -> None:
 
         assert router.tokens_of(1) == [101, 102, EOS]
         assert router.outs[-1].finish_reason is FinishReason.STOP
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     check(scenario, tmp_path, depth=2, end_after=3)
 
@@ -408,17 +408,17 @@ def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(
         for req_id, prompt_len in ((1, 90), (2, 10), (3, 1)):
             router.send(request(req_id, prompt_len=prompt_len))
         await router.until(lambda: len(refused(router)) == 1)
-        assert router.scheduler.queue.num_tokens == 91
+        assert router.scheduler.only_group.queue.num_tokens == 91
 
         router.send(AbortReq(1))
-        await until(lambda: router.scheduler.queue.num_tokens == 1)
+        await until(lambda: router.scheduler.only_group.queue.num_tokens == 1)
         router.send(request(4, prompt_len=60))
         router.model.may_run.set()
         await router.until(lambda: router.has_finished(4) and router.has_finished(3))
 
         assert [(failure.req_id, failure.status) for failure in refused(router)] == [(2, 429)]
         assert "have 90 tokens, and this one has 10; the limit is 95 (--max_queue_tokens)" in refused(router)[0].message
-        assert router.scheduler.queue.num_tokens == 0
+        assert router.scheduler.only_group.queue.num_tokens == 0
         router.send(request(5, prompt_len=96))  # one may always wait
         await router.until(lambda: router.has_finished(5))
 
@@ -438,7 +438,7 @@ def test_an_abort_frees_the_memory_of_the_request_and_is_forwarded(tmp_path: Pat
         await router.until(lambda: router.has_finished(2) and any(batch.aborted == [1] for batch in router.batches))
 
         assert router.tokens_of(1) == []
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     check(scenario, tmp_path)
 
@@ -526,7 +526,7 @@ def test_a_request_past_its_deadline_fails_and_frees_its_memory(tmp_path: Path) 
 
         assert [(failure.req_id, failure.status) for failure in refused(router)] == [(1, 504)]
         assert router.manager.metrics.values["request_failed_total"] == 1
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     check(scenario, tmp_path)
 
@@ -565,7 +565,7 @@ def test_a_request_that_opts_out_of_the_cache_shares_only_with_its_own_choices(t
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission}
         assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0, 6: 0}
-        assert router.scheduler.pool.cached_tokens == 61, "of the requests that use the cache"
+        assert router.scheduler.only_group.pool.cached_tokens == 61, "of the requests that use the cache"
 
     check(scenario, tmp_path)
 
@@ -656,7 +656,7 @@ def test_requests_continue_with_new_workers_where_they_stopped(tmp_path: Path) -
         assert refused(router) == []
         assert router.manager.metrics.values["worker_restarts_total"] == 1
         await router.until(lambda: stats(router)[-1].has_workers)
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     for depth in (1, 2):
         run_dir = tmp_path / str(depth)
@@ -731,7 +731,7 @@ def test_requests_can_be_aborted_and_expire_while_there_is_no_worker(tmp_path: P
         router.replace_model()
 
         await router.until(lambda: router.has_finished(1, 2))
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
 
     check(scenario, tmp_path)
 
@@ -747,7 +747,7 @@ def test_a_request_with_a_numerical_error_fails_and_is_counted(tmp_path: Path) -
 
         assert refused(router) == [ReqFailed(1, 500, "nothing is left")]
         assert router.manager.metrics.values["request_numerical_error_total"] == 1
-        assert router.scheduler.pool.cached_tokens == 6, "of the other one alone"
+        assert router.scheduler.only_group.pool.cached_tokens == 6, "of the other one alone"
 
     check(scenario, tmp_path)
 
@@ -800,8 +800,8 @@ def test_beams_that_opt_out_of_the_cache_are_stored_in_no_tier(tmp_path: Path) -
     """Another server has groups of the same numbers: it would find them in Redis."""
 
     async def scenario(router: Router) -> None:
-        tiers = KvTiers(router.scheduler.pool, HostKvSize(num_blocks=10, block_bytes=6400))
-        router.scheduler.add_source(tiers)
+        tiers = KvTiers(router.scheduler.only_group.pool, HostKvSize(num_blocks=10, block_bytes=6400))
+        router.scheduler.only_group.add_source(tiers)
         for req_id, use_cache in enumerate((False, True, True, True)):
             scheduling = SchedulingParams(use_cache=use_cache)
             beam = msgspec.structs.replace(request(req_id), prompt_ids=[50 + req_id] * 96, scheduling=scheduling)
@@ -864,7 +864,7 @@ def test_the_requests_of_an_http_process_that_died_free_their_seats_and_kv(tmp_p
         assert router.tokens_of(1) == [101 + i for i in range(16)]
         aborted = [req_id for batch in router.batches for req_id in batch.aborted]
         assert sorted(aborted) == [SECOND | req_id for req_id in range(10)]
-        await until(lambda: router.scheduler.pool.used == 0)
+        await until(lambda: router.scheduler.only_group.pool.used == 0)
         assert router.manager.metrics.values["http_process_restarts_total"] == 1
 
     check(scenario, tmp_path)
@@ -894,7 +894,7 @@ def test_parents_of_an_http_process_that_died_are_released(tmp_path: Path) -> No
 
         router.manager.abort_http_process(HttpProcessLost(1, successor=3))
 
-        assert [*router.scheduler.parents] == [1]
+        assert [*router.scheduler.only_group.parents] == [1]
 
     check(scenario, tmp_path)
 

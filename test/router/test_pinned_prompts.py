@@ -13,7 +13,7 @@ from lightserve.messages.step import Token, TokenOut
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.pinned_prompts import PinnedPrompts, check_room
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from test.router.processing import process_tokens
 
 PROMPTS = {"a": list(range(10, 30)), "b": [*range(10, 20), *range(50, 60)]}  # 10 tokens in common
@@ -28,7 +28,7 @@ def make_req(message: GenerateReq) -> Req:
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(KvPool(100), SchedulerLimits(4, 64, 64))
+    return Scheduler(GroupScheduler(KvPool(100), SchedulerLimits(4, 64, 64)))
 
 
 def serve(scheduler: Scheduler, pinned: PinnedPrompts | None = None) -> int:
@@ -58,8 +58,8 @@ def test_prompts_are_computed_once_and_pinned(scheduler: Scheduler) -> None:
     pinned.compute(make_req, 0.0)
 
     assert scheduler.num_waiting == 0, "nothing is computed again"
-    assert scheduler.pool.pinned_tokens == scheduler.pool.used == 30
-    assert scheduler.pool.cached_tokens == 0
+    assert scheduler.only_group.pool.pinned_tokens == scheduler.only_group.pool.used == 30
+    assert scheduler.only_group.pool.cached_tokens == 0
 
 
 def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:
@@ -73,9 +73,9 @@ def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:
     late = ask(scheduler, 99, [*PROMPTS["b"], 7, 8])
     serve(scheduler)
 
-    assert scheduler.pool.num_evicted > 100
+    assert scheduler.only_group.pool.num_evicted > 100
     assert late.cached_len == len(PROMPTS["b"])
-    assert scheduler.pool.used == 30
+    assert scheduler.only_group.pool.used == 30
 
 
 def test_new_workers_compute_them_again(scheduler: Scheduler) -> None:
@@ -84,11 +84,11 @@ def test_new_workers_compute_them_again(scheduler: Scheduler) -> None:
     serve(scheduler, pinned)
 
     scheduler.recover_from_crash()
-    assert scheduler.pool.pinned_tokens == 0
+    assert scheduler.only_group.pool.pinned_tokens == 0
     pinned.compute(make_req, 0.0)
     serve(scheduler, pinned)
 
-    assert scheduler.pool.pinned_tokens == scheduler.pool.used == 30
+    assert scheduler.only_group.pool.pinned_tokens == scheduler.only_group.pool.used == 30
 
 
 def test_workers_that_die_meanwhile_compute_each_once(scheduler: Scheduler) -> None:
@@ -101,7 +101,7 @@ def test_workers_that_die_meanwhile_compute_each_once(scheduler: Scheduler) -> N
 
     assert scheduler.num_waiting == 2
     serve(scheduler, pinned)
-    assert scheduler.pool.pinned_tokens == 30
+    assert scheduler.only_group.pool.pinned_tokens == 30
 
 
 def test_a_prompt_that_fails_is_not_tried_again(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:

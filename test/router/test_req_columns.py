@@ -9,7 +9,7 @@ from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.int_arrays import BLOCK, GrowingArray, Heads, Int32Array, Tails, int32s
 from lightserve.messages.step import TokenColumns
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from test.router.scheduler.test_scheduler import endless, windows_of
 
 OTHER = 50  # a token that ends no request
@@ -31,7 +31,7 @@ def test_a_step_of_decodes_looks_at_few_requests(
     windowed: SlidingWindowKv | None, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = SchedulerLimits(NUM_REQS, batch_max_tokens=1024, chunk_size=1024, num_stages=num_stages)
-    scheduler = Scheduler(KvPool(100_000, windows_of(windowed, 100_000)), limits)
+    scheduler = Scheduler(GroupScheduler(KvPool(100_000, windows_of(windowed, 100_000)), limits))
     for req_id in range(NUM_REQS):
         req = endless(req_id)
         req.continue_from([OTHER], 0.0)

@@ -78,7 +78,7 @@ def decoding(*token_limits: int) -> Scheduler:
 
 def test_requests_get_all_their_tokens_in_one_call_unless_one_may_end_them() -> None:
     scheduler = decoding(500, 500, 4, 500, 500)
-    reqs = list(scheduler._batch)
+    reqs = list(scheduler.only_group.batch)
     tokens = [(0, [51]), (1, [52, 53]), (2, [54, 55, 56]), (3, [57, EOS, 58]), (4, list(range(100, 101 + BLOCK)))]
 
     is_known = scheduler.process_plain(TokenColumns.of([*tokens, (9, [60, 61])]))

@@ -44,7 +44,7 @@ def test_every_request_ends_with_all_its_tokens(policy: str, rate: float | None)
     assert sum(result.gap_counts) == result.output_tokens - result.requests
     assert result.preemptions > 0 or rate is not None
     assert 0 < result.peak_used <= TIGHT.pool_size
-    assert simulation.replicas[0].scheduler.pool.used == 0
+    assert simulation.replicas[0].scheduler.only_group.pool.used == 0
 
 
 def test_streams_that_continue_at_once_get_one_token_each_a_step() -> None:

@@ -12,7 +12,7 @@ from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step, Token, TokenOut
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from lightserve.simulate.decode_run import DecodeRunScheduler
 from lightserve.simulate.gpu import OTHER, CostModel
 from lightserve.simulate.load import Load, fixed, lognormal
@@ -83,7 +83,7 @@ def test_replicas_hold_the_same_slots_either_way() -> None:
     for run in runs:
         run.run()
 
-    (skipped, planned) = (run.replicas[0].scheduler.pool for run in runs)
+    (skipped, planned) = (run.replicas[0].scheduler.only_group.pool for run in runs)
     ids = next(iter(load.requests())).prompt_ids
     assert skipped._cache.find_slots(ids).tolist() == planned._cache.find_slots(ids).tolist() != []
     assert (skipped.used, skipped.cached_tokens) == (planned.used, planned.cached_tokens)
@@ -91,7 +91,7 @@ def test_replicas_hold_the_same_slots_either_way() -> None:
 
 def test_steps_in_flight_go_on_one_by_one_after_a_run() -> None:
     """Of five decodes that are planned at once, three have ended when the run does."""
-    scheduler = DecodeRunScheduler(KvPool(100), SchedulerLimits(4, 64, 64))
+    scheduler = DecodeRunScheduler(GroupScheduler(KvPool(100), SchedulerLimits(4, 64, 64)))
     req = Req(7, np.arange(2, 10, dtype=np.int32), GenerationParams.of(max_new_tokens=50, seed=0), 50, (0,))
     scheduler.add(req)
     scheduler.next_step()
@@ -144,7 +144,7 @@ def test_a_step_is_planned_three_milliseconds_before_the_last_one_ends(
 
 
 def test_nothing_is_skipped_while_a_request_could_start() -> None:
-    scheduler = DecodeRunScheduler(KvPool(100), SchedulerLimits(4, 64, 64))
+    scheduler = DecodeRunScheduler(GroupScheduler(KvPool(100), SchedulerLimits(4, 64, 64)))
     params = GenerationParams.of(max_new_tokens=50, seed=0)
 
     def add(req_id: int) -> None:

@@ -41,7 +41,7 @@ def test_decode_servers_compute_only_the_ends_of_prompts() -> None:
     prefill, *decodes = simulation.replicas.values()
     moved = 300 // BLOCK_TOKENS * BLOCK_TOKENS
     assert result.requests == len(result.ttft) == load.count
-    assert result.moved_tokens == prefill.scheduler.pushes.num_pushed == moved * load.count
+    assert result.moved_tokens == prefill.scheduler.only_group.pushes.num_pushed == moved * load.count
     assert result.cached_tokens == moved * load.count
     incoming = [server.incoming for server in decodes]
     assert sum(one.num_received for one in incoming if one is not None) == moved * load.count
@@ -170,7 +170,7 @@ def test_nobody_computes_prompts_for_a_decode_server_that_died() -> None:
 
     assert result.requests == 1
     assert simulation.replicas[0].scheduler.num_running == 0
-    assert simulation.replicas[0].scheduler.pool.used == 0
+    assert simulation.replicas[0].scheduler.only_group.pool.used == 0
 
 
 @settings(max_examples=8, deadline=None, derandomize=False, database=None, print_blob=True)

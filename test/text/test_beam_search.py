@@ -274,7 +274,7 @@ def test_beams_share_the_kv_of_their_prefixes(tiny: Tiny, monkeypatch: pytest.Mo
 
     computed = sum(len(row.slots) for step in steps for row in step.rows)
     assert computed == len(prompt) + 15 * 4  # the first step continues the prompts
-    assert llm._scheduler.pool.used == 0
+    assert llm._scheduler.only_group.pool.used == 0
 
 
 @pytest.mark.slow
@@ -294,4 +294,4 @@ def test_beams_on_the_default_model_are_the_sequences_of_transformers() -> None:
     for text, beams in zip(texts, ours, strict=True):
         assert_same(beams, transformers_beams(hf, llm.tokenizer.encode(text), params, llm.eos_token_ids))
     assert any(one.finish_reason is FinishReason.STOP for beams in ours for one in beams)
-    assert llm._scheduler.pool.used == 0
+    assert llm._scheduler.only_group.pool.used == 0

@@ -14,13 +14,13 @@ from lightserve.router.lora.loader import AdapterLoader
 from lightserve.router.lora.registry import AdapterRegistry, RegisteredAdapter, not_found
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
-from lightserve.router.scheduler import AnyScheduler
+from lightserve.router.scheduler import Scheduler
 
 DISABLED = "this server has no LoRA adapters; start it with --lora_modules or --lora_dir"
 
 
 class AdapterControl:
-    def __init__(self, scheduler: AnyScheduler, reporter: Reporter, replies: Sender[ToDetokenization]) -> None:
+    def __init__(self, scheduler: Scheduler, reporter: Reporter, replies: Sender[ToDetokenization]) -> None:
         self._scheduler = scheduler
         self._reporter = reporter
         self._replies = replies
@@ -29,9 +29,8 @@ class AdapterControl:
 
     def enable(self, config: WorkerConfig, workers: WorkerCaller) -> None:
         """Load the adapters of --lora_modules, as many as host memory may hold."""
-        (scheduler,) = self._scheduler.groups  # adapters are refused with several
         self._registry = AdapterRegistry(config.lora_modules, config.lora_dir)
-        self._loader = AdapterLoader(scheduler, config.num_cpu_loras, self._on_failed)
+        self._loader = AdapterLoader(self._scheduler, config.num_cpu_loras, self._on_failed)
         self._loader.use_workers(workers)
         for adapter in list(self._registry)[: config.num_cpu_loras]:
             self._loader.acquire(adapter).add_done_callback(lambda _, one=adapter: self._release(one))  # type: ignore[misc]

@@ -34,7 +34,7 @@ class _Entry:
 class AdapterLoader:
     def __init__(self, scheduler: Scheduler, capacity: int, on_failed: OnFailed) -> None:
         self._scheduler = scheduler
-        self._slots = scheduler.loras
+        self._slots = scheduler.only_group.loras
         self._slots.on_leave = self.release
         self._capacity = capacity
         self._on_failed = on_failed

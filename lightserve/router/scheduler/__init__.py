@@ -9,8 +9,9 @@
     lora_slots.py     which adapters are on the device
     decodes.py        how many drafts a step computes beside decodes
     batch.py          the requests that run
-    scheduler.py      composes them into steps
-    lockstep.py       several schedulers whose steps are computed at once, for data-parallel attention
+    group.py          composes them into the steps of an attention group
+    placement.py      which group gets a request, if data-parallel attention has several
+    scheduler.py      plans all groups, and gives their requests what steps return
 
 Every step computes one token of every decoding request, and prompt chunks up to a budget. A request is admitted while
 the peak of what all requests will hold fits the pool. If that estimate was too low, the newest request is preempted
@@ -19,19 +20,9 @@ may be planned before the tokens of the first are back: workers run steps in ord
 earlier step in flight still reads.
 """
 
+from lightserve.router.scheduler.group import GroupScheduler
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
-from lightserve.router.scheduler.lockstep import LockstepScheduler
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.scheduler import ReqTokens, Scheduler
 
-AnyScheduler = Scheduler | LockstepScheduler  # what the router's loop drives
-
-__all__ = [
-    "AnyScheduler",
-    "LockstepScheduler",
-    "LoraSlots",
-    "ReqTokens",
-    "Scheduler",
-    "SchedulerLimits",
-    "make_limits",
-]
+__all__ = ["GroupScheduler", "LoraSlots", "ReqTokens", "Scheduler", "SchedulerLimits", "make_limits"]

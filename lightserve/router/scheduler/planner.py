@@ -45,10 +45,14 @@ class PlannedStep:
     def num_decodes(self) -> int:
         return len(self.decodes.rows)
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
     def work(self) -> tuple[int, float]:
         """Its tokens, and pairs of a prompt token and a token that it attends to."""
         counts, planned_len = self.counts[self.num_decodes :], self.planned_len[self.num_decodes :]
-        return int(self.counts.sum()), float((counts * (planned_len - counts / 2)).sum())
+        return self.num_tokens, float((counts * (planned_len - counts / 2)).sum())
 
     def chunks(self) -> list[StepRow]:
         ends = (self.decodes.num_slots + np.cumsum(self.counts[self.num_decodes :])).tolist()

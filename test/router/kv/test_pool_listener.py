@@ -51,7 +51,7 @@ class OwnedSlots(PoolListener):
 def test_a_listener_knows_the_slots_of_the_cache(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = make(300, max_running=4)
-    listener, server = OwnedSlots(scheduler.pool), Server(scheduler, depth=2)
+    listener, server = OwnedSlots(scheduler.only_group.pool), Server(scheduler, depth=2)
 
     for req_id in range(40):
         prompt = [1] * rng.randrange(60) + [rng.randrange(3) for _ in range(20)]
@@ -61,7 +61,7 @@ def test_a_listener_knows_the_slots_of_the_cache(seed: int) -> None:
         if rng.random() < 0.2:
             scheduler.abort(req_id - 2)
         if rng.random() < 0.1 and scheduler.num_running:
-            scheduler.preemption.preempt_newest()
+            scheduler.only_group.preemption.preempt_newest()
         listener.check()
     while server.step():
         listener.check()
@@ -72,7 +72,7 @@ def test_a_listener_knows_the_slots_of_the_cache(seed: int) -> None:
 
 def test_a_listener_hears_of_kv_that_may_be_wrong_and_of_lost_kv() -> None:
     scheduler = make()
-    listener, server = OwnedSlots(scheduler.pool), Server(scheduler)
+    listener, server = OwnedSlots(scheduler.only_group.pool), Server(scheduler)
     scheduler.add(make_req(1, [1] * 20, 8))
     scheduler.add(make_req(2, [2] * 20, 8))
     server.step()

@@ -36,7 +36,7 @@ def test_a_request_holds_only_the_slots_that_its_window_may_reach() -> None:
     req = make_req(0, prompt(300), 100)
     req.eos_ids = ()
     server.scheduler.add(req)
-    (pool,) = server.scheduler.pool.groups
+    (pool,) = server.scheduler.only_group.pool.groups
 
     held = []
     while server.step():
@@ -165,7 +165,7 @@ def test_cached_tokens_lose_the_slots_of_a_request_that_failed_with_nan() -> Non
 
     server.scheduler.fail(ReqFailed(1, 500, "numerical error"))
 
-    assert server.scheduler.pool.cached_len(make_req(2, prompt(61))) == 0
+    assert server.scheduler.only_group.pool.cached_len(make_req(2, prompt(61))) == 0
     server.run([])
     assert len(other.output_ids) == 40
     server.assert_idle()
@@ -179,7 +179,7 @@ def test_a_preempted_request_continues_without_computing_its_tokens_again() -> N
     for _ in range(20):
         server.step()
 
-    server.scheduler.preemption.preempt_newest()
+    server.scheduler.only_group.preemption.preempt_newest()
     server.run([])
 
     assert server.worker.computed == 100 + 49  # the last output is never computed
@@ -287,7 +287,7 @@ def test_choices_of_one_prompt_share_its_windowed_slots(depth: int) -> None:
 
     assert server.worker.computed < 2 * 100 + 8 * 31
     assert all(req.output_ids == truth(req.prompt_ids, req.seed, 30) for req in reqs)
-    (pool,) = server.scheduler.pool.groups
+    (pool,) = server.scheduler.only_group.pool.groups
     assert isinstance(pool, SlidingWindowPool)
     assert pool.slots.available == pool.slots.size
     assert not pool.slots.num_unheld

@@ -58,8 +58,8 @@ class Remote(KvSource):
 
 def with_remote(blocks: int = 2) -> tuple[Scheduler, Remote]:
     scheduler = make(batch_max_tokens=256, chunk_size=256)
-    remote = Remote(scheduler.pool, blocks)
-    scheduler.add_source(remote)
+    remote = Remote(scheduler.only_group.pool, blocks)
+    scheduler.only_group.add_source(remote)
     return scheduler, remote
 
 
@@ -86,9 +86,9 @@ def test_a_request_waits_for_a_source_and_finds_its_kv_in_the_cache() -> None:
 
 def test_sources_are_asked_in_their_order_until_one_makes_the_request_wait() -> None:
     scheduler, nothing = with_remote(blocks=0)
-    first, second = Remote(scheduler.pool), Remote(scheduler.pool)
-    scheduler.add_source(first)
-    scheduler.add_source(second)
+    first, second = Remote(scheduler.only_group.pool), Remote(scheduler.only_group.pool)
+    scheduler.only_group.add_source(first)
+    scheduler.only_group.add_source(second)
     scheduler.add(make_req(1, list(range(LENGTH))))
 
     planned(scheduler)
@@ -120,9 +120,9 @@ def test_prompts_for_other_engines_are_sent_block_by_block_beside_any_source() -
     (push,) = planned(scheduler).pushes
 
     assert (push.ticket, push.first, push.slots.tolist()) == (7, 0, req.slots[BLOCK_TOKENS:LENGTH].tolist())
-    assert scheduler.pushes.num_pushed == LENGTH - BLOCK_TOKENS
+    assert scheduler.only_group.pushes.num_pushed == LENGTH - BLOCK_TOKENS
     scheduler.abort(1)
-    assert not len(scheduler.pushes)
+    assert not len(scheduler.only_group.pushes)
 
 
 def test_the_usual_server_has_no_source_and_its_steps_only_compute() -> None:
@@ -131,5 +131,5 @@ def test_the_usual_server_has_no_source_and_its_steps_only_compute() -> None:
 
     step = planned(scheduler)
 
-    assert scheduler.sources == []
+    assert scheduler.only_group.sources == []
     assert [step.stores, step.loads, step.pushes, step.expects] == [[], [], [], []]

@@ -78,7 +78,7 @@ def test_a_preempted_request_shows_its_pause_and_its_second_admission(tmp_path: 
     async def scenario(router: Router) -> None:
         router.send(named(1, max_new_tokens=50))
         await router.until(lambda: len(router.tokens_of(1)) > 2)
-        router.scheduler.preemption.preempt_newest()
+        router.scheduler.only_group.preemption.preempt_newest()
 
         await router.until(lambda: router.has_finished(1))
 

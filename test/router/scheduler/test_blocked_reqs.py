@@ -36,8 +36,8 @@ class CheckedHistory(History):
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind, seed)
-        self.queue = self.scheduler.queue
-        self.admission = self.scheduler._admission
+        self.queue = self.scheduler.only_group.queue
+        self.admission = self.scheduler.only_group.admission
         self.admit = self.admission.admit
         self.admission.admit = self.checked_admit  # type: ignore[method-assign]
         self.admission._chunking = NoBudget()  # type: ignore[assignment]
@@ -67,22 +67,22 @@ class CheckedHistory(History):
         if not self.admission._fits(req):
             self.admission._head = None
             return False
-        self.scheduler.pool.release(req)
+        self.scheduler.only_group.pool.release(req)
         return True
 
     def place(self, req: Req) -> tuple[float, ...]:
-        if req.num_admissions > (req in self.scheduler._batch):  # it was preempted
+        if req.num_admissions > (req in self.scheduler.only_group.batch):  # it was preempted
             return 0, req.arrived_s
         return 1, self.queue._policy.rank(req), req.req_id
 
     def may_wait(self, req: Req) -> bool:
         if req in self.held or req.in_flight:
             return True
-        cached = self.scheduler.pool.cached_len(req)
+        cached = self.scheduler.only_group.pool.cached_len(req)
         tickets = [] if self.incoming is None else self.incoming._open.values()
         return (
             self.waits_for_adapter(req)
-            or any(waits_for_prefix(req, cached, other) for other in self.scheduler._batch)
+            or any(waits_for_prefix(req, cached, other) for other in self.scheduler.only_group.batch)
             or any(self.waits_for_ticket(req, cached, ticket) for ticket in tickets)
             or self.waits_for_tier(req)
         )
@@ -91,13 +91,13 @@ class CheckedHistory(History):
         """No slot is left for its adapter, or a request before it needs the next one and was passed over too often."""
         if req.lora_id is None:
             return False
-        running = {other.lora_id for other in self.scheduler._batch} - {None}
-        has_slot = req.lora_id in running or len(running) < self.scheduler.loras.count
+        running = {other.lora_id for other in self.scheduler.only_group.batch} - {None}
+        has_slot = req.lora_id in running or len(running) < self.scheduler.only_group.loras.count
         return not has_slot or any(place < self.queue.place_of(req) for place in self.starving())
 
     def starving(self) -> set[Place]:
         """The places of requests that wait for adapters, and that others with adapters must not pass any more."""
-        running = {other.lora_id for other in self.scheduler._batch}
+        running = {other.lora_id for other in self.scheduler.only_group.batch}
         first = [wait.blocked[0] for wait in self.admission._adapters._waits.values() if wait.blocked]
         return {
             entry.place

@@ -28,7 +28,7 @@ from lightserve.router.kv.remote_prefill import IncomingKv
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits
 from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
 from test.router.kv.tiers.test_tiers import Disk, LowerClient
@@ -91,7 +91,7 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     loras = LoraSlots(ADAPTER_SLOTS)
     loras.loaded |= set(range(NUM_ADAPTERS))
     policy = make_policy(rng.choice(list(POLICIES)))
-    return Scheduler(KvPool(size, windows_of(windowed, size)), limits, policy, loras=loras)
+    return Scheduler(GroupScheduler(KvPool(size, windows_of(windowed, size)), limits, policy, loras=loras))
 
 
 def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
@@ -116,7 +116,7 @@ class History:
         self.traits = traits = random_traits(rng, kind)
         self.scheduler = random_scheduler(rng, traits)
         self.depth = rng.choice([1, 2]) if traits.num_stages == 1 else traits.num_stages
-        self.longest = self.scheduler.pool.size * 3 // 4  # tokens of a prompt
+        self.longest = self.scheduler.only_group.pool.size * 3 // 4  # tokens of a prompt
         self.prompts = [[rng.randrange(50) for _ in range(rng.randrange(1, self.longest))] for _ in range(3)]
         self.now_s = 0.0
         self.numbers = itertools.count()
@@ -131,12 +131,12 @@ class History:
         self.incoming: IncomingKv | None = None
         self.tiers: KvTiers | None = None
         if traits.receives:
-            self.incoming = IncomingKv(self.scheduler.pool, self.on_sent)
-            self.scheduler.add_source(self.incoming)
+            self.incoming = IncomingKv(self.scheduler.only_group.pool, self.on_sent)
+            self.scheduler.only_group.add_source(self.incoming)
         if traits.has_tiers:
-            self.tiers = random_tiers(rng, self.scheduler.pool, traits.has_disk)
+            self.tiers = random_tiers(rng, self.scheduler.only_group.pool, traits.has_disk)
             self.tiers.use_clock(lambda: self.now_s)
-            self.scheduler.add_source(self.tiers)
+            self.scheduler.only_group.add_source(self.tiers)
         self.worker = self.new_worker()
 
     # requests
@@ -222,7 +222,7 @@ class History:
         """It ends without its text."""
         if req is not None:
             del self.open[req.req_id]
-            self.scheduler.parents.release([req.req_id])
+            self.scheduler.only_group.parents.release([req.req_id])
 
     # what happens to them
 
@@ -244,11 +244,11 @@ class History:
         if self.parents:
             number = self.rng.choice(list(self.parents))
             del self.parents[number]
-            self.scheduler.parents.release([number])
+            self.scheduler.only_group.parents.release([number])
 
     def preempt(self) -> None:
         if self.scheduler.num_running:
-            self.scheduler.preemption.preempt_newest()
+            self.scheduler.only_group.preemption.preempt_newest()
 
     def let_time_pass(self) -> None:
         """Loads and lookups may be late, and requests expire."""
@@ -353,7 +353,7 @@ class History:
             for event in (self.release_held, self.finish_load, self.reply, self.finish_ticket, self.plan, self.deliver):
                 event()
         assert not self.open, "requests do not end"
-        self.scheduler.parents.release(list(self.parents))
+        self.scheduler.only_group.parents.release(list(self.parents))
         while self.worker.loads or self.worker.expects or self.client.replies or self.in_flight or self.has_planned():
             for event in (self.finish_load, self.reply, self.finish_ticket, self.deliver):
                 event()
@@ -363,16 +363,16 @@ class History:
         return bool(self.in_flight)
 
     def check_nothing_is_left(self) -> None:
-        pool, scheduler = self.scheduler.pool, self.scheduler
+        pool, scheduler = self.scheduler.only_group.pool, self.scheduler
         assert not self.worker.reqs
         assert not self.worker.kept
-        assert not len(scheduler.parents)
-        assert scheduler.num_waiting == scheduler.num_blocked == scheduler.queue.num_tokens == 0
-        assert scheduler.queue.next_deadline_s() is None
+        assert not len(scheduler.only_group.parents)
+        assert scheduler.num_waiting == scheduler.num_blocked == scheduler.only_group.queue.num_tokens == 0
+        assert scheduler.only_group.queue.next_deadline_s() is None
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
         assert not any(group.used for group in pool.groups)
-        assert not len(scheduler.pushes)
+        assert not len(scheduler.only_group.pushes)
         incoming, tiers = self.incoming, self.tiers
         if incoming is not None:
             assert not any((incoming._open, incoming._coming, incoming._ticket_of, incoming._received))

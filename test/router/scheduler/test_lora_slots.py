@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightserve.messages.step import LoraPlace, Step, Token, TokenOut
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.policy import make_policy
-from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits
 from lightserve.router.scheduler.waits import MAX_PASSED_OVER
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import make_req
@@ -15,7 +15,7 @@ def make(slots: int, loaded: int = 100) -> Scheduler:
     loras = LoraSlots(slots)
     loras.loaded = set(range(loaded))
     limits = SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=64, token_ratio=0.0)
-    return Scheduler(KvPool(2000), limits, make_policy("fifo"), loras=loras)
+    return Scheduler(GroupScheduler(KvPool(2000), limits, make_policy("fifo"), loras=loras))
 
 
 def add(scheduler: Scheduler, req_id: int, lora_id: int | None, new_tokens: int = 1) -> None:
@@ -98,7 +98,7 @@ def test_an_adapter_that_is_not_in_host_memory_cannot_run() -> None:
     add(scheduler, 0, 7)
 
     assert scheduler.next_step() is None
-    scheduler.loras.loaded.add(7)
+    scheduler.only_group.loras.loaded.add(7)
     assert step_of(scheduler).loras == [LoraPlace(0, 7)]
 
 
@@ -126,7 +126,7 @@ def test_an_adapter_is_needed_on_the_host_while_a_step_that_copies_it_is_in_flig
 def test_the_end_of_a_request_is_reported_wherever_it_is() -> None:
     scheduler = make(slots=1)
     left: list[int] = []
-    scheduler.loras.on_leave = left.append
+    scheduler.only_group.loras.on_leave = left.append
     for req_id in range(3):
         add(scheduler, req_id, 7 + req_id)
 

@@ -27,7 +27,7 @@ from lightserve.router.kv.radix_cache import RadixNode
 from lightserve.router.kv.sliding_window import SlidingWindowPool, make_group_pools
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, SchedulerLimits, make_limits
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
@@ -119,21 +119,21 @@ class KvWorker:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        group: GroupScheduler,
         windowed: SlidingWindowKv | None,
         poison: frozenset[int] = frozenset(),
         forces: bool = False,
     ) -> None:
-        self._num_rows = scheduler.limits.max_running  # a request has a row of the table until it is freed
+        self._num_rows = group.limits.max_running  # a request has a row of the table until it is freed
         self._forces = forces
-        self._drafts = scheduler.limits.num_drafts > 0
-        self._num_stages = scheduler.limits.num_stages
+        self._drafts = group.limits.num_drafts > 0
+        self._num_stages = group.limits.num_stages
         self.written: Written = [], []  # by the last step
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
         self.kept: dict[int, KvReq] = {}  # that later requests may name as parents
-        self._kv: list[int | None] = [None] * scheduler.pool.size
+        self._kv: list[int | None] = [None] * group.pool.size
         self._windowed = windowed
         self._windowed_kv: list[int | None] = [None] * (0 if windowed is None else windowed.size)
 
@@ -298,7 +298,8 @@ class Server:
         self.worker = self._new_worker()
 
     def _new_worker(self) -> KvWorker:
-        return KvWorker(self.scheduler, window_of(self.scheduler.pool), self._poison, self._forces)
+        group = self.scheduler.only_group
+        return KvWorker(group, window_of(group.pool), self._poison, self._forces)
 
     def step(self) -> bool:
         """Whether anything was done."""
@@ -311,7 +312,7 @@ class Server:
             except WorkerDiedError:
                 self.crash()
                 return True
-            pool = self.scheduler.pool
+            pool = self.scheduler.only_group.pool
             self.peak_used = max(self.peak_used, pool.used)
             assert pool.slots.num_used + pool.slots.num_free == pool.size
             self._check_windowed()
@@ -331,7 +332,7 @@ class Server:
         assert self.scheduler.limits.num_stages == 1 or in_flight.isdisjoint(row.req_id for row in step.rows)
 
     def _next_step(self) -> Step | None:
-        admission = self.scheduler._admission
+        admission = self.scheduler.only_group.admission
         admission.wake(self.now_s)
         if admission.has_no_room:  # then no request would be admitted
             admission._head = None
@@ -366,20 +367,26 @@ class Server:
     def assert_idle(self) -> None:
         scheduler = self.scheduler
         assert scheduler.num_running == scheduler.num_waiting == scheduler.num_blocked == 0
-        assert scheduler.queue.next_deadline_s() is None
-        assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
-        assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
+        assert scheduler.only_group.queue.next_deadline_s() is None
+        assert scheduler.only_group.pool.used == scheduler.only_group.pool.shared_tokens == 0
+        assert scheduler.only_group.pool.slots.num_used == scheduler.only_group.pool.cached_tokens, (
+            "idle means used = cached"
+        )
         self._check_windowed()
-        assert not any(group.used for group in scheduler.pool.groups)
+        assert not any(group.used for group in scheduler.only_group.pool.groups)
         assert not self.worker.reqs
-        assert set(self.worker.kept) <= scheduler.parents._parents.keys(), "the worker keeps requests without need"
+        assert set(self.worker.kept) <= scheduler.only_group.parents._parents.keys(), (
+            "the worker keeps requests without need"
+        )
 
     def _check_kept_counts(self) -> None:
         """What the batch keeps up to date is what its requests add up to."""
-        batch = self.scheduler._batch
+        batch = self.scheduler.only_group.batch
         reqs = list(batch)
         assert batch.max_tokens == sum(len(req.prompt_ids) + req.max_new_tokens for req in reqs)
-        assert self.scheduler.queue.num_tokens == sum(len(req.prompt_ids) for req in self.scheduler.queue)
+        assert self.scheduler.only_group.queue.num_tokens == sum(
+            len(req.prompt_ids) for req in self.scheduler.only_group.queue
+        )
         assert batch.rows.tolist() == [req.row for req in reqs]
         assert batch.at(batch.rows) == reqs
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
@@ -392,12 +399,14 @@ class Server:
 
     def _check_windowed(self) -> None:
         """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""
-        for group in self.scheduler.pool.groups:
+        for group in self.scheduler.only_group.pool.groups:
             if isinstance(group, SlidingWindowPool):
-                reqs = list(self.scheduler._batch)
+                reqs = list(self.scheduler.only_group.batch)
                 assert group._reqs.keys() == set(reqs)
                 check_group(
-                    self.scheduler.pool, group.slots, [slot for req in reqs for slot in group.held_slots(req).tolist()]
+                    self.scheduler.only_group.pool,
+                    group.slots,
+                    [slot for req in reqs for slot in group.held_slots(req).tolist()],
                 )
 
 
@@ -427,12 +436,18 @@ def windows_of(windowed: SlidingWindowKv | None, num_slots: int) -> list[KvGroup
     return make_group_pools([] if windowed is None else [windowed], num_slots)
 
 
+def make_group(
+    num_slots: int = 1000, policy: str = "fifo", windowed: SlidingWindowKv | None = None, **limits: object
+) -> GroupScheduler:
+    defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
+    pool = KvPool(num_slots, windows_of(windowed, num_slots))
+    return GroupScheduler(pool, SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
+
+
 def make(
     num_slots: int = 1000, policy: str = "fifo", windowed: SlidingWindowKv | None = None, **limits: object
 ) -> Scheduler:
-    defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    pool = KvPool(num_slots, windows_of(windowed, num_slots))
-    return Scheduler(pool, SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
+    return Scheduler(make_group(num_slots, policy, windowed, **limits))
 
 
 def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:
@@ -492,7 +507,7 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
         num_stages=draw(st.sampled_from([1, 1, 1, 2, 3])),  # steps of several are smaller, so a run takes longer
     )
     for length in draw(st.sampled_from([[], [1] * MIN_HISTORY, [5] * MIN_HISTORY, [3, 20] * MIN_HISTORY])):
-        scheduler._estimate.observe(length)  # too short for most requests
+        scheduler.only_group._estimate.observe(length)  # too short for most requests
     return Server(scheduler, draw(st.integers(1, 3)), forces=draw(st.booleans()))
 
 
@@ -517,7 +532,7 @@ def identical_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
     reqs = [make_req(i, prompt, 20, seed) for i in range(draw(st.integers(10, 30)))]
     server = draw(servers(st.integers(26, 52)))
     for _ in range(MIN_HISTORY):
-        server.scheduler._estimate.observe(5)  # too short
+        server.scheduler.only_group._estimate.observe(5)  # too short
     return server, reqs
 
 
@@ -601,7 +616,7 @@ def test_every_request_gets_its_text_and_all_memory_is_freed_whatever_happens(
             assert req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens)
             is_end = req.output_ids[-1] == EOS
             assert req.finish_reason is (FinishReason.STOP if is_end else FinishReason.LENGTH)
-    assert server.peak_used <= server.scheduler.pool.size
+    assert server.peak_used <= server.scheduler.only_group.pool.size
     server.assert_idle()
 
 
@@ -666,17 +681,17 @@ def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whateve
         reqs = []
         for place, own, _ in sequences:
             parent = parents[place % len(parents)]
-            begin = scheduler.parents.tokens_of(parent.req_id)
+            begin = scheduler.only_group.parents.tokens_of(parent.req_id)
             assert begin is not None
             whole = [*begin.tolist(), *own]
             reqs.append(make_req(next(ids), whole, 1 + place % 2, parent=parent.req_id, may_be_parent=True))
             scheduler.add(reqs[-1])
-        scheduler.parents.release(unneeded)
+        scheduler.only_group.parents.release(unneeded)
         if number < len(others):
             scheduler.add(make_req(1000 + number, *others[number]))
         server.step()
         if number in preempted and scheduler.num_running:
-            scheduler.preemption.preempt_newest()
+            scheduler.only_group.preemption.preempt_newest()
         aborted = [
             req
             for req, (_, _, is_aborted) in zip(reqs, sequences, strict=True)
@@ -692,12 +707,12 @@ def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whateve
             unneeded = [req.req_id for req in parents + reqs]
             break
         unneeded, parents = [req.req_id for req in (*parents, *reqs) if req not in ended], ended
-    scheduler.parents.release([*unneeded, *(req.req_id for req in parents)])
+    scheduler.only_group.parents.release([*unneeded, *(req.req_id for req in parents)])
     server.run([])
 
     server.assert_idle()
     assert not server.worker.kept
-    assert not len(scheduler.parents)
+    assert not len(scheduler.only_group.parents)
 
 
 def entering(server: Server) -> list[NewReq]:
@@ -724,7 +739,7 @@ def test_a_request_enters_with_all_its_tokens_if_its_parent_is_released() -> Non
     server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
     assert set(server.worker.kept) == {0}
 
-    server.scheduler.parents.release([0])
+    server.scheduler.only_group.parents.release([0])
     server.scheduler.add(make_req(1, [*range(100, 150), 3], parent=0))
     [new] = entering(server)
 
@@ -739,7 +754,7 @@ def test_the_workers_keep_no_parent_that_is_released_before_they_free_it() -> No
     server.scheduler.add(make_req(0, list(range(100, 150)), 1, may_be_parent=True))
     server.step()
 
-    server.scheduler.parents.release([0])
+    server.scheduler.only_group.parents.release([0])
     server.run([])
 
     assert not server.worker.kept
@@ -770,7 +785,7 @@ def test_a_preempted_request_enters_again_once_with_arrays() -> None:
     for _ in range(5):
         server.step()
 
-    server.scheduler.preemption.preempt_newest()
+    server.scheduler.only_group.preemption.preempt_newest()
     entered = [new for _ in range(4) for new in entering(server)]
 
     [new] = entered
@@ -788,7 +803,7 @@ def test_only_what_steps_in_flight_were_to_compute_is_taken_back() -> None:
 
     server.fail_steps()
 
-    assert server.scheduler.pool.cached_tokens == 64
+    assert server.scheduler.only_group.pool.cached_tokens == 64
     server.run([again := make_req(1, req.prompt_ids, 5)])
     assert again.cached_len == 64
     server.assert_idle()
@@ -803,15 +818,15 @@ def test_a_request_that_does_not_fit_is_looked_at_again_only_after_a_change() ->
     server.step()
     scheduler.add(waiting := make_req(1, list(range(1000, 1150)), 40))
     scheduler.next_step()
-    looked_at = scheduler.pool._cache._now  # counts what was looked up
+    looked_at = scheduler.only_group.pool._cache._now  # counts what was looked up
 
-    assert scheduler._admission.has_no_room
+    assert scheduler.only_group.admission.has_no_room
     for _ in range(5):
         scheduler.next_step()
-    assert scheduler.pool._cache._now == looked_at
+    assert scheduler.only_group.pool._cache._now == looked_at
     scheduler.abort(0)
     scheduler.next_step()
-    assert waiting in scheduler._batch
+    assert waiting in scheduler.only_group.batch
 
 
 @pytest.mark.parametrize("forces", [False, True])
@@ -819,7 +834,7 @@ def test_a_request_that_does_not_fit_is_looked_at_again_only_after_a_change() ->
 def test_a_pool_that_is_too_small_preempts_requests_and_finishes_every_text(depth: int, forces: bool) -> None:
     server = Server(make(600, max_running=50, batch_max_tokens=256, token_ratio=1.0), depth, forces=forces)
     for _ in range(64):
-        server.scheduler._estimate.observe(10)  # far too short: these requests generate more
+        server.scheduler.only_group._estimate.observe(10)  # far too short: these requests generate more
     reqs = [make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)]
     for req in reqs:
         req.eos_ids = ()
@@ -836,7 +851,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_frees_its_row() ->
     """All requests generate the same tokens, so a preempted one fits again at once: the others' KV serves it too."""
     server = Server(make(43, max_running=3, token_ratio=1.0))
     for _ in range(MIN_HISTORY):
-        server.scheduler._estimate.observe(5)  # too short
+        server.scheduler.only_group._estimate.observe(5)  # too short
     reqs = [make_req(i, [1], 20, seed=7) for i in range(13)]
 
     server.run(reqs)
@@ -849,7 +864,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_frees_its_row() ->
 def test_without_estimates_no_request_is_preempted() -> None:
     server = Server(make(600, max_running=50, token_ratio=0.0))
     for _ in range(64):
-        server.scheduler._estimate.observe(1)
+        server.scheduler.only_group._estimate.observe(1)
 
     server.run([make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)])
 
@@ -937,7 +952,7 @@ def test_requests_that_leave_no_cache_share_their_prompt_while_they_run_and_leav
 
     last_tokens, outputs = 3, 5 * 8  # of a shared prompt its last token is computed; the KV of a last output is not
     assert server.worker.computed == 2 * 50 + last_tokens + outputs
-    assert server.scheduler.pool.slots.num_used == 0
+    assert server.scheduler.only_group.pool.slots.num_used == 0
     server.assert_idle()
 
 
@@ -1211,7 +1226,7 @@ def test_the_newest_request_of_the_lowest_priority_is_preempted_first(policy: st
     """With fifo the newest request, whatever the priority."""
     scheduler = make(40, policy, max_running=3, token_ratio=1.0)
     for _ in range(64):
-        scheduler._estimate.observe(2)
+        scheduler.only_group._estimate.observe(2)
     reqs = [make_req(i, [i, 1, 2, 3], 30, priority=priority) for i, priority in enumerate((0, 1, 0))]
     for req in reqs:
         req.eos_ids = ()
@@ -1222,7 +1237,7 @@ def test_the_newest_request_of_the_lowest_priority_is_preempted_first(policy: st
     while not scheduler.num_preemptions:
         server.step()
 
-    assert {req.req_id for req in scheduler._batch} == kept
+    assert {req.req_id for req in scheduler.only_group.batch} == kept
 
 
 @pytest.mark.parametrize(("policy", "first"), [("priority", 3), ("fifo", 2)])
@@ -1299,7 +1314,7 @@ def test_a_crash_while_idle_isolates_no_request() -> None:
     server.crash()
 
     assert not server.scheduler.is_isolating_crash
-    assert server.scheduler.pool.slots.num_used == 0
+    assert server.scheduler.only_group.pool.slots.num_used == 0
     server.run([make_req(1, [1, 2, 3])])
     server.assert_idle()
 
@@ -1310,7 +1325,9 @@ def pooled_req(req_id: int, length: int, shares_prefix: bool) -> Req:
 
 
 def test_a_pooling_request_ends_with_its_result_and_frees_its_tokens() -> None:
-    scheduler = Scheduler(KvPool(64), SchedulerLimits(max_running=4, batch_max_tokens=32, chunk_size=None))
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(64), SchedulerLimits(max_running=4, batch_max_tokens=32, chunk_size=None))
+    )
     scheduler.add(pooled_req(0, 20, shares_prefix=False))
     step = scheduler.next_step()
     assert step is not None
@@ -1321,7 +1338,7 @@ def test_a_pooling_request_ends_with_its_result_and_frees_its_tokens() -> None:
     assert req is not None
     assert (req.finish_reason, req.output_ids) == (FinishReason.STOP, [])
     assert scheduler.process_embedding(0) is None
-    assert (scheduler.pool.slots.num_used, scheduler.num_running) == (0, 0)
+    assert (scheduler.only_group.pool.slots.num_used, scheduler.num_running) == (0, 0)
     freed = scheduler.next_step()
     assert freed is not None
     assert freed.free == [0]
@@ -1330,7 +1347,9 @@ def test_a_pooling_request_ends_with_its_result_and_frees_its_tokens() -> None:
 def test_a_text_that_is_pooled_as_a_whole_takes_no_cached_prefix() -> None:
     lengths = []
     for shares_prefix in (True, False):
-        scheduler = Scheduler(KvPool(64), SchedulerLimits(max_running=4, batch_max_tokens=64, chunk_size=64))
+        scheduler = Scheduler(
+            GroupScheduler(KvPool(64), SchedulerLimits(max_running=4, batch_max_tokens=64, chunk_size=64))
+        )
         for req_id in (0, 1):
             scheduler.add(pooled_req(req_id, 20, shares_prefix))
             step = scheduler.next_step()
@@ -1343,7 +1362,9 @@ def test_a_text_that_is_pooled_as_a_whole_takes_no_cached_prefix() -> None:
 
 
 def test_texts_that_are_pooled_wait_for_room() -> None:
-    scheduler = Scheduler(KvPool(50), SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=None))
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(50), SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=None))
+    )
     for req_id in range(4):
         scheduler.add(pooled_req(req_id, 20, shares_prefix=False))
 

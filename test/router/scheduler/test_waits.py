@@ -18,7 +18,7 @@ from lightserve.router.kv.tiers.lower import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import LOOK_AHEAD, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import LoraSlots, Scheduler, SchedulerLimits, waits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits, waits
 from test.cpu_time import growth
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import make_req
@@ -34,7 +34,7 @@ def prompt(req_id: int, length: int) -> list[int]:
 def finish(scheduler: Scheduler, step: Step | None) -> None:
     """The step is back with a token of each request whose prompt is computed."""
     assert step is not None
-    reqs = [scheduler._batch.find(row.req_id) for row in step.rows]
+    reqs = [scheduler.only_group.batch.find(row.req_id) for row in step.rows]
     done = [req.req_id for req in reqs if req is not None and req.in_flight]
     process_tokens(scheduler, [TokenOut(req_id, Token(OTHER)) for req_id in done])
 
@@ -45,10 +45,10 @@ class Decode:
     addresses = ("there",)
 
     def __init__(self, num_slots: int, limits: SchedulerLimits = LIMITS) -> None:
-        self.scheduler = Scheduler(KvPool(num_slots), limits, make_policy("fifo"))
+        self.scheduler = Scheduler(GroupScheduler(KvPool(num_slots), limits, make_policy("fifo")))
         self.sent: list[KvWanted | KvMissing] = []
-        self.incoming = IncomingKv(self.scheduler.pool, self.sent.append)
-        self.scheduler.add_source(self.incoming)
+        self.incoming = IncomingKv(self.scheduler.only_group.pool, self.sent.append)
+        self.scheduler.only_group.add_source(self.incoming)
         self.incoming.use_inbox(self)  # type: ignore[arg-type]
 
     def cancel(self, ticket: int) -> None:
@@ -89,7 +89,7 @@ def test_requests_without_a_slot_for_their_adapters_do_not_hide_those_of_the_bas
     loras = LoraSlots(8)
     count = 8 + 2 * LOOK_AHEAD
     loras.loaded = set(range(count))
-    scheduler = Scheduler(KvPool(1_000_000), LIMITS, make_policy("fifo"), loras=loras)
+    scheduler = Scheduler(GroupScheduler(KvPool(1_000_000), LIMITS, make_policy("fifo"), loras=loras))
     for req_id in range(count):
         scheduler.add(make_req(req_id, prompt(req_id, 20), 200, lora_id=req_id, salt=f"lora {req_id}"))
     base = [make_req(req_id, prompt(req_id, 20), 200) for req_id in range(count, count + 20)]
@@ -105,7 +105,7 @@ def test_requests_without_a_slot_for_their_adapters_do_not_hide_those_of_the_bas
 def test_the_slot_of_an_adapter_that_ends_goes_to_the_first_that_waits_and_to_all_of_its_requests() -> None:
     loras = LoraSlots(1)
     loras.loaded = set(range(4))
-    scheduler = Scheduler(KvPool(10_000), LIMITS, make_policy("fifo"), loras=loras)
+    scheduler = Scheduler(GroupScheduler(KvPool(10_000), LIMITS, make_policy("fifo"), loras=loras))
     for req_id, lora_id in enumerate([0, 1, 2, 1, 3]):
         scheduler.add(make_req(req_id, prompt(req_id, 20), 1, lora_id=lora_id, salt=f"lora {lora_id}"))
 
@@ -120,7 +120,7 @@ def test_the_slot_of_an_adapter_that_ends_goes_to_the_first_that_waits_and_to_al
 def test_an_adapter_slot_is_not_kept_for_a_request_that_waits_for_something_else() -> None:
     """Nothing else would happen: the engine would idle until the ticket ends."""
     decode = Decode(10_000)
-    loras = decode.scheduler.loras
+    loras = decode.scheduler.only_group.loras
     loras.count, loras.loaded = 1, {0, 1}
     loras.clear()
     blocker = make_req(0, prompt(0, 20), 1, lora_id=0, salt="lora 0")
@@ -150,20 +150,20 @@ class Lost:
 
 
 def test_aborted_requests_leave_no_deadlines_and_hide_none() -> None:
-    scheduler = Scheduler(KvPool(100_000), LIMITS)
-    tiers = KvTiers(scheduler.pool, HostKvSize(100, 65_536, ("remote",)))
-    scheduler.add_source(tiers)
+    scheduler = Scheduler(GroupScheduler(KvPool(100_000), LIMITS))
+    tiers = KvTiers(scheduler.only_group.pool, HostKvSize(100, 65_536, ("remote",)))
+    scheduler.only_group.add_source(tiers)
     tiers.lower.connect(Lost(), lambda: None)
     for req_id in range(100):
         scheduler.add(make_req(req_id, prompt(req_id, 640)))
         scheduler.next_step(now_s=100.0)
         scheduler.abort(req_id)
-    assert scheduler.queue.next_deadline_s() is None
+    assert scheduler.only_group.queue.next_deadline_s() is None
 
     scheduler.add(make_req(1000, prompt(1000, 640)))
     assert scheduler.next_step(now_s=105.0) is None
 
-    assert scheduler.queue.next_deadline_s() == 105.0 + LOOKUP_S
+    assert scheduler.only_group.queue.next_deadline_s() == 105.0 + LOOKUP_S
     assert scheduler.next_step(now_s=105.0 + LOOKUP_S) is not None
 
 
@@ -175,7 +175,9 @@ def test_requests_that_wait_for_a_prefix_compare_it_once(monkeypatch: pytest.Mon
         return common_len(a, b)
 
     monkeypatch.setattr(waits, "common_len", counted)
-    scheduler = Scheduler(KvPool(100_000), SchedulerLimits(max_running=256, batch_max_tokens=256, chunk_size=256))
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(100_000), SchedulerLimits(max_running=256, batch_max_tokens=256, chunk_size=256))
+    )
     shared = list(range(4000))
     followers = [make_req(req_id, [*shared, req_id]) for req_id in range(1, 65)]
     for req in (make_req(0, shared), *followers):
@@ -190,7 +192,9 @@ def test_requests_that_wait_for_a_prefix_compare_it_once(monkeypatch: pytest.Mon
 
 def test_requests_that_wait_for_a_prefix_start_as_soon_as_it_is_planned() -> None:
     """Long before the rest of that prompt is computed."""
-    scheduler = Scheduler(KvPool(100_000), SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=256))
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(100_000), SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=256))
+    )
     shared = list(range(500))
     long = make_req(0, [*shared, *range(10_000, 14_000)])
     follower = make_req(1, [*shared, 7])
@@ -205,7 +209,9 @@ def test_requests_that_wait_for_a_prefix_start_as_soon_as_it_is_planned() -> Non
 
 
 def test_a_request_that_waits_for_a_prefix_starts_if_the_other_one_is_aborted() -> None:
-    scheduler = Scheduler(KvPool(100_000), SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=256))
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(100_000), SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=256))
+    )
     for req_id in range(2):
         scheduler.add(make_req(req_id, [*range(4000), req_id]))
     finish(scheduler, scheduler.next_step())
@@ -222,8 +228,8 @@ def decoding(num_blocked: int) -> Scheduler:
     """A decode engine with some streams, and requests that wait for tickets, adapters, a prefix and a release."""
     decode = Decode(4_000_000, SchedulerLimits(max_running=4096, batch_max_tokens=8192, chunk_size=2048))
     scheduler = decode.scheduler
-    scheduler.loras.count, scheduler.loras.loaded = 1, set(range(num_blocked))
-    scheduler.loras.clear()
+    scheduler.only_group.loras.count, scheduler.only_group.loras.loaded = 1, set(range(num_blocked))
+    scheduler.only_group.loras.clear()
     for req_id in range(8):
         lora_id = 0 if req_id == 0 else None
         decode.add(make_req(req_id, prompt(req_id, 20), 100_000, lora_id=lora_id), has_ticket=False)
@@ -276,23 +282,25 @@ def test_a_request_waits_for_the_slots_that_tickets_hold() -> None:
     decode.step()
     other = decode.add(make_req(1, prompt(1, 300), 300), has_ticket=False)
     decode.step()
-    assert decode.scheduler.pool.loading_tokens == 576
+    assert decode.scheduler.only_group.pool.loading_tokens == 576
     assert other.num_admissions == 0
 
     decode.incoming.finish(KvReceived(0, 9))
     decode.scheduler.abort(0)
     decode.step()
 
-    assert decode.scheduler.pool.loading_tokens == 0
+    assert decode.scheduler.only_group.pool.loading_tokens == 0
     assert other.num_admissions == 1
 
 
 def test_requests_are_admitted_beside_pinned_prompts_only_if_all_fit() -> None:
-    scheduler = Scheduler(KvPool(1_000), SchedulerLimits(max_running=8, batch_max_tokens=512, chunk_size=512))
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(1_000), SchedulerLimits(max_running=8, batch_max_tokens=512, chunk_size=512))
+    )
     pinned = make_req(-1, prompt(-1, 400), 1)
     scheduler.add(pinned)
     finish(scheduler, scheduler.next_step())
-    assert scheduler.pool.pin(pinned.prompt_ids, pinned.salt) == 400
+    assert scheduler.only_group.pool.pin(pinned.prompt_ids, pinned.salt) == 400
     reqs = [make_req(req_id, prompt(req_id, 100), 150) for req_id in range(4)]
     for req in reqs:
         scheduler.add(req)
@@ -348,9 +356,11 @@ def test_prompts_are_asked_for_in_order_and_leave_room_for_those_before_them() -
 
 
 def test_a_full_engine_loads_the_prefixes_of_waiting_requests_one_after_the_other() -> None:
-    scheduler = Scheduler(KvPool(4_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
-    tiers = KvTiers(scheduler.pool, HostKvSize(100, BLOCK_TOKENS * 100))
-    scheduler.add_source(tiers)
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(4_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
+    )
+    tiers = KvTiers(scheduler.only_group.pool, HostKvSize(100, BLOCK_TOKENS * 100))
+    scheduler.only_group.add_source(tiers)
     scheduler.add(make_req(0, prompt(0, 20), 200))
     finish(scheduler, scheduler.next_step())
     waiting = [make_req(req_id, prompt(req_id, 300), 4) for req_id in (1, 2)]
@@ -363,16 +373,18 @@ def test_a_full_engine_loads_the_prefixes_of_waiting_requests_one_after_the_othe
 
     assert [len(load) for load in loads] == [1, 0]
     tiers.finish(loads[0][0].load_id, KvLoaded(0.01))
-    assert scheduler.pool.cached_len(waiting[0]) == 256
+    assert scheduler.only_group.pool.cached_len(waiting[0]) == 256
     (second,) = scheduler.next_step().loads  # type: ignore[union-attr]
     tiers.finish(second.load_id, KvLoaded(0.01))
-    assert scheduler.pool.cached_len(waiting[1]) == 256
+    assert scheduler.only_group.pool.cached_len(waiting[1]) == 256
 
 
 def test_a_step_hashes_one_waiting_prompt_to_find_that_nothing_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(KvPool(40_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
-    tiers = KvTiers(scheduler.pool, HostKvSize(100, BLOCK_TOKENS * 100))
-    scheduler.add_source(tiers)
+    scheduler = Scheduler(
+        GroupScheduler(KvPool(40_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
+    )
+    tiers = KvTiers(scheduler.only_group.pool, HostKvSize(100, BLOCK_TOKENS * 100))
+    scheduler.only_group.add_source(tiers)
     for req_id in range(11):
         scheduler.add(make_req(req_id, prompt(req_id, 300), 200))
     finish(scheduler, scheduler.next_step())

@@ -85,7 +85,7 @@ class FreedSlotsHoldNan:
     def launch(self, step: Step) -> GetResult:
         for buffer in self._buffers:
             buffer[:, self._free] = float("nan")
-        (windowed,) = self._llm._scheduler.pool.groups
+        (windowed,) = self._llm._scheduler.only_group.pool.groups
         assert isinstance(windowed, SlidingWindowPool)
         self._free = torch.from_numpy(~windowed.slots._slots._is_used).nonzero().flatten()
         return self._launch(step)
@@ -104,7 +104,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: GenerationParams = PAR
 
 def assert_idle(llm: LLM) -> None:
     """Used slots are cached slots, in both pools."""
-    pool = llm._scheduler.pool
+    pool = llm._scheduler.only_group.pool
     assert pool.used == 0
     assert [group.used for group in pool.groups] == [0]
 
@@ -153,7 +153,7 @@ def test_text_is_the_same_after_preemptions(model_dir: str) -> None:
     for count, out in enumerate(two.stream(prompts, PARAMS)):
         found[out.index].append(out.token_id or 0)
         if count % 10 == 9 and two._scheduler.num_running > 1:
-            two._scheduler.preemption.preempt_newest()
+            two._scheduler.only_group.preemption.preempt_newest()
 
     assert found == expected
     assert two._scheduler.num_preemptions > 3

@@ -27,7 +27,7 @@ class TierWorker(KvWorker):
     """A load writes its slots when it is finished."""
 
     def __init__(self, server: TierServer) -> None:
-        super().__init__(server.scheduler, None)
+        super().__init__(server.scheduler.only_group, None)
         self.host: dict[int, list[int | None]] = {}
         self.loads: deque[KvLoad] = deque()
 
@@ -135,8 +135,8 @@ class TierServer(Server):
         scheduler = make(num_slots, **limits)
         self._disk = disk
         size = HostKvSize(num_blocks, BLOCK_TOKENS * 100, () if disk is None else ("disk",))
-        self.tiers = KvTiers(scheduler.pool, size)
-        scheduler.add_source(self.tiers)
+        self.tiers = KvTiers(scheduler.only_group.pool, size)
+        scheduler.only_group.add_source(self.tiers)
         super().__init__(scheduler, depth)
 
     def _new_worker(self) -> TierWorker:
@@ -286,7 +286,7 @@ def test_a_request_whose_load_is_late_computes() -> None:
     late = one(3, prompt(1000))
     server.scheduler.add(late)
     server.scheduler.next_step(now_s=0.0)
-    deadline_s = server.scheduler.queue.next_deadline_s()
+    deadline_s = server.scheduler.only_group.queue.next_deadline_s()
 
     step = server.scheduler.next_step(now_s=(deadline_s or 0.0) + 1)
 
@@ -439,7 +439,7 @@ def test_damaged_blocks_are_computed() -> None:
 def test_blocks_of_an_adapter_stay_in_the_process() -> None:
     disk = Disk(random.Random(0), damaged=0.0)
     server = TierServer(disk=disk)
-    server.scheduler.loras.loaded.add(0)
+    server.scheduler.only_group.loras.loaded.add(0)
 
     server.serve([one(0, prompt(1000), lora_id=0), one(1, prompt(2000)), one(2, prompt(3000))])
 
@@ -503,7 +503,7 @@ def test_every_request_gets_its_text_and_all_memory_is_freed_whatever_happens(se
     for req in reqs:
         if req.req_id not in aborted:
             assert req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens)
-    assert server.peak_used <= server.scheduler.pool.size
+    assert server.peak_used <= server.scheduler.only_group.pool.size
     server.assert_idle()
 
 

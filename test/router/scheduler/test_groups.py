@@ -1,4 +1,4 @@
-"""Attention groups in lockstep: every round has a step for each group, and every request its text."""
+"""Several attention groups: every round has a step for each group, and every request its text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightserve.errors import WorkerDiedError
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.step import ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
-from lightserve.router.scheduler import LockstepScheduler
-from lightserve.router.scheduler.lockstep import GroupLoad, choose_group
-from test.router.scheduler.test_scheduler import KvWorker, endless, make, make_req, prompts, truth
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler.placement import GroupLoad, choose_group
+from test.router.scheduler.test_scheduler import KvWorker, endless, make_group, make_req, prompts, truth
 
 NUM_GROUPS = 3
 
@@ -24,7 +24,7 @@ class Server:
     """The router's loop, and a fake worker for each group. A worker that dies takes the others with it."""
 
     def __init__(self, depth: int = 1, poison: frozenset[int] = frozenset(), **limits: Any) -> None:
-        self.scheduler = LockstepScheduler([make(**limits) for _ in range(NUM_GROUPS)])
+        self.scheduler = Scheduler(*(make_group(**limits) for _ in range(NUM_GROUPS)))
         self.rounds: list[Step] = []
         self.crashing: list[int] = []
         self._depth = depth
@@ -240,7 +240,7 @@ def test_a_suspect_runs_alone_while_that_of_another_group_is_held() -> None:
 
 
 def test_the_duration_of_a_step_counts_for_the_group_with_the_most_tokens() -> None:
-    scheduler = LockstepScheduler([make(batch_max_tokens=512, chunk_size=512) for _ in range(NUM_GROUPS)])
+    scheduler = Scheduler(*(make_group(batch_max_tokens=512, chunk_size=512) for _ in range(NUM_GROUPS)))
     for i, length in enumerate((40, 300, 50)):
         scheduler.add(make_req(i, list(range(length))))
     observed: list[tuple[int, float]] = []
