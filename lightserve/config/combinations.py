@@ -191,7 +191,6 @@ TABLE = (
     Conflict(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
     Conflict(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
     Conflict(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
-    Conflict(ATTENTION_DP, STATIC_PROMPTS, "a prompt is pinned in one group only", "leave out --static_prompts"),
     Conflict(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
     Conflict(ATTENTION_DP, DP, "a server has attention groups or engines", "start several servers"),
     Conflict(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),

@@ -1,16 +1,21 @@
-"""Static prompts (--static_prompts): the router computes each once, and the prefix cache never evicts it."""
+"""Static prompts (--static_prompts): the router computes each once, and the prefix cache never evicts it.
+
+Every attention group has a prefix cache, so each computes and keeps all prompts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
 
 from lightserve.errors import OptionError
 from lightserve.messages.control import EngineReady
-from lightserve.messages.int_arrays import int32s
+from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -45,31 +50,40 @@ def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineReady) -> Non
         )
 
 
+class StaticPrompt(NamedTuple):
+    """To be pinned in the prefix cache of this group."""
+
+    group: GroupScheduler
+    name: str
+    token_ids: Int32Array
+
+
 class PinnedPrompts:
     """Makes requests of its own, with negative ids. The reporter tells nobody of them but this."""
 
     def __init__(self, scheduler: Scheduler, prompts: Mapping[str, Sequence[int]]) -> None:
         self._scheduler = scheduler
-        self._prompts = {-1 - at: (name, int32s(ids)) for at, (name, ids) in enumerate(prompts.items())}
+        self._prompts = {
+            -1 - number: StaticPrompt(group, name, int32s(ids))
+            for number, (group, (name, ids)) in enumerate(product(scheduler.groups, prompts.items()))
+        }
         self._computing: set[int] = set()
         self._failed: set[int] = set()  # not tried again: it may be what made the workers die
 
     def compute(self, make_req: Callable[[GenerateReq], Req], now_s: float) -> None:
         """Queue what is neither pinned nor being computed: at the start, and when new workers have no KV."""
-        if self._scheduler.only_group.pool.pinned_tokens:
-            return
-        for req_id, (_, ids) in self._prompts.items():
-            if req_id not in self._computing | self._failed:
+        for req_id, (group, _, token_ids) in self._prompts.items():
+            if not group.pool.pinned_tokens and req_id not in self._computing | self._failed:
                 self._computing.add(req_id)
-                self._scheduler.add(make_req(GenerateReq(req_id, ids, ONE_TOKEN, now_s)))
+                self._scheduler.add(make_req(GenerateReq(req_id, token_ids, ONE_TOKEN, now_s)), group)
 
     def end(self, req: Req, has_failed: bool = False) -> None:
         """One of them has ended."""
         self._computing.discard(req.req_id)
-        name, ids = self._prompts[req.req_id]
+        group, name, token_ids = self._prompts[req.req_id]
         if has_failed:
             self._failed.add(req.req_id)
             logger.error("the static prompt %r could not be computed: it is not pinned, and works as any other", name)
             return
-        pinned = self._scheduler.only_group.pool.pin(ids, req.salt)
+        pinned = group.pool.pin(token_ids, req.salt)
         logger.info("static prompt %r: %d tokens pinned in the prefix cache", name, pinned)

@@ -16,7 +16,7 @@ def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut]) -> list[Req]:
     by_req = {req_id: list(own) for req_id, own in groupby(outs, key=lambda out: out.req_id)}
     plain = {req_id: own for req_id, own in by_req.items() if all(_is_plain(out) for out in own)}
     columns = TokenColumns.of([(req_id, [out.token.id for out in own]) for req_id, own in plain.items()])
-    running = {req.req_id: req for req in scheduler.only_group.batch}
+    running = {req.req_id: req for group in scheduler.groups for req in group.batch}
     known = set(columns.req_ids[scheduler.process_plain(columns)].tolist())
     others = {req_id: scheduler.process_req(own) for req_id, own in by_req.items() if req_id not in known}
     reqs = [running[req_id] for req_id in by_req if req_id in known]

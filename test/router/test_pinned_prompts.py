@@ -9,7 +9,7 @@ from lightserve.errors import OptionError
 from lightserve.messages.control import EngineReady
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
-from lightserve.messages.step import Token, TokenOut
+from lightserve.messages.step import Step, StepRow, Token, TokenOut
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.pinned_prompts import PinnedPrompts, check_room
 from lightserve.router.req import Req
@@ -31,13 +31,16 @@ def scheduler() -> Scheduler:
     return Scheduler(GroupScheduler(KvPool(100), SchedulerLimits(4, 64, 64)))
 
 
+def rows_of(step: Step) -> list[StepRow]:
+    return [row for group_step in step.groups or [step] for row in group_step.rows]
+
+
 def serve(scheduler: Scheduler, pinned: PinnedPrompts | None = None) -> int:
     """Run until nothing is left. Returns the tokens that were computed."""
     tokens = 0
     while (step := scheduler.next_step()) is not None:
         tokens += step.num_tokens
-        ids = [*np.asarray(step.decode_ids).tolist(), *(row.req_id for row in step.chunks)]
-        for req in process_tokens(scheduler, [TokenOut(req_id, Token(9)) for req_id in ids]):
+        for req in process_tokens(scheduler, [TokenOut(row.req_id, Token(9)) for row in rows_of(step)]):
             if pinned is not None and req.is_internal:
                 pinned.end(req)
     return tokens
@@ -115,6 +118,23 @@ def test_a_prompt_that_fails_is_not_tried_again(scheduler: Scheduler, caplog: py
     pinned.compute(make_req, 0.0)
 
     assert scheduler.num_waiting == 0
+
+
+def test_every_attention_group_pins_all_prompts_and_new_workers_compute_them_again() -> None:
+    scheduler = Scheduler(*(GroupScheduler(KvPool(100), SchedulerLimits(4, 64, 64)) for _ in range(3)))
+    pinned = PinnedPrompts(scheduler, PROMPTS)
+
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+    reqs = [ask(scheduler, number, [*PROMPTS["b"], 100 + number]) for number in range(6)]
+    serve(scheduler)
+
+    assert [group.pool.pinned_tokens for group in scheduler.groups] == [30] * 3
+    assert [req.cached_len for req in reqs] == [len(PROMPTS["b"])] * 6
+    scheduler.recover_from_crash()
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+    assert [group.pool.pinned_tokens for group in scheduler.groups] == [30] * 3
 
 
 def engine(pool: int, longest: int) -> EngineReady:
