@@ -36,6 +36,7 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
+from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.lora.control import AdapterControl
 from lightserve.router.lora.registry import RegisteredAdapter
@@ -214,6 +215,9 @@ class RouterManager:
             self._refuse(message, timeline, str(error), error.status)
             return
         req = self._make_req(message, adapter)
+        if req.boundaries and (undivided := self._why_undivided(req.boundaries)):
+            self._refuse(message, timeline, undivided, 400)
+            return
         output_ids = output_ids if dispatched is None else dispatched.output_ids
         if output_ids:
             req.continue_from(list(output_ids), time.monotonic())
@@ -242,6 +246,16 @@ class RouterManager:
                 f"the limit is {config.max_queue_tokens} (--max_queue_tokens)"
             )
         return ""
+
+    def _why_undivided(self, boundaries: ChunkBoundaries) -> str:
+        """Why no step can compute a span of this request at once; empty: one can."""
+        limit = min(group.chunking.max_span for group in self._scheduler.groups)
+        if boundaries.longest_span <= limit:
+            return ""
+        return (
+            f"{boundaries.longest_span} tokens of the prompt have to be computed in one step; the limit is {limit} "
+            "(--batch_max_tokens, or the KV pool)"
+        )
 
     def _refuse(self, message: GenerateReq, timeline: Timeline, reason: str, status: int) -> None:
         self._reporter.refuse(message.req_id, reason, status)
@@ -297,7 +311,12 @@ class RouterManager:
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             may_be_parent=message.is_group_open,
+            boundaries=self._boundaries_of(message),
         )
+
+    def _boundaries_of(self, message: GenerateReq) -> ChunkBoundaries:
+        """Where the chunks of its prompt must end, and what none may divide. Nothing served today needs any."""
+        return NO_BOUNDARIES
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)

@@ -14,6 +14,7 @@ from lightserve.messages.cluster import KvTarget, KvTicket
 from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
+from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.kv.radix_cache import RadixNode
 from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
 from lightserve.router.req_columns import ReqColumns
@@ -75,6 +76,7 @@ class Req(ReqProgress):
     is_internal: bool = False  # the router's own: no client waits for it
     parent: int | None = None  # an ended request whose tokens it begins with: see parents.py
     may_be_parent: bool = False  # later requests may name it so
+    boundaries: ChunkBoundaries = NO_BOUNDARIES  # of the chunks in which its prompt is computed
 
     finish_reason: FinishReason | None = None
     ends_in_text: bool = False  # its last token is text, not an end token

@@ -31,6 +31,7 @@ from lightserve.messages.request import (
     ToRouter,
 )
 from lightserve.messages.step import ParentPart, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
+from lightserve.router.chunk_boundaries import ChunkBoundaries
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
@@ -235,6 +236,27 @@ def test_requests_get_their_tokens_in_order_at_any_depth(tmp_path: Path) -> None
         run_dir = tmp_path / str(depth)
         run_dir.mkdir()
         check(scenario, run_dir, depth=depth)
+
+
+def test_a_request_with_a_span_that_no_step_can_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = {1: (0, 65), 2: (0, 64)}
+    monkeypatch.setattr(
+        RouterManager, "_boundaries_of", lambda _, message: ChunkBoundaries(spans=[spans[message.req_id]])
+    )
+
+    async def scenario(router: Router) -> None:
+        for req_id in spans:
+            router.send(request(req_id, prompt_len=70))
+
+        await router.until(lambda: router.has_finished(2))
+
+        (failure,) = [failure for batch in router.batches for failure in batch.failed]
+        assert (failure.req_id, failure.status) == (1, 400)
+        assert "65 tokens of the prompt have to be computed in one step; the limit is 64" in failure.message
+
+    check(scenario, tmp_path)
 
 
 def test_a_request_of_another_server_goes_on_after_its_tokens(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ class Chunking:
         self._policy = policy
         self._max_chunk = max_chunk
 
+    @property
+    def max_span(self) -> int:
+        """The most tokens that must not be divided: what the workers have memory for, and the KV pool."""
+        return min(self._limits.batch_max_tokens, self._max_chunk)
+
     def budget(self, prompts: list[Req], decodes: int, num_waiting: int, context: float = 0.0) -> int:
         """Prompt tokens of the next step, in which ``prompts`` prefill beside ``decodes`` others.
 
@@ -54,23 +59,38 @@ class Chunking:
         return self._divide_by_need(prompts, self.budget(prompts, decodes, num_waiting, context), available)
 
     def _divide_by_need(self, prompts: list[Req], budget: int, available: int) -> list[Chunk]:
-        """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share."""
+        """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share.
+
+        If it continues with a span that must not be divided, that is its share. One that is longer than the budget is
+        the only chunk of its step. Spans of other prompts wait until they fit, or their prompt is the oldest.
+        """
+        oldest, share = prompts[0], math.ceil(budget * SHARE_OF_OLDEST)
         left = min(budget, available)
+        if oldest.boundaries:
+            least = oldest.boundaries.shortest_chunk(oldest.planned_len)
+            share = max(share, least)
+            left = least if budget < least <= available else left
         counts = {req.req_id: 0 for req in prompts}
         by_need = sorted(prompts, key=lambda req: (self._policy.priority(req), max(req.unplanned, SHORT_PROMPT)))
-        for req, most in ((prompts[0], math.ceil(budget * SHARE_OF_OLDEST)), *((req, budget) for req in by_need)):
-            count = max(0, min(req.unplanned - counts[req.req_id], most, left))
-            counts[req.req_id] += count
-            left -= count
+        for req, most in ((oldest, share), *((req, budget) for req in by_need)):
+            planned = counts[req.req_id]
+            count = _allowed(req, planned + max(0, min(req.unplanned - planned, most, left)))
+            counts[req.req_id] = count
+            left -= count - planned
         return [(req, counts[req.req_id]) for req in prompts if counts[req.req_id]]
 
     def _whole_prompts(self, prompts: list[Req], budget: int, available: int) -> list[Chunk]:
         """In their order. The last prompt may exceed the budget."""
         chunks = []
         for req in prompts:
-            count = min(req.unplanned, self._max_chunk)
-            if budget > 0 and count <= available:
+            count = _allowed(req, min(req.unplanned, self._max_chunk))
+            if budget > 0 and 0 < count <= available:
                 chunks.append((req, count))
                 budget -= count
                 available -= count
         return chunks
+
+
+def _allowed(req: Req, most: int) -> int:
+    """How many of its next tokens a chunk may have, at most ``most``."""
+    return req.boundaries.longest_chunk(req.planned_len, most) if req.boundaries else most

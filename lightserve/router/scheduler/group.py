@@ -53,15 +53,15 @@ class GroupScheduler:
         self.isolation = CrashIsolation()
         self.batch = RunningBatch(pool, self.isolation, self.loras, limits.max_running)
         self._estimate = estimate or OutputEstimate()
-        self._chunking = Chunking(limits, policy, pool.max_chunk)
+        self.chunking = Chunking(limits, policy, pool.max_chunk)
         self.preemption = Preemption(self.batch, self.queue, policy)
-        self.planner = StepPlanner(self.queue, self.batch, self._chunking, self.preemption, limits)
+        self.planner = StepPlanner(self.queue, self.batch, self.chunking, self.preemption, limits)
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.parents = Parents()
         self.pushes = KvPushes()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.pushes]  # of steps
-        self.admission = AdmissionControl(self.queue, self.batch, self._chunking, limits, self._estimate, self.sources)
+        self.admission = AdmissionControl(self.queue, self.batch, self.chunking, limits, self._estimate, self.sources)
 
     def add_source(self, source: KvSource) -> None:
         """KV may come from there too. Requests ask the sources in this order."""
@@ -128,7 +128,7 @@ class GroupScheduler:
     def complete(self, step: PlannedStep, seconds: float | None) -> None:
         """The step is back: the KV that it computed is certain. ``seconds``: how long it took, if that is known."""
         if seconds is not None and len(step.counts) > step.num_decodes:
-            self._chunking.cost.observe(*step.work(), seconds)
+            self.chunking.cost.observe(*step.work(), seconds)
         columns = self.batch.columns
         runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]

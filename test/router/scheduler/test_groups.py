@@ -245,7 +245,7 @@ def test_the_duration_of_a_step_counts_for_the_group_with_the_most_tokens() -> N
         scheduler.add(make_req(i, list(range(length))))
     observed: list[tuple[int, float]] = []
     for group in scheduler.groups:
-        group._chunking.cost.observe = lambda tokens, pairs, seconds: observed.append((tokens, seconds))  # type: ignore[method-assign]
+        group.chunking.cost.observe = lambda tokens, pairs, seconds: observed.append((tokens, seconds))  # type: ignore[method-assign]
     scheduler.next_step()
 
     scheduler.complete_step(0.5)

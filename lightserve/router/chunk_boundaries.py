@@ -1,0 +1,57 @@
+"""Where a chunk of a prompt must end, and which of its tokens no chunk may divide.
+
+A snapshot of a recurrent state is taken at the end of a chunk. Tokens of an image that attend to each other in both
+directions have to be in one chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import pairwise
+
+Span = tuple[int, int]  # of positions: the first, and the one after the last
+
+
+class ChunkBoundaries:
+    def __init__(self, ends: Iterable[int] = (), spans: Iterable[Span] = ()) -> None:
+        """``ends``: no chunk has tokens before and after such a position. ``spans``: no chunk ends inside of one.
+
+        A cached prefix may end inside of a span. Then one chunk has the rest of it.
+        """
+        self._ends = sorted(ends)
+        self._spans = sorted(spans)
+        self._span_ends = [end for _, end in self._spans]
+        self.longest_span = max((end - begin for begin, end in self._spans), default=0)
+        if any(begin >= end for begin, end in self._spans) or any(a[1] > b[0] for a, b in pairwise(self._spans)):
+            raise ValueError(f"spans must have tokens and must not overlap: {self._spans}")
+        if any(self._end_around(end) != end for end in self._ends):
+            raise ValueError(f"a chunk cannot end inside of a span: {self._ends}, {self._spans}")
+
+    def __bool__(self) -> bool:
+        return bool(self._ends or self._spans)
+
+    def longest_chunk(self, begin: int, most: int) -> int:
+        """How many of ``most`` tokens, the first at ``begin``, a chunk may have. 0: it would divide a span."""
+        end = begin + most
+        number = bisect_right(self._ends, begin)
+        if number < len(self._ends):
+            end = min(end, self._ends[number])
+        number = bisect_right(self._span_ends, end)
+        if number < len(self._spans):
+            end = min(end, max(self._spans[number][0], begin))
+        return end - begin
+
+    def shortest_chunk(self, begin: int) -> int:
+        """The fewest tokens that a chunk from ``begin`` on may have: the rest of a span, or one."""
+        return self._end_around(begin + 1) - begin
+
+    def _end_around(self, position: int) -> int:
+        """The end of the span that a chunk up to here would divide; the position itself if there is none."""
+        number = bisect_left(self._span_ends, position)
+        if number < len(self._spans) and self._spans[number][0] < position:
+            return self._span_ends[number]
+        return position
+
+
+NO_BOUNDARIES = ChunkBoundaries()
