@@ -18,6 +18,7 @@ import lightserve.common.triton_kernel  # noqa: F401  both register what they im
 from lightserve.common import ops
 from lightserve.common.cpu_kernel._library import library
 from lightserve.common.ops.registry import Op
+from lightserve.common.ops.step import COUNTED, NO_SLOT
 
 Ts = TypeVarTuple("Ts")
 
@@ -490,6 +491,17 @@ def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     )
 
 
+def _locate_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    """Every request has one token, and every other one of them a slot for it."""
+    columns = ints(list(range(tokens)), device)
+    new_slots = torch.where(columns % 2 == 0, columns + 30, NO_SLOT)
+    ready_len = torch.where(columns % 3 == 0, COUNTED, columns + 1)
+    reqs = ops.StepReqs(columns, columns, ready_len, columns + 2)
+    lengths = torch.full((tokens + 1,), 2, dtype=torch.int32, device=device)
+    table = torch.arange((tokens + 1) * 20, dtype=torch.int32, device=device).view(tokens + 1, 20)
+    return new_slots, columns, reqs, lengths, table
+
+
 def _route_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     spec = ops.RouteSpec(3, "sigmoid", groups=4, top_groups=2, group_score="top2", renormalize=True, scale=2.5)
     is_padding = torch.arange(tokens, device=device) % 4 == 3
@@ -594,6 +606,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "linear_quantized_rows": _linear_quantized_rows_args,
     "lora_linear": _lora_linear_args,
     "linear_int4": _linear_int4_args,
+    "locate_tokens": _locate_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,

@@ -105,6 +105,13 @@ from lightserve.common.ops.sampling import (
     top_k_top_p_min_p,
     typical_p,
 )
-from lightserve.common.ops.step import StepTokens, place_tokens, vocab_embedding
+from lightserve.common.ops.step import (
+    LocatedTokens,
+    StepReqs,
+    StepTokens,
+    locate_tokens,
+    place_tokens,
+    vocab_embedding,
+)
 from lightserve.common.ops.traits import DeviceTraits, active_traits, use_traits
 from lightserve.common.ops.watermark import add_watermark
