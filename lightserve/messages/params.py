@@ -125,6 +125,20 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalty(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether the tokens so far, or their number, change the logits of the next one beside the model."""
+        return bool(
+            self.has_penalty
+            or any(len(word) > 1 for word in self.bad_words_ids)
+            or self.no_repeat_ngram_size
+            or self.first_allowed_token_ids
+            or self.exponential_decay_length_penalty
+            or self.watermark
+            or self.grammar
+            or self.thinking
+        )
+
 
 class StoppingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
     """When output tokens end a request. The router decides; workers mask end tokens until min_new_tokens."""

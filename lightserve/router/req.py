@@ -109,7 +109,7 @@ class Req(ReqProgress):
         self.columns.prompt_len[0] = len(self.prompt_ids)
         self.columns.max_new_tokens[0] = self.max_new_tokens
         self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens)
-        self.columns.may_draft[0] = sampling.grammar is None
+        self.columns.may_draft[0] = _may_draft(self.params)
 
     @property
     def slots(self) -> Int32Array:
@@ -324,3 +324,10 @@ class Req(ReqProgress):
             group_slots=group_slots,
             lora_slot=self.lora_slot,
         )
+
+
+def _may_draft(params: GenerationParams) -> bool:
+    """Whether the workers can sample several of its tokens in one step, and return them without details."""
+    sampling = params.sampling
+    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    return not (sampling.depends_on_output or has_logprobs or params.stopping.min_new_tokens)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lightserve.messages.control import SlidingWindowKv
-from lightserve.messages.int_arrays import BLOCK
-from lightserve.messages.params import FinishReason, GrammarSpec
+from lightserve.messages.int_arrays import BLOCK, int32s
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.messages.step import Step, Token, TokenColumns, TokenOut
+from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
@@ -124,15 +125,43 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
     assert scheduler.num_forced == 0
 
 
-def test_a_request_with_a_grammar_and_a_pipeline_have_no_drafts() -> None:
-    scheduler, pipeline = drafting(), drafting(num_stages=2)
-    scheduler.add(make_req(0, [1, 2, 3], 50, grammar=GrammarSpec("regex", "a")))
-    pipeline.add(make_req(0, [1, 2, 3], 50))
+@pytest.mark.parametrize(
+    ("fields", "may_draft"),
+    [
+        ({}, True),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9}, True),
+        ({"logit_bias": {3: 1.0}, "allowed_token_ids": (3, 4), "bad_words_ids": ((5,),)}, True),
+        ({"ignore_eos": True, "stop_token_ids": (5,)}, True),
+        ({"grammar": GrammarSpec("regex", "a")}, False),
+        ({"thinking": ThinkingLimit(3, "<", ">", (5,), True)}, False),
+        ({"presence_penalty": 1.0}, False),
+        ({"bad_words_ids": ((5, 6),)}, False),
+        ({"no_repeat_ngram_size": 2}, False),
+        ({"first_allowed_token_ids": (5,)}, False),
+        ({"exponential_decay_length_penalty": (3, 1.1)}, False),
+        ({"watermark": True}, False),
+        ({"min_new_tokens": 3}, False),
+        ({"logprobs": 0}, False),
+        ({"prompt_logprobs": 0}, False),
+    ],
+)
+def test_a_request_has_drafts_unless_its_rules_depend_on_its_output(fields: dict[str, Any], may_draft: bool) -> None:
+    scheduler = drafting()
+    params = GenerationParams.of(max_new_tokens=50, **fields)
+    scheduler.add(Req(0, int32s([1, 2, 3]), params, 50, (EOS,)))
+    next_step(scheduler)
+    complete(scheduler, 1)
 
-    for one in (scheduler, pipeline):
-        next_step(one)
-        complete(one, 1)
-        assert not sum(drafts_of(next_step(one)).values())
+    assert drafts_of(next_step(scheduler)) == {0: NUM_DRAFTS if may_draft else 0}
+
+
+def test_a_pipeline_has_no_drafts() -> None:
+    scheduler = drafting(num_stages=2)
+    scheduler.add(make_req(0, [1, 2, 3], 50))
+    next_step(scheduler)
+    complete(scheduler, 1)
+
+    assert not drafts_of(next_step(scheduler))
 
 
 def test_drafts_take_no_memory_from_a_request_that_fills_the_pool() -> None:
