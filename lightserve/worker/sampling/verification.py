@@ -1,0 +1,46 @@
+"""Which drafts of a step are accepted.
+
+A step with drafts has several rows of logits for a request: those after its next token, and those after each draft. A
+token of every row is sampled as if there were no drafts, with the noise of its position. A draft is accepted if the row
+before it has sampled just this token, and all drafts before it are accepted. The first row whose draft is not accepted
+has sampled the token that follows, so nothing is sampled again.
+
+This is rejection sampling for drafts that were not drawn at random. The row samples the draft with its probability p.
+Otherwise it samples another token with the probability that the token has among the others. So the text has the
+distribution of the model, whatever is drafted. It is even the same text: greedily, and with a seed too, because the
+noise depends only on (seed, position, token). This holds as far as the logits do. On a GPU the last bit of a logit may
+depend on the shape of the step (see --deterministic), and two tokens that differ by less may change places.
+
+A row does not know the tokens sampled before it in the same step. So a request whose rules depend on its output gets no
+drafts: see SamplingParams.depends_on_output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_DRAFT = -1
+
+
+class Verified(NamedTuple):
+    """``[requests]`` int64 each."""
+
+    counts: Tensor  # tokens that a request gets: its accepted drafts, and one that was sampled after them
+    last_ids: Tensor  # that one, or NO_TOKEN
+
+
+def verify(sampled: Tensor, drafts_after: Tensor, first_rows: Tensor, max_drafts: int) -> Verified:
+    """Compare the drafts of a step with what was sampled before each of them.
+
+    ``sampled`` and ``drafts_after`` are ``[rows]`` int64: the token of each row, and the draft that comes after it or
+    NO_DRAFT, as in the last row of a request. ``first_rows`` ``[requests]`` int64. The tokens of a request are those of
+    its first ``counts`` rows.
+    """
+    is_accepted = (sampled == drafts_after) & (drafts_after != NO_DRAFT)
+    rows = first_rows[:, None] + torch.arange(max_drafts, device=sampled.device)
+    # a request that has fewer drafts has a row without one before the rows of the next request
+    accepted = is_accepted[rows.clamp(max=len(sampled) - 1)].cumprod(-1).sum(-1)
+    return Verified(accepted + 1, sampled[first_rows + accepted])
