@@ -21,6 +21,8 @@ from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_o
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 
+SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
+
 
 class StepOut(NamedTuple):
     logits: Tensor  # [requests, tokens of this rank]: see TpPartBaseModel.gather_logits
@@ -101,11 +103,15 @@ class StepRunner:
     def _forward(
         self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
     ) -> tuple[Tensor, StepColumns]:
-        step, columns = self._model_input(inputs, shape)
+        columns = columns_of(inputs, shape)
+        return self.logits(self.model_input(columns, shape), prompts), columns
+
+    def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:
+        """Of this rank's tokens. ``prompts`` gets those that it wants."""
         hidden = self._model.hidden_states(step)
         if prompts is not None:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
-        return self._model.local_logits(hidden), columns
+        return self._model.local_logits(hidden)
 
     def run_empty(self, group_tokens: tuple[int, ...]) -> None:
         """Compute the experts of this rank in a step in which only other attention groups have tokens."""
@@ -119,11 +125,11 @@ class StepRunner:
 
     def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
         """Of all tokens of a step, for a model that computes no text."""
-        step, _ = self._model_input(to_device(inputs, self._model.device), shape)
-        return self._model.hidden_states(step)
+        columns = columns_of(to_device(inputs, self._model.device), shape)
+        return self._model.hidden_states(self.model_input(columns, shape))
 
-    def _model_input(self, inputs: Tensor, shape: StepShape) -> tuple[ModelInput, StepColumns]:
-        columns = columns_of(inputs, shape)
+    def model_input(self, columns: StepColumns, shape: StepShape) -> ModelInput:
+        """Write the slots of the step's tokens to ``req_to_token``, and find the tokens that were sampled last."""
         own, reqs = columns.tokens, columns.reqs
         tokens = ops.StepTokens(own["row"], own["position"], own["slot"], own["token_id"])
         input_ids = ops.place_tokens(tokens, self._batch.req_to_token, self._batch.last_ids)
@@ -136,7 +142,7 @@ class StepRunner:
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
-        step = ModelInput(
+        return ModelInput(
             input_ids,
             tokens.positions,
             tokens.slots,
@@ -146,7 +152,6 @@ class StepRunner:
             lora=_lora_rows(columns, shape),
             group_tokens=shape.group_tokens,
         )
-        return step, columns
 
     def _group_inputs(
         self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch
@@ -161,13 +166,15 @@ class StepRunner:
 
     def _sample(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
         reqs = columns.reqs
-        rows = (reqs["temperature"], reqs["seed"], reqs["seq_len"])
-        if masks is not None:
-            sampled = ops.sample(self._model.gather_logits(logits), *rows, masks.for_step(len(logits)))
-        else:
-            sampled = self._sample_parts(logits, *rows)
+        sampled = self.sample(logits, (reqs["temperature"], reqs["seed"], reqs["seq_len"]), masks)
         self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
         return StepOut(logits, sampled, columns)
+
+    def sample(self, logits: Tensor, rows: SampledAt, masks: StepMasks | None) -> Tensor:
+        """A token of each row of logits, by temperature and masks alone."""
+        if masks is not None:
+            return ops.sample(self._model.gather_logits(logits), *rows, masks.for_step(len(logits)))
+        return self._sample_parts(logits, *rows)
 
     def _sample_parts(self, logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
         """Every rank finds the best of its tokens. The ranks exchange those, not their logits."""
