@@ -26,9 +26,9 @@ import numpy as np
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
-from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
 from lightserve.messages.step import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
-from lightserve.worker.batch.infer_batch import Sampled, SampledRow, StepUpdates, TokenUpdate
+from lightserve.worker.batch.infer_batch import PlainRows, Sampled, SampledRow, StepUpdates, TokenUpdate
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
@@ -41,18 +41,20 @@ NOT_FINITE = "numerical error: the model's logits for the next token are not fin
 class PendingStep:
     """A launched step."""
 
-    def __init__(self, tokens: Tensor, sampled: Sampled, logprobs: SampledLogprobs | None) -> None:
+    def __init__(
+        self, tokens: Tensor, sampled: Sampled, logprobs: SampledLogprobs | None, counts: Tensor | None = None
+    ) -> None:
+        """``counts``: how many tokens each request gets, at its first row; None: one each."""
         self.sampled = sampled
         self.result: StepResult | None = None  # when it is collected
         self.error: BaseException | None = None  # if that failed
-        self._tokens = copy_to_host(tokens)
+        self._tokens = copy_to_host(tokens) if counts is None else copy_to_host(tokens, counts)
         self._logprobs = logprobs
 
-    def token_ids(self) -> Int64Array:
-        """Wait for the sampled tokens. Return one per row."""
-        (tokens,) = self._tokens.tensors()
-        ids: Int64Array = tokens.numpy()
-        return ids
+    def token_ids(self) -> tuple[Int64Array, Int64Array | None]:
+        """Wait for the sampled tokens. Return one per row, and the counts of tokens, if the step has drafts."""
+        tokens, *counts = self._tokens.tensors()
+        return tokens.numpy(), counts[0].numpy() if counts else None
 
     def logprobs(self) -> dict[int, TopLogprobs]:
         return {} if self._logprobs is None else self._logprobs.by_row()
@@ -95,15 +97,15 @@ class StepCollector:
         return step
 
     def _result_of(self, step: PendingStep) -> StepResult:
-        ids, plain = step.token_ids(), step.sampled.plain
+        (ids, step_counts), plain = step.token_ids(), step.sampled.plain
         others = OtherResults.of(step.sampled.others, ids, step.logprobs())
-        plain_ids: Int32Array = ids[plain.places].astype(np.int32)
-        has_token = plain_ids >= 0
-        without = zip(plain.req_ids[~has_token].tolist(), plain_ids[~has_token].tolist(), strict=True)
+        columns, last_ids = _plain_columns(plain, ids, step_counts)
+        has_token = last_ids >= 0
+        without = zip(plain.req_ids[~has_token].tolist(), last_ids[~has_token].tolist(), strict=True)
         failed = others.failed + [_failure(req_id, token_id) for req_id, token_id in without]
-        taken_ids = np.maximum(plain_ids, 0)  # as ops.place_tokens takes them
-        self._updates.append(StepUpdates(others.updates, plain, taken_ids))
-        columns = TokenColumns(plain.req_ids[has_token], plain_ids[has_token])
+        taken_ids = np.maximum(columns.token_ids, 0)  # as ops.place_tokens takes them
+        self._updates.append(StepUpdates(others.updates, plain, taken_ids, int32s(columns.counts)))
+        columns = columns.where(has_token)
         if others.plain:
             columns = joined_columns([columns, TokenColumns.of(others.plain)])
         return StepResult(others.detailed, failed, plain=columns)
@@ -144,6 +146,17 @@ class OtherResults(NamedTuple):
             self.detailed.extend(TokenOut(req.req_id, one, is_complete and one is tokens[-1]) for one in tokens)
         else:
             self.plain.append((req.req_id, [token.id, *forced_ids]))
+
+
+def _plain_columns(plain: PlainRows, ids: Int64Array, counts: Int64Array | None) -> tuple[TokenColumns, Int32Array]:
+    """The tokens of requests without details, and the last one of each. Only that one may be none."""
+    if counts is None:
+        last_ids: Int32Array = ids[plain.places].astype(np.int32)
+        return TokenColumns(plain.req_ids, last_ids), last_ids
+    own = counts[plain.places]
+    rows = np.arange(own.sum()) + np.repeat(plain.places - np.cumsum(own) + own, own)
+    token_ids: Int32Array = ids[rows].astype(np.int32)
+    return TokenColumns(plain.req_ids, token_ids, own.astype(np.int32)), token_ids[np.cumsum(own) - 1]
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:

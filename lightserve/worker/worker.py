@@ -23,7 +23,7 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
-from lightserve.worker.batch.infer_batch import InferBatch
+from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import make_kv_identity, rank_identity
 from lightserve.worker.kv.offload.host_tier import HostTier, make_host_tier
@@ -38,6 +38,7 @@ from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
+from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_all_pools, warm_up_steps, with_adapter
 
@@ -125,6 +126,7 @@ class ModelWorker:
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
         self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
         self._runner = StepRunner(self.model, self._batch, self._platform)
+        self._drafts = DraftRunner(self.model, self._batch, self._runner)
         self._collector = StepCollector()
 
     def _computed_how(self, dtype: torch.dtype) -> str:
@@ -262,12 +264,25 @@ class ModelWorker:
             self._runner.run_stage(packed.inputs, packed.shape)
             return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
-        plan = self._sampler.prepare(packed.reqs)
+        plan = self._sampler.prepare(packed.logit_reqs)
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
-        out = self._runner.run(packed.inputs, shape, packed.prompt_logprobs(self._device), masks)
+        prompts = packed.prompt_logprobs(self._device)
+        if packed.drafts is not None:
+            return self._launch_drafts(packed, self._drafts.run(packed, shape, prompts, masks), plan, masks)
+        out = self._runner.run(packed.inputs, shape, prompts, masks)
         tokens, logprobs = self._sample(plan, out, masks)
+        if plan.sampler_reqs:
+            self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
+
+    def _launch_drafts(
+        self, packed: PackedStep, out: DraftOut, plan: SamplingPlan, masks: StepMasks | None
+    ) -> GetResult:
+        """Sample after every draft of a step, and accept those drafts that were sampled."""
+        tokens, logprobs = self._sample(plan, out.step, masks, out.b_position)
+        counts = self._drafts.verify(out, tokens)
+        return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 
     def compile_grammar(self, command: CompileGrammar) -> None:
         """From any thread."""
@@ -306,16 +321,15 @@ class ModelWorker:
 
     @torch.inference_mode()
     def _sample(
-        self, plan: SamplingPlan, out: StepOut, masks: StepMasks | None
+        self, plan: SamplingPlan, out: StepOut, masks: StepMasks | None, b_position: Tensor | None = None
     ) -> tuple[Tensor, SampledLogprobs | None]:
-        """A token for each request of the step, and the requested logprobs."""
+        """A token for each row of the step's logits, and the requested logprobs. ``b_position``: see Sampler."""
         count = len(plan.reqs)
         tokens, logits = out.tokens[:count], out.logits[:count]
         if plan.sampler_reqs:
             if plan.needs_tokens_in_flight:
                 self._wait_for_tokens()
-            tokens = self._sampler.sample(plan, logits, tokens, masks)
-            self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][:count].long(), tokens)
+            tokens = self._sampler.sample(plan, logits, tokens, masks, b_position)
         return tokens, self._sampler.logprobs(plan, tokens, logits)
 
 

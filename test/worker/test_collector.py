@@ -104,7 +104,7 @@ def test_a_step_that_fails_raises_for_the_thread_that_waits_for_it(
     token_ids = PendingStep.token_ids
     failing = worker._collector._pending[0]
 
-    def fail_once(step: PendingStep) -> Int64Array:
+    def fail_once(step: PendingStep) -> tuple[Int64Array, Int64Array | None]:
         if step is failing:
             raise RuntimeError("out of memory")
         return token_ids(step)

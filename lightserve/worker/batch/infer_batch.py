@@ -25,14 +25,15 @@ from lightserve.worker.lora import write_groups
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.thinking import ThinkingBudget
+from lightserve.worker.speculation.draft_input import DraftCounts, DraftInput, draft_counts, ready_len, spread
 
 # A step of few requests takes little longer than reading the weights, unless they share a lot. Another kernel in each
 # layer takes 0.1 ms in sum, in which an H200 reads 3,000 tokens of Llama-3-8B.
 FEW_REQUESTS, MIN_SAVED_BY_FEW = 16, 8_192  # tokens
 
 
-# A row of a step, the request that gets its token, and the logprobs of the prompt if this is the first token and they
-# are requested.
+# A row of a step's logits, the request that gets its token, and the logprobs of the prompt if this is the first token
+# and they are requested.
 SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
 # A request, its sampled token and the tokens that its grammar forces after it, and whether the grammar limits the next.
 TokenUpdate = tuple[InferReq, list[int], bool]
@@ -41,10 +42,11 @@ TokenUpdate = tuple[InferReq, list[int], bool]
 class PlainRows(NamedTuple):
     """The requests of a step whose tokens are returned without details, in columns."""
 
-    places: Int64Array  # rows of the step
+    places: Int64Array  # rows of the step's logits; the first of a request with drafts
     rows: Int64Array  # of the batch
     entries: Int64Array  # ReqColumns.entry
     req_ids: Int64Array
+    drafts: Int64Array = NO_INT64  # that the step computes; empty: none
 
 
 NO_PLAIN_ROWS = PlainRows(NO_INT64, NO_INT64, NO_INT64, NO_INT64)
@@ -63,6 +65,7 @@ class StepUpdates(NamedTuple):
     others: Sequence[TokenUpdate]
     plain: PlainRows
     plain_token_ids: Int32Array
+    plain_counts: Int32Array = NO_INT32  # tokens of each request, if the step has drafts; empty: one
 
 
 class StepRows(NamedTuple):
@@ -70,9 +73,10 @@ class StepRows(NamedTuple):
 
     rows: Int64Array  # of the batch
     q_len: Int64Array  # tokens that the step computes
-    slots: Int32Array  # of all tokens
+    slots: Int32Array  # of all tokens; with drafts those that are new, or NO_SLOT
     group_slots: tuple[Int32Array, ...]  # the same in each KV group that has a pool
     token_ids: Int32Array  # the same, if the router knows them; otherwise empty
+    counts: DraftCounts | None = None  # if the step has drafts
 
     def arranged(self, first: Int64Array) -> StepRows:
         """In another order: these requests, which have one token each, come before the others."""
@@ -103,6 +107,12 @@ class PackedStep:
     reqs: list[InferReq]
     rows: Int64Array  # of the batch, one for each request
     prompt_targets: list[PromptTargets]
+    drafts: DraftInput | None = None  # None: every request has one row of logits
+
+    @property
+    def logit_reqs(self) -> list[InferReq]:
+        """The request of each row of logits."""
+        return self.reqs if self.drafts is None else [self.reqs[place] for place in self.drafts.logit_reqs.tolist()]
 
     def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
         """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
@@ -121,7 +131,10 @@ class PackedStep:
 
 
 class InferBatch:
-    """All requests of a worker by id, and the token that was sampled last for each."""
+    """All requests of a worker by id, and on the device the token that was sampled last for each.
+
+    The device also has the lengths of requests whose last step had drafts: the host learns them with their tokens.
+    """
 
     def __init__(
         self,
@@ -151,6 +164,7 @@ class InferBatch:
         self.lora_slots = 0  # on the device
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
+        self.lengths = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int32, device=device)  # the same
 
     def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
@@ -210,21 +224,26 @@ class InferBatch:
     def apply(self, updates: Iterable[StepUpdates]) -> None:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
         for step in updates:
-            self._apply_plain(step.plain, step.plain_token_ids)
+            self._apply_plain(step.plain, step.plain_token_ids, step.plain_counts)
             for req, token_ids, is_constrained in step.others:
                 req.add_known(token_ids)
                 req.total_len += len(token_ids) - 1
                 req.is_constrained = is_constrained
 
-    def _apply_plain(self, plain: PlainRows, token_ids: Int32Array) -> None:
+    def _apply_plain(self, plain: PlainRows, token_ids: Int32Array, counts: Int32Array) -> None:
         columns = self.columns
         is_here = columns.entry[plain.rows] == plain.entries
-        rows, token_ids = plain.rows[is_here], token_ids[is_here]
-        for row in columns.known.full(rows):
+        rows = plain.rows[is_here]
+        if len(counts):
+            token_ids, counts = token_ids[np.repeat(is_here, counts)], counts[is_here]
+            columns.accept(rows, counts - 1, plain.drafts[is_here])
+        else:
+            token_ids = token_ids[is_here]
+        for row in columns.known.full(rows, counts if len(counts) else 1):
             self._at[row].flush()
-        columns.known.append(rows, token_ids)
-        columns.known_len[rows] += 1
-        columns.last_known[rows] = token_ids
+        columns.known.append(rows, token_ids, counts)
+        columns.known_len[rows] += counts if len(counts) else 1
+        columns.last_known[rows] = token_ids[np.cumsum(counts) - 1] if len(counts) else token_ids
 
     def take_sampled(self, packed: PackedStep) -> Sampled:
         """The rows of the step that was packed last whose tokens were sampled. Their tokens are in flight now."""
@@ -238,7 +257,12 @@ class InferBatch:
             (place, packed.reqs[place], packed.reqs[place].add_sampled())
             for place in np.flatnonzero(is_sampled & ~is_plain).tolist()
         ]
-        return Sampled(others, PlainRows(places, own, columns.entry[own], columns.req_id[own]))
+        plain = PlainRows(places, own, columns.entry[own], columns.req_id[own])
+        if packed.drafts is None:
+            return Sampled(others, plain)
+        first = packed.drafts.first_rows
+        with_rows = [(int(first[place]), req, chunks) for place, req, chunks in others]
+        return Sampled(with_rows, plain._replace(places=first[places], drafts=packed.drafts.drafts[places]))
 
     def free(self, step: Step) -> None:
         """Remove the requests that leave with this step, and keep what later ones may begin with."""
@@ -270,8 +294,8 @@ class InferBatch:
     def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts keeps its shape,
-        because no captured step computes them.
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts or drafts keeps its
+        shape, because no captured step computes them.
         """
         taken = self._rows_of(step)
         self._record_prompts(taken)
@@ -282,7 +306,7 @@ class InferBatch:
         start = np.cumsum(q_len) - q_len
         prompt_targets = self._prompt_targets(taken, start)
         shape = self._shape(taken, bool(groups))
-        shape = shape if prompt_targets else captured_shape(shape)
+        shape = shape if prompt_targets or taken.counts is not None else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
         ready = self.columns.cache_len[rows]
@@ -296,7 +320,7 @@ class InferBatch:
             "row": rows,
             "start": start,
             "seq_len": ready + q_len,
-            "ready_len": ready,
+            "ready_len": ready if taken.counts is None else ready_len(rows, self.columns),
             "temperature": self.columns.temperature[rows],
             "seed": self.columns.seed[rows],
         }
@@ -309,8 +333,9 @@ class InferBatch:
         for view, slots in zip(columns.group_slots, taken.group_slots, strict=True):
             view[:count] = slots
 
-        self.columns.cache_len[rows] += q_len
-        return PackedStep(inputs, shape, reqs, rows, prompt_targets)
+        drafts = None if taken.counts is None else DraftInput.planned(taken.counts, rows, q_len, self.columns)
+        self.columns.cache_len[rows] += q_len if drafts is None else q_len - drafts.drafts
+        return PackedStep(inputs, shape, reqs, rows, prompt_targets, drafts)
 
     def _rows_of(self, step: Step) -> StepRows:
         chunks = step.chunks
@@ -320,7 +345,12 @@ class InferBatch:
         q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
         slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
         group_slots = tuple([int32s(of_group) for of_group in step.group_slots])
-        return StepRows(rows, q_len, slots, group_slots, int32s(step.token_ids))
+        counts = draft_counts(step, rows, self.columns)
+        if counts is not None:
+            q_len += counts.drafts
+            slots = spread(slots, counts.slots, q_len)
+            group_slots = tuple(spread(of_group, counts.slots, q_len) for of_group in group_slots)
+        return StepRows(rows, q_len, slots, group_slots, int32s(step.token_ids), counts)
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._at.__getitem__, rows.tolist()))
@@ -345,14 +375,14 @@ class InferBatch:
         return found
 
     def _token_ids(self, taken: StepRows, start: Int64Array) -> Int32Array | Int64Array:
-        """The ids of the tokens to compute. The last one of a request may be in flight."""
+        """The ids of the tokens to compute. The last one of a request may be in flight, and drafts are not known."""
         if len(taken.token_ids):
             return taken.token_ids
         columns, rows = self.columns, taken.rows
         ids = np.full(len(taken.slots), LAST_SAMPLED, dtype=np.int64)
         ready = columns.cache_len[rows]
         uncomputed = columns.known_len[rows] - ready  # known tokens
-        is_last = (uncomputed == 1) & (taken.q_len == 1)
+        is_last = uncomputed == 1
         ids[start[is_last]] = columns.last_known[rows[is_last]]
         for place in np.flatnonzero((uncomputed > 0) & ~is_last).tolist():
             begin, count = int(ready[place]), int(taken.q_len[place])
@@ -378,6 +408,8 @@ class InferBatch:
         """The rows of a step, with decodes that share a prefix next to each other and in front, and their groups."""
         if not self.shares_prefixes or not self._prefixes.may_have_groups or self._has_lora(taken.rows):
             return taken, []  # no captured step has both adapters and shared prefixes
+        if taken.counts is not None:
+            return taken, []  # few decodes of such a step have one token
         places = np.flatnonzero(taken.q_len == 1)
         if len(places) < MIN_MEMBERS:
             return taken, []

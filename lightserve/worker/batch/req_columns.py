@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.messages.int_arrays import Tails
+from lightserve.messages.int_arrays import Int32Array, Int64Array, Tails
 
 FIELDS = (
-    "cache_len",  # tokens in the KV cache, with those of the step that was packed last
+    "cache_len",  # tokens in the KV cache, with those of the step that was packed last, without drafts in flight
     "known_len",  # tokens without the sampled one that is still in flight
-    "total_len",  # tokens with that one
+    "total_len",  # tokens with that one, without drafts in flight
     "last_known",  # id of the last known token
     "leading_len",  # tokens as it entered, whose slots other requests may share
     "seed",
     "lora_slot",  # of its adapter
     "is_plain",  # 1: all its tokens are returned without details
     "req_id",
+    "spare_slots",  # KV slots that it has for the tokens after ``cache_len``: rejected drafts, and those in flight
+    "drafts_in_flight",  # up to so many tokens more than ``cache_len`` and ``total_len`` there may be
     "entry",  # number of its entry into the batch; 0: nothing is in this row
 )
 
@@ -40,10 +42,19 @@ class ReqColumns:
             self.lora_slot,
             self.is_plain,
             self.req_id,
+            self.spare_slots,
+            self.drafts_in_flight,
             self.entry,
         ) = self.values
         self.temperature: npt.NDArray[np.float32] = np.zeros(rows, dtype=np.float32)
         self.known = Tails(rows)  # token ids
+
+    def accept(self, rows: Int64Array, accepted: Int32Array, drafts: Int64Array) -> None:
+        """So many of these drafts, which were in flight, were accepted."""
+        self.cache_len[rows] += accepted
+        self.total_len[rows] += accepted
+        self.spare_slots[rows] -= accepted
+        self.drafts_in_flight[rows] -= drafts
 
     def copy_row(self, row: int, source: ReqColumns, source_row: int) -> None:
         """The tails of both rows are empty."""

@@ -142,9 +142,17 @@ class Sampler:
         return self._plan
 
     @torch.inference_mode()
-    def sample(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor, masks: StepMasks | None = None) -> Tensor:
+    def sample(
+        self,
+        plan: SamplingPlan,
+        logits: Tensor,
+        tokens: Tensor,
+        masks: StepMasks | None = None,
+        b_position: Tensor | None = None,
+    ) -> Tensor:
         """Replace the tokens of the requests in ``plan.sampler_reqs``. ``tokens``: ``[batch]``, sampled by the step.
 
+        ``b_position``: of these tokens, ``[batch]`` int32; None: the end of each request, as far as the host knows.
         ``logits``, of this rank's tokens, do not change. If the step found no token for a row, the row gets none here
         either: its logits are not finite, which masks may hide.
         """
@@ -153,8 +161,9 @@ class Sampler:
         if masks is not None and not masks.has_sampler_rows:
             masks = None
         if plan.sampler_rows is None:
-            return _merge(tokens, self._sample(self._gather(logits), plan, masks))
-        sampled = self._sample(self._gather(logits[plan.sampler_rows]), plan, masks)
+            return _merge(tokens, self._sample(self._gather(logits), plan, masks, b_position))
+        b_position = None if b_position is None else b_position[plan.sampler_rows]
+        sampled = self._sample(self._gather(logits[plan.sampler_rows]), plan, masks, b_position)
         return tokens.index_copy(0, plan.sampler_rows, _merge(tokens[plan.sampler_rows], sampled))
 
     @torch.inference_mode()
@@ -162,20 +171,23 @@ class Sampler:
         """``logits``: of this rank's tokens, as the model computed them."""
         return SampledLogprobs(tokens, logits, plan.logprobs, self._gather) if plan.logprobs else None
 
-    def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
-        """``logits``: rows of the requests that Sampler samples."""
+    def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None, b_position: Tensor | None) -> Tensor:
+        """``logits`` and ``b_position``: rows of the requests that Sampler samples."""
         changed = plan.rules.apply(logits, masks, self._history, in_place=plan.sampler_rows is not None)
         if plan.random is None:
             return _sample_greedily(changed)
-        tokens = _sample_randomly(changed, plan.random)
+        tokens = _sample_randomly(changed, plan.random, b_position)
         if plan.random.rows is None:
             return tokens
         return _sample_greedily(changed).index_copy(0, plan.random.rows, tokens)
 
 
-def _sample_randomly(logits: Tensor, random: RandomRows) -> Tensor:
+def _sample_randomly(logits: Tensor, random: RandomRows, b_position: Tensor | None) -> Tensor:
     rows = logits if random.rows is None else logits[random.rows]
-    b_position = int32s([req.total_len for req in random.reqs], logits.device)
+    if b_position is None:
+        b_position = int32s([req.total_len for req in random.reqs], logits.device)
+    elif random.rows is not None:
+        b_position = b_position[random.rows]
     if not (random.top or random.typical):
         return ops.sample(rows, random.temperature[:, 0], random.b_seed, b_position)
     scaled = rows.float() / random.temperature
