@@ -73,8 +73,9 @@ class PoolingMethods:
             return [cosine(first, other) for other in others]
         if not self._config.is_pair_scorer:
             raise InvalidRequestError("score: the model has several labels; use classify")
-        ids = [self._texts.encode_pair(query, document, instruction) for document in many]
-        return [pair_score(self._config, vector) for vector in self._pool(ids, truncate)]
+        limit = self.worker.longest_request if truncate else None
+        ids = [self._texts.encode_pair(query, document, instruction, limit) for document in many]
+        return [pair_score(self._config, vector) for vector in self._pool(ids, truncate=False)]
 
     @property
     def _config(self) -> PoolingConfig:

@@ -80,8 +80,9 @@ class PoolingEngine:
     ) -> list[int]:
         query, document = self._cut(query, truncation), self._cut(document, truncation)
         size = len(query) + len(document)
-        ids = await _in_thread_if_long(size, self.texts.encode_pair, query, document, instruction)
-        return self._fit(ids, truncation)
+        limit = None if truncation is None else self._limit(truncation)
+        ids = await _in_thread_if_long(size, self.texts.encode_pair, query, document, instruction, limit)
+        return self._fit(ids, None)
 
     def _cut(self, text: str, truncation: int | None) -> str:
         """Before encoding: cut a text that is truncated anyway, and refuse one that is much too long."""
@@ -93,15 +94,20 @@ class PoolingEngine:
         return text
 
     def _fit(self, ids: Sequence[int], truncation: int | None) -> list[int]:
-        """Truncate a text to ``truncation`` tokens, -1: to what the model takes. Refuse it if it is too long."""
+        """Truncate a text to ``truncation`` tokens. Refuse it if it is too long."""
         limit = self._context.manager.limits.max_req_total_len
         if truncation is not None:
-            ids = self.texts.truncate(ids, limit if truncation == -1 else min(truncation, limit))
+            ids = self.texts.truncate(ids, self._limit(truncation))
         if not ids:
             raise InvalidRequestError("the text is empty: it has no tokens", "input")
         if len(ids) > limit:
             raise TextTooLongError(len(ids), limit)
         return list(ids)
+
+    def _limit(self, truncation: int) -> int:
+        """Tokens of a truncated text; -1: as many as the model takes."""
+        limit = self._context.manager.limits.max_req_total_len
+        return limit if truncation == -1 else min(truncation, limit)
 
     async def run(
         self,

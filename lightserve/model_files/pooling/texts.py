@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightserve.errors import InvalidRequestError
 from lightserve.model_files.pooling.config import PoolingConfig
+from lightserve.model_files.pooling.truncation import tokens_to_keep
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 # Qwen3-Reranker's, from its model card
@@ -28,20 +29,39 @@ class PoolingTexts:
         """A text behind the prompt of this name, or behind the model's default prompt."""
         return self._tokenizer.encode(self._prompt(prompt_name) + text)
 
-    def encode_pair(self, query: str, document: str, instruction: str | None = None) -> list[int]:
-        """A query and a document that the model reads together.
+    def encode_pair(
+        self, query: str, document: str, instruction: str | None = None, limit: int | None = None
+    ) -> list[int]:
+        """A query and a document that the model reads together, in at most ``limit`` tokens.
 
         In models with token types, the ids of the second text are higher by the size of the vocabulary.
         """
         if self.config.answers is not None:
-            body = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-            return self._tokenizer.encode(RERANK_PREFIX + body + RERANK_SUFFIX, add_special_tokens=False)
+            return self._encode_question(query, document, instruction or INSTRUCTION, limit)
         if instruction is not None:
             raise InvalidRequestError("instruction: only a model that answers yes or no reads it", "instruction")
-        ids, types = self._tokenizer.encode_pair(query, document)
-        if self.config.type_vocab_size < 2:
+        pair = self._tokenizer.encode_pair(query, document)
+        ids = list(pair.ids)
+        if self.config.type_vocab_size > 1:
+            ids = [token_id + kind * self._vocab_size for token_id, kind in zip(ids, pair.types, strict=True)]
+        if limit is None or len(ids) <= limit:
             return ids
-        return [token_id + kind * self._vocab_size for token_id, kind in zip(ids, types, strict=True)]
+        return [ids[position] for position in tokens_to_keep(pair.texts, limit)]
+
+    def _encode_question(self, query: str, document: str, instruction: str, limit: int | None) -> list[int]:
+        """Whether the document answers the query, as a chat. A truncated one still ends where the answer begins."""
+        before = f"{RERANK_PREFIX}<Instruct>: {instruction}\n<Query>: "
+        between = "\n<Document>: "
+        prompt = before + query + between + document + RERANK_SUFFIX
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        if limit is None or len(ids) <= limit:
+            return ids
+        query_end = len(before) + len(query)
+        document_start = query_end + len(between)
+        spans = (len(before), query_end), (document_start, document_start + len(document))
+        tokens = self._tokenizer.encode_with_offsets(prompt, add_special_tokens=False)
+        texts = [_text_of(start, stop, spans) for _, start, stop in tokens]
+        return [ids[position] for position in tokens_to_keep(texts, limit)]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
         """The first tokens, and the special tokens that end every text."""
@@ -59,6 +79,12 @@ class PoolingTexts:
             known = ", ".join(prompts) or "none"
             raise InvalidRequestError(f"prompt_name {name[:100]!r}: the model has {known}", "prompt_name")
         return prompts[name]
+
+
+def _text_of(start: int, stop: int, spans: Sequence[tuple[int, int]]) -> int | None:
+    """Which of the spans a token is of. One with a character outside is of none."""
+    inside = (index for index, (first, end) in enumerate(spans) if first <= start < stop <= end)
+    return next(inside, None)
 
 
 def _num_ending(tokenizer: Tokenizer) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from jinja2 import TemplateError
@@ -20,6 +20,14 @@ from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 
 LONG = 1_000  # tokens: for fewer, a batch call takes longer (4 us) than the GIL it releases is worth
 NO_TOKENIZER = "%s has no tokenizer: prompts must be token ids, and responses have no text"  # for a log
+
+
+class TextPair(NamedTuple):
+    """Two texts encoded together; each list has an entry for each token."""
+
+    ids: list[int]
+    types: list[int]  # token types, as the model reads them
+    texts: list[int | None]  # 0 or 1: of the first or the second text; None: a special token
 
 
 class Tokenizer:
@@ -108,12 +116,11 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """The ids of two texts together, and for each the text that it belongs to, as the tokenizer numbers them."""
+    def encode_pair(self, first: str, second: str) -> TextPair:
         _check_unicode(first)
         _check_unicode(second)
         encoding = self._backend.encode_batch([(first, second)])[0]
-        return encoding.ids, encoding.type_ids
+        return TextPair(encoding.ids, encoding.type_ids, encoding.sequence_ids)
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """(id, start, stop) of each token, in characters of ``text``; (0, 0) for a token that is not from the text."""
