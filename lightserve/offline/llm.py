@@ -88,6 +88,8 @@ class LLM(PoolingMethods):
         self._tokenizer = load_tokenizer_or_none(source)
         if self._tokenizer is None:
             logger.warning(NO_TOKENIZER, source.path)
+        elif self._tokenizer.note:
+            logger.info(self._tokenizer.note)
         self.worker = worker_class(self.config, source)(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size

@@ -67,6 +67,8 @@ def check(config: ServerConfig) -> ModelInfo:
         require_weights(source)  # after the checks, because a download may take long
     if config.router.static_prompts is not None:
         encode_static_prompts(config.router.static_prompts, tokenizer)
+    if tokenizer is not None and tokenizer.note:
+        logger.info(tokenizer.note)
     if pooling is None:
         _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]

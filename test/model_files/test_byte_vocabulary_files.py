@@ -250,7 +250,7 @@ def test_vocab_and_merges_give_the_ids_of_transformers(config: dict[str, Any], t
     folder = write_folder(tmp_path / "model", gpt2_files(**config))
     reference = AutoTokenizer.from_pretrained(folder)
 
-    backend, special = tokenizer_from_folder(folder)
+    backend, special, _ = tokenizer_from_folder(folder)
 
     assert special.eos == "<|endoftext|>"
     for text in TEXTS:

@@ -6,7 +6,7 @@ A folder without ``tokenizer.json`` has its vocabulary in another file: see ``to
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -15,20 +15,27 @@ from lightserve.model_files.folder import CHATML_END, has_chatml_format, read_js
 from lightserve.model_files.tokenizer.files import OwnCodeError, find_vocabulary, open_tokenizer_file
 from lightserve.model_files.tokenizer.files.remote_code import load_own_code
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens, special_token_texts
+from lightserve.model_files.tokenizer.surrounding_flags import follow_flags
 
 
 def has_vocabulary(folder: Path) -> bool:
     return any(folder.glob("tokenizer*")) or find_vocabulary(folder) is not None
 
 
-def tokenizer_from_folder(folder: Path, trusts_code: bool = False) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+class FolderTokenizer(NamedTuple):
+    backend: tokenizers.Tokenizer
+    special: SpecialTokens
+    note: str = ""  # for the log
+
+
+def tokenizer_from_folder(folder: Path, trusts_code: bool = False) -> FolderTokenizer:
     """``trusts_code``: whether Python code of the folder may run if nothing else can read its tokenizer."""
     path = folder / "tokenizer.json"
-    backend, special = _from_json(path) if path.is_file() else _from_vocabulary(folder, trusts_code)
-    _mark_special(backend, special)
-    backend.no_truncation()
-    backend.no_padding()
-    return backend, special
+    loaded = _from_json(path) if path.is_file() else _from_vocabulary(folder, trusts_code)
+    _mark_special(loaded.backend, loaded.special)
+    loaded.backend.no_truncation()
+    loaded.backend.no_padding()
+    return loaded
 
 
 def end_ids_without_json(folder: Path) -> set[int]:
@@ -42,25 +49,26 @@ def end_ids_without_json(folder: Path) -> set[int]:
     return {token_id for token_id in ids if token_id is not None}
 
 
-def _from_vocabulary(folder: Path, trusts_code: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+def _from_vocabulary(folder: Path, trusts_code: bool) -> FolderTokenizer:
     try:
         file = open_tokenizer_file(folder)
     except OwnCodeError:
         if trusts_code:
-            return load_own_code(folder)
+            return FolderTokenizer(*load_own_code(folder))
         raise
-    return file.build(), file.special
+    return FolderTokenizer(file.build(), file.special)
 
 
-def _from_json(path: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
-    """As transformers 5: tokenizer.json decides which tokens surround a text, not ``add_bos_token``."""
+def _from_json(path: Path) -> FolderTokenizer:
+    """tokenizer.json decides which tokens surround a text, except in folders for some classes of transformers 4."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises only Exception
         raise ModelFilesError(f"{path}: not readable as a tokenizer ({error}); download it again") from error
-    added = read_json_if_exists(path.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
-    _add_missing(backend, added, path.parent)
-    return backend, special_token_texts(path.parent)
+    config = read_json_if_exists(path.parent / "tokenizer_config.json")
+    _add_missing(backend, config.get("added_tokens_decoder", {}), path.parent)
+    special = special_token_texts(path.parent)
+    return FolderTokenizer(backend, special, follow_flags(backend, special, path.parent, config))
 
 
 def _add_missing(backend: tokenizers.Tokenizer, entries: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -32,9 +32,14 @@ class TextPair(NamedTuple):
 
 class Tokenizer:
     def __init__(
-        self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | Mapping[str, str] | None
+        self,
+        backend: tokenizers.Tokenizer,
+        special: SpecialTokens,
+        chat_template: str | Mapping[str, str] | None,
+        note: str = "",
     ) -> None:
-        """``chat_template``: in Jinja; one, or several by their names."""
+        """``chat_template``: in Jinja; one, or several by their names. ``note``: what the operator should know."""
+        self.note = note
         self._backend = backend
         self._special = special
         texts = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
@@ -191,10 +196,9 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
     templates = source.chat_templates() if chat_template is None else given_template(chat_template)
     try:
         if isinstance(source, GgufSource):
-            backend, special = tokenizer_from_gguf(source.header)
-        else:
-            backend, special = tokenizer_from_folder(source.path, source.trusts_code)
-        return Tokenizer(backend, special, templates)
+            return Tokenizer(*tokenizer_from_gguf(source.header), templates)
+        backend, special, note = tokenizer_from_folder(source.path, source.trusts_code)
+        return Tokenizer(backend, special, templates, note)
     except ModelFilesError:
         raise
     except (TemplateError, RecursionError) as error:
