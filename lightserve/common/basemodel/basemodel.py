@@ -25,7 +25,7 @@ from lightserve.common.basemodel.layer_weights.key_scaling import warn_of_large_
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
-from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters, without_prefix
+from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters, with_own_names
 from lightserve.common.basemodel.merge_lora import check_merge, merged
 from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, layers_of_stage, states_after
 from lightserve.common.basemodel.pooling import with_outer_prefix
@@ -267,7 +267,7 @@ class TpPartBaseModel:
 
     def own_names(self, adapter: Adapter) -> Adapter:
         """The adapter with the names that the weights declare."""
-        return without_prefix(adapter, self.spec.names.optional_prefix)
+        return with_own_names(adapter, self.spec.names)
 
     def check_adapter(self, adapter: Adapter) -> Adapter:
         """Raise if the adapter does not fit this model; otherwise return it with the names that the weights declare."""
@@ -347,7 +347,7 @@ class TpPartBaseModel:
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
-            name = name.removeprefix(self.spec.names.optional_prefix)
+            name = self.spec.names.own_name(name)
             if self.config.quantization is not None:
                 name = self.config.quantization.tensor_name(name)
             is_head = name == f"{self.spec.names.lm_head}.weight"

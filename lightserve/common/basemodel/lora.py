@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.basemodel.spec import ModelNames
 from lightserve.common.quantization import LinearSpec
 from lightserve.errors import AdapterError
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, LoraModule
@@ -160,11 +161,9 @@ def read_matrices(adapter: Adapter) -> list[tuple[str, LoraModule, Tensor, Tenso
         raise AdapterError(f"{adapter.file}: not readable ({error}); copy the adapter again") from error
 
 
-def without_prefix(adapter: Adapter, prefix: str) -> Adapter:
-    """The adapter with the names of modules as the weights declare them: some checkpoints have a prefix."""
-    if not prefix:
-        return adapter
-    return replace(adapter, modules={name.removeprefix(prefix): module for name, module in adapter.modules.items()})
+def with_own_names(adapter: Adapter, names: ModelNames) -> Adapter:
+    """The adapter with the names of modules as the weights declare them."""
+    return replace(adapter, modules={names.own_name(name): module for name, module in adapter.modules.items()})
 
 
 def _aligned(size: int) -> int:

@@ -15,6 +15,7 @@ from lightserve.model_files.safetensors_header import TensorInfo, read_header
 WEIGHTS_FILE = "adapter_model.safetensors"
 DTYPES = ("F32", "F16", "BF16")
 SHOWN = 4  # names in a message
+TOWERS = frozenset({"vision_tower", "vision_model", "visual", "multi_modal_projector"})  # parts of names
 PREFIX = "base_model.model."
 _LORA_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _EMBEDDING_TENSOR = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<side>[AB])(?:\.default)?")
@@ -75,14 +76,27 @@ def check_base(adapter: Adapter, linears: Mapping[str, LinearSize], others: Iter
     for name, module in adapter.modules.items():
         found = linears.get(name)
         if found is None:
-            reason = "takes no adapter at run time; use --merge_lora" if name in set(others) else "is not in this model"
-            raise AdapterError(f"{adapter.file}: {name} {reason}; the model has {_listed(sorted(linears))}")
+            reason = _reason(adapter, name, set(others))
+            raise AdapterError(f"{adapter.file}: {reason}; the model has {_listed(sorted(linears))}")
         if found != module.size:
             raise AdapterError(
                 f"{adapter.file}: {name} is for a linear of {module.size.in_size} inputs and {module.size.out_size} "
                 f"outputs; the model's has {found.in_size} and {found.out_size}; use the model that it was trained on"
             )
     _check_complete(adapter, linears)
+
+
+def _reason(adapter: Adapter, name: str, others: set[str]) -> str:
+    """Why a linear takes no adapter."""
+    if not TOWERS.isdisjoint(name.split(".")):
+        count = sum(not TOWERS.isdisjoint(module.split(".")) for module in adapter.modules)
+        return (
+            f"{name} and {count - 1} more modules are of the vision tower, which is not served; train the adapter "
+            "without them (exclude_modules of PEFT)"
+        )
+    return (
+        f"{name} takes no adapter at run time; use --merge_lora" if name in others else f"{name} is not in this model"
+    )
 
 
 def _check_complete(adapter: Adapter, linears: Iterable[str]) -> None:

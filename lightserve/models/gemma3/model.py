@@ -23,4 +23,5 @@ class Gemma3TpPartModel(Gemma3TextTpPartModel):
 
     def model_spec(self) -> bm.ModelSpec:
         spec = super().model_spec()
-        return replace(spec, names=replace(spec.names, optional_prefix="language_model."))
+        names = replace(spec.names, optional_prefix="language_model.", newer_prefix="model.language_model.")
+        return replace(spec, names=names)
