@@ -42,7 +42,7 @@ def test_a_config_gives_the_scheme_of_a_linear(table: dict[str, Any], scheme: Ei
 
     assert config.scheme_of(Q_PROJ) == scheme
     assert config.scheme_of("model.embed_tokens") is None
-    assert config.scheme_of("model.layers.3.mlp.gate") is None
+    assert config.scheme_of_router("model.layers.3.mlp.gate") is None
     assert "int8" in str(config) or "fp8" in str(config)
 
 

@@ -15,6 +15,7 @@ from lightserve.common.basemodel import (
     LayerSpec,
     ModelConfig,
     MoeFfnWeight,
+    MoeNames,
     MoeSpec,
     Parallel,
     RankGroup,
@@ -26,7 +27,9 @@ from lightserve.common.basemodel.layer_weights.loader import fill_dummy, load_we
 from lightserve.common.ops import GatedSilu, Int8Weight, QuantizedWeight, RouteSpec
 from lightserve.common.quantization import (
     QuantizedExperts,
+    QuantizedLinear,
     UnquantizedExperts,
+    UnquantizedLinear,
     experts_method_factory,
     linear_method_factory,
     on_load as on_load_module,
@@ -104,12 +107,17 @@ def random_checkpoint(moe: MoeSpec) -> dict[str, Tensor]:
     return {piece.name: torch.randn(piece.shape, generator=generator) * 0.3 for piece in pieces}
 
 
+def scheme_of(config: QuantConfig, module: str) -> Scheme | None:
+    is_router = module.endswith(("mlp.gate", "shared_expert_gate", "router"))
+    return config.scheme_of_router(module) if is_router else config.scheme_of(module)
+
+
 def dequantized(tensors: dict[str, Tensor], moe: MoeSpec, kind: str) -> dict[str, Tensor]:
     """The checkpoint with the numbers that the codes of its weights stand for."""
 
     def rounded(name: str, tensor: Tensor) -> Tensor:
         module = name.removesuffix(".weight")
-        if tensor.ndim < 2 or name.endswith("_bias") or on_load(kind).scheme_of(module) is None:
+        if tensor.ndim < 2 or name.endswith("_bias") or scheme_of(on_load(kind), module) is None:
             return tensor
         is_transposed = moe.layout is ExpertsLayout.TRANSPOSED
         weight = tensor.transpose(-1, -2) if is_transposed else tensor
@@ -139,6 +147,25 @@ def test_quantised_experts_compute_what_the_dequantised_ones_do(moe: MoeSpec, ki
     assert isinstance(layer.ffn.experts.method, QuantizedExperts)
     assert (layer.ffn.shared is not None) == moe.has_shared_gate
     assert_same(out, Layer(moe, None).load(dequantized(tensors, moe, kind)).ffn.forward(inputs(), None))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "awq", "gptq", "pack-quantized"])
+@pytest.mark.parametrize("name", ["mlp.gate", "block_sparse_moe.router.layer", "mlp.anything"])
+def test_a_router_is_not_quantised_whatever_its_name_is(name: str, kind: str) -> None:
+    config = on_load(kind) if kind in KINDS else read_quant_config(PACKED_CASES[kind].config)
+
+    ffn = Layer(replace(SPECS["shared beside"], names=MoeNames(router=name)), config).ffn
+
+    assert isinstance(ffn.experts.method, QuantizedExperts)
+    assert isinstance(ffn.router.method, UnquantizedLinear)
+    assert ffn.shared_gate is not None
+    assert isinstance(ffn.shared_gate.method, UnquantizedLinear)
+
+
+def test_a_router_that_the_operator_names_is_quantised() -> None:
+    config = OnLoadConfig(OnLoadScheme("w4"), (("mlp.gate", OnLoadScheme("int8")),))
+
+    assert isinstance(Layer(MOE, config).ffn.router.method, QuantizedLinear)
 
 
 def test_shared_experts_with_larger_groups_are_computed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +239,7 @@ def toy_checkpoint(moe: MoeSpec, config: QuantConfig) -> tuple[dict[str, Tensor]
     floats: dict[str, Tensor] = {}
     for name, tensor in random_checkpoint(moe).items():
         stored[name] = floats[name] = tensor
-        if config.scheme_of(name.removesuffix(".weight")) is not None:
+        if scheme_of(config, name.removesuffix(".weight")) is not None:
             weight = quantize(tensor, Int8Weight, None)
             stored |= {name: weight.codes, f"{name}_scale": weight.scales.squeeze(-1)}
             floats[name] = weight.dequantize()
@@ -238,7 +265,7 @@ def test_experts_of_packed_checkpoints_are_read(name: str) -> None:
     floats: dict[str, Tensor] = {}
     for tensor_name, tensor in random_checkpoint(MOE).items():
         module = tensor_name.removesuffix(".weight")
-        packer = None if config.scheme_of(module) is None else case.packer_of(module)
+        packer = None if scheme_of(config, module) is None else case.packer_of(module)
         if packer is None:
             stored[tensor_name] = floats[tensor_name] = tensor
         else:

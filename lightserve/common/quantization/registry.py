@@ -49,7 +49,8 @@ def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = N
 
 def _runs(spec: LinearSpec, quantization: QuantConfig) -> list[tuple[Scheme | None, LinearSpec]]:
     """The linear cut where the scheme of its parts changes."""
-    by_scheme = groupby(spec.parts, lambda part: quantization.scheme_of(part.prefix))
+    scheme_of = quantization.scheme_of_router if spec.is_router else quantization.scheme_of
+    by_scheme = groupby(spec.parts, lambda part: scheme_of(part.prefix))
     return [(scheme, replace(spec, parts=tuple(parts))) for scheme, parts in by_scheme]
 
 

@@ -11,7 +11,6 @@ from lightserve.errors import ModelFilesError
 REGEX = "re:"
 # The last part of the names of modules that are not of the class Linear, and of the output head, which is.
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "tok_embeddings", "embed_positions")
-ROUTERS = ("gate", "router", "shared_expert_gate")
 HEADS = ("lm_head", "output", "output_layer", "embed_out")
 
 
@@ -20,8 +19,8 @@ def last_part(module: str) -> str:
 
 
 def is_linear(module: str) -> bool:
-    """Whether transformers implements it as a linear. Routers of experts are seldom one, and are never quantised."""
-    return last_part(module) not in (*EMBEDDINGS, *ROUTERS)
+    """Whether transformers implements it as a linear."""
+    return last_part(module) not in EMBEDDINGS
 
 
 def is_in_layer(module: str) -> bool:

@@ -18,7 +18,6 @@ from lightserve.model_files.quantization.module_names import (
     EMBEDDINGS,
     HEADS,
     REGEX,
-    ROUTERS,
     compile_pattern,
     is_listed,
     last_part,
@@ -27,7 +26,7 @@ from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme
 
 KINDS = ("fp8", "int8", "w4")
 NONE = "none"
-NOT_QUANTIZED = (*HEADS, *EMBEDDINGS, *ROUTERS)
+NOT_QUANTIZED = (*HEADS, *EMBEDDINGS)
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,15 @@ class OnLoadConfig(QuantConfig):
     modules: tuple[tuple[str, OnLoadScheme | None], ...] = ()  # by name, as in ``is_listed``
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Embeddings, heads and routers stay as they are, if not named: they are sensitive, or hardly any memory."""
-        for name, scheme in self.modules:
-            if is_listed(module, [name]):
-                return scheme
-        return None if last_part(module) in NOT_QUANTIZED else self.scheme
+        """Embeddings and heads stay as they are, if not named: they are sensitive."""
+        return self._named(module, default=None if last_part(module) in NOT_QUANTIZED else self.scheme)
+
+    def scheme_of_router(self, module: str) -> Scheme | None:
+        """Routers too, which are hardly any memory."""
+        return self._named(module, default=None)
+
+    def _named(self, module: str, default: OnLoadScheme | None) -> OnLoadScheme | None:
+        return next((scheme for name, scheme in self.modules if is_listed(module, [name])), default)
 
     def check_modules(self, modules: Iterable[str]) -> None:
         known = list(modules)

@@ -28,6 +28,10 @@ class QuantConfig(ABC):
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a linear by its name in the checkpoint; None: its weight is stored as plain floats."""
 
+    def scheme_of_router(self, module: str) -> Scheme | None:
+        """As ``scheme_of``, for a router of experts or the gate of shared ones: no tool quantises them."""
+        return None
+
     def check_modules(self, modules: Iterable[str]) -> None:  # noqa: B027  most formats name no modules
         """Raises ModelFilesError if the config names something that is not among the modules of the model."""
 

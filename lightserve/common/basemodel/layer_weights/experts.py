@@ -99,14 +99,14 @@ class MoeFfnWeight(FfnWeight):
         self._route = _route_spec(moe)
         self._is_router_float32 = moe.is_router_float32
         router = Block(f"{at}.{names.router}", moe.num_experts)
-        self.router = ReplicatedWeight([router], hidden, context, bias=moe.router_bias)
+        self.router = ReplicatedWeight([router], hidden, context, bias=moe.router_bias, is_router=True)
         score_bias = f"{at}.{names.score_bias}"
         self.score_bias = ScoreBiasWeight(score_bias, moe.num_experts, context) if moe.has_score_bias else None
         self.experts = ExpertsWeight(spec, moe, context)
         is_beside = moe.shared_size > 0 and not moe.num_shared
         self.shared = GatedFfnWeight(_shared_spec(spec, moe), context) if is_beside else None
         gate = Block(f"{at}.{names.shared_gate}", 1)
-        self.shared_gate = ReplicatedWeight([gate], hidden, context) if moe.has_shared_gate else None
+        self.shared_gate = ReplicatedWeight([gate], hidden, context, is_router=True) if moe.has_shared_gate else None
 
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         if rows is None:

@@ -179,9 +179,18 @@ class RowWeight(LinearWeight):
 class ReplicatedWeight(LinearWeight):
     """A linear that every rank computes as a whole."""
 
-    def __init__(self, blocks: Sequence[Block], in_size: int, context: WeightContext, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        in_size: int,
+        context: WeightContext,
+        *,
+        bias: bool = False,
+        is_router: bool = False,
+    ) -> None:
         parts = tuple(block.part_of(RankGroup()) for block in blocks)
-        super().__init__(LinearSpec(parts, in_size, slice(0, in_size), has_bias=bias), context)
+        spec = LinearSpec(parts, in_size, slice(0, in_size), has_bias=bias, is_router=is_router)
+        super().__init__(spec, context)
 
     def mm(self, x: Tensor) -> Tensor:
         return self.method.mm(x)
