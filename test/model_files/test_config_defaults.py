@@ -108,6 +108,22 @@ def test_a_multimodal_gemma3_has_the_shape_of_its_text_model() -> None:
     assert with_text_config(hf)["eos_token_id"] == [1, 106]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_theta": 5e5, "rope_scaling": YARN}, {"rope_scaling": YARN}])
+def test_older_rope_fields_replace_the_default_table_of_ministral3(fields: dict[str, Any]) -> None:
+    whole = ModelConfig.from_hf(saved("ministral3", **SHAPE, **fields))
+
+    assert ModelConfig.from_hf({"model_type": "ministral3", **SHAPE, **fields}).rope == whole.rope
+
+
+def test_null_turns_the_rope_scaling_of_ministral3_off() -> None:
+    rope = ModelConfig.from_hf({"model_type": "ministral3", **SHAPE, "rope_theta": 5e5, "rope_scaling": None}).rope
+
+    assert (rope.rope_type, rope.theta, rope.query_beta) == ("default", 5e5, None)
+
+
 @pytest.mark.parametrize("heads", [{"multi_query": True}, {"multi_query": False}])
 def test_falcons_number_of_kv_heads_counts_only_in_the_new_architecture(heads: dict[str, bool]) -> None:
     falcon = {"model_type": "falcon", **WITHOUT_KV_HEADS, "num_kv_heads": 2, **heads}

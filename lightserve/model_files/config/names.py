@@ -43,6 +43,8 @@ COMMON_NAMES = {
 }
 # null in the file is a value of these fields: no window, or as many KV heads as heads
 NULL_IS_A_VALUE = {"num_key_value_heads", "sliding_window"}
+# where one of the older fields is in the file, the newer one has no default
+OLDER_FIELDS = {"rope_parameters": frozenset({"rope_theta", "rope_scaling"})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ def with_common_names(config_json: Mapping[str, Any]) -> dict[str, Any]:
         if common.get(llama_name) is None and hf.get(name) is not None:
             common[llama_name] = hf[name]
     for name, value in special.defaults.items():
-        if name not in common or (common[name] is None and name not in NULL_IS_A_VALUE):
+        is_absent = name not in common or (common[name] is None and name not in NULL_IS_A_VALUE)
+        if is_absent and hf.keys().isdisjoint(OLDER_FIELDS.get(name, ())):
             common[name] = value
     return {**common, **layer_lists(hf), **special.derived(common)}
 
