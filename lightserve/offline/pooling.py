@@ -66,7 +66,10 @@ class PoolingMethods:
     def score(
         self, query: str, documents: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> list[float]:
-        """How well each document answers the query: 0 to 1 by a scoring model, the cosine by an embedding model."""
+        """How well each document answers the query: 0 to 1 by a scoring model, the cosine by an embedding model.
+
+        The score of a regression is its number.
+        """
         many = [documents] if isinstance(documents, str) else list(documents)
         if self._config.task == "embed":
             first, *others = self.embed([query, *many], normalize=False, truncate=truncate)

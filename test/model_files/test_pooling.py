@@ -151,6 +151,37 @@ def test_a_dense_layer_must_fit_the_model(tmp_path: Path) -> None:
         read_pooling(BERT, tmp_path)
 
 
+CROSS_ENCODER = of_class(BERT, "BertForSequenceClassification", num_labels=1)
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_regression"),
+    [
+        ({}, False),
+        ({"sentence_transformers": {"activation_fn": IDENTITY}}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, False),
+        ({"sentence_transformers": {"version": "4.1.0"}}, False),
+        ({"sbert_ce_default_activation_function": IDENTITY}, True),
+        ({"problem_type": "regression"}, True),
+        ({"num_labels": 3, "sentence_transformers": {"activation_fn": IDENTITY}}, False),
+    ],
+)
+def test_a_cross_encoder_is_a_regression_if_its_files_say_so(fields: dict[str, Any], is_regression: bool) -> None:
+    config = read_pooling({**CROSS_ENCODER, **fields}, None)
+
+    assert config is not None
+    assert config.is_regression == is_regression
+    logits = np.array([2.5], dtype=np.float32)
+    assert pair_score(config, logits) == pytest.approx(2.5 if is_regression else 1 / (1 + np.exp(-2.5)))
+    assert pair_score(config, logits, is_raw=True) == 2.5
+
+
+def test_an_unknown_activation_of_a_cross_encoder_is_refused_by_name() -> None:
+    with pytest.raises(ModelFilesError, match="activation_fn 'Tanh' is not supported; supported: Identity, Sigmoid"):
+        read_pooling({**CROSS_ENCODER, "sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, None)
+
+
 def test_results_are_normalised_and_squashed() -> None:
     logits = np.array([1.0, 3.0], dtype=np.float32)
     labels = PoolingConfig("classify", "cls", 2)

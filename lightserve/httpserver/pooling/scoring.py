@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
@@ -19,6 +19,7 @@ class PairOptions:
     truncation: int | None = None  # as truncate_prompt_tokens
     instruction: str | None = None
     is_raw: bool = False  # the number before the sigmoid
+    is_probability: bool = False  # a sigmoid even for a regression, as in TEI
     scheduling: SchedulingParams | None = None
 
 
@@ -32,7 +33,8 @@ async def score_pairs(
         raise InvalidRequestError(f"the model has {engine.config.size} labels; scores need one, so use /classify")
     texts = (engine.encode_pair(*pair, options.truncation, options.instruction) for pair in pairs)
     vectors = await engine.run(request, texts, log, options.scheduling)
-    return [pair_score(engine.config, vector, options.is_raw) for vector in vectors]
+    config = replace(engine.config, is_regression=False) if options.is_probability else engine.config
+    return [pair_score(config, vector, options.is_raw) for vector in vectors]
 
 
 async def _by_cosine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -58,7 +59,7 @@ async def tei_rerank(
 ) -> Response:
     body = validate(TeiRerankBody, value)
     context.check_fields(request, body)
-    options = PairOptions(body.length, is_raw=bool(body.raw_scores), scheduling=body.scheduling)
+    options = PairOptions(body.length, is_raw=bool(body.raw_scores), is_probability=True, scheduling=body.scheduling)
     pairs = [(body.query, text) for text in body.texts]
     scores = await score_pairs(engine, request, pairs, context.log(request), options)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
@@ -82,7 +83,8 @@ async def _predict(context: ServerContext, engine: PoolingEngine, request: Reque
 
 
 def _labelled(engine: PoolingEngine, vector: Vector, is_raw: bool) -> list[dict[str, Any]]:
-    scores = (vector if is_raw else probabilities(engine.config, vector)).tolist()
+    config = replace(engine.config, is_regression=False)  # TEI does not read the activation of config.json
+    scores = (vector if is_raw else probabilities(config, vector)).tolist()
     labels = engine.config.labels or tuple(f"LABEL_{i}" for i in range(len(scores)))
     pairs = sorted(zip(scores, labels, strict=True), key=lambda pair: -pair[0])
     return [{"score": score, "label": label} for score, label in pairs]

@@ -32,6 +32,7 @@ CLASSIFIER = "ForSequenceClassification"
 REWARD = "ForRewardModel"
 ANSWERS = ("no", "yes")  # of Qwen3-Reranker
 MAX_LABELS = 100_000
+OLDER_ACTIVATION = "sbert_ce_default_activation_function"  # before sentence-transformers 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PoolingConfig:
     answers: tuple[str, str] | None = None  # score by the logits of these two tokens, the second is the good one
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False  # labels do not exclude each other
+    is_regression: bool = False  # the number of the only label is the score, without a sigmoid
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_len: int | None = None  # tokens of a text, if the files say it
@@ -117,7 +119,8 @@ def _of_task(task: str, hf: Mapping[str, Any], extra: SentenceTransformer | None
         if task == "score" and len(labels) != 1:
             raise ModelFilesError(f"--task score needs a head with one label; this one has {len(labels)}: use classify")
         head = classification_head(hf, len(labels))
-        config = replace(_with_head(task, hf, head, len(labels)), labels=labels)
+        is_regression = len(labels) == 1 and _is_regression(hf)
+        config = replace(_with_head(task, hf, head, len(labels)), labels=labels, is_regression=is_regression)
     elif task == "score" and not is_encoder(hf):
         answers = _answers(hf) or ANSWERS
         config = PoolingConfig("score", "last", size=2, answers=answers, labels=answers)
@@ -151,6 +154,19 @@ def _with_head(task: str, hf: Mapping[str, Any], head: Head, labels: int) -> Poo
     is_multi_label = hf.get("problem_type") == "multi_label_classification"
     kind: Task = "reward" if task == "reward" else "score" if task == "score" else "classify"
     return PoolingConfig(kind, head.pooling, labels, head.layers, is_multi_label=is_multi_label)
+
+
+def _is_regression(hf: Mapping[str, Any]) -> bool:
+    """Whether a cross-encoder returns its number as it is, by sentence-transformers' fields or by transformers'."""
+    table = hf.get("sentence_transformers")
+    name = table.get("activation_fn") if isinstance(table, dict) else hf.get(OLDER_ACTIVATION)
+    if name is None:
+        return hf.get("problem_type") == "regression"
+    activation = str(name).rpartition(".")[2]
+    if activation not in ("Identity", "Sigmoid"):
+        found = activation[:100]
+        raise ModelFilesError(f"config.json: activation_fn {found!r} is not supported; supported: Identity, Sigmoid")
+    return activation == "Identity"
 
 
 def _with_pooling(config: PoolingConfig, pooling: str) -> PoolingConfig:

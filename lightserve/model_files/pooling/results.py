@@ -33,7 +33,12 @@ def cosine(first: Vector, second: Vector) -> float:
 
 
 def probabilities(config: PoolingConfig, logits: Vector) -> Vector:
-    """Of the labels: sigmoid if there is one or if they do not exclude each other, else softmax."""
+    """Of the labels: sigmoid if there is one or if they do not exclude each other, else softmax.
+
+    The number of a regression stays as it is.
+    """
+    if config.is_regression:
+        return logits
     if len(logits) == 1 or config.is_multi_label:
         result: Any = 1 / (1 + np.exp(-logits.astype(np.float64)))
     else:
@@ -43,7 +48,10 @@ def probabilities(config: PoolingConfig, logits: Vector) -> Vector:
 
 
 def pair_score(config: PoolingConfig, logits: Vector, is_raw: bool = False) -> float:
-    """How well a document answers a query, between 0 and 1. ``is_raw``: the number before that."""
+    """How well a document answers a query: between 0 and 1, if the model is no regression.
+
+    ``is_raw``: the number before that.
+    """
     if config.answers is not None:
         difference = float(logits[1]) - float(logits[0])  # the softmax of two is a sigmoid
         return difference if is_raw else float(1 / (1 + np.exp(-difference)))
