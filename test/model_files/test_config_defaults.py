@@ -24,6 +24,7 @@ SHAPE = {
 }
 GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 7, "n_head": 4, "n_positions": 128}
 WITHOUT_KV_HEADS = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+WITH_EPS = {**SHAPE, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
     "arcee": SHAPE,
     "bitnet": SHAPE,
@@ -41,6 +42,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron": {**SHAPE, "head_dim": 16},
     "opt": WITHOUT_KV_HEADS,
     "phi": SHAPE,
+    "qwen2": WITH_EPS,
+    "qwen2_moe": WITH_EPS,
+    "qwen3": {**WITH_EPS, "head_dim": 16},
     "phi3": {**SHAPE, "pad_token_id": 0},
     "stablelm": SHAPE,
     "starcoder2": SHAPE,
@@ -106,6 +110,17 @@ def test_a_multimodal_gemma3_has_the_shape_of_its_text_model() -> None:
     assert same_fields(config) == replace(same_fields(whole), model_type="gemma3")
     assert config.rope.factor == 8.0
     assert with_text_config(hf)["eos_token_id"] == [1, 106]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3"])
+@pytest.mark.parametrize("first", [None, 0, 3, 7])
+def test_qwens_layers_without_types_have_the_windows_of_transformers(model_type: str, first: int | None) -> None:
+    fields = {**WITH_EPS, "use_sliding_window": True, "sliding_window": 8}
+    fields |= {} if first is None else {"max_window_layers": first}
+
+    config = ModelConfig.from_hf({"model_type": model_type, **fields})
+
+    assert config.layer_types == tuple(saved(model_type, **fields)["layer_types"])
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

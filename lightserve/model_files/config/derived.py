@@ -30,6 +30,21 @@ def windows_except_every(count: int) -> Derive:
     return derive
 
 
+def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
+    """layer_types of Qwen's files without them. ``is_windowed`` gets the number of a layer and max_window_layers."""
+
+    def derive(hf: Fields) -> dict[str, Any]:
+        bound: Any = 28 if hf.get("max_window_layers") is None else hf["max_window_layers"]
+        layers: Any = hf.get("num_hidden_layers")
+        if hf.get("layer_types") is not None or not (_are_counts(layers) and isinstance(bound, int)):
+            return {}
+        has_windows = bool(hf.get("use_sliding_window")) and hf.get("sliding_window") is not None
+        kinds = ("full_attention", "sliding_attention")
+        return {"layer_types": [kinds[has_windows and is_windowed(i, bound)] for i in range(min(layers, 10_000))]}
+
+    return derive
+
+
 def gemma(hf: Fields) -> dict[str, Any]:
     """The first files say gelu and mean its tanh form."""
     return {"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}

@@ -92,6 +92,7 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
 _NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
@@ -154,6 +155,14 @@ MODELS = {
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, config_derived.qwen),
+    "qwen2": ConfigNames(defaults=_QWEN, derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound)),
+    "qwen2_moe": ConfigNames(
+        defaults=_QWEN,
+        derived=config_derived.windows_of_layers(lambda layer, bound: layer % 2 == 0 and layer < bound),
+    ),
+    "qwen3": ConfigNames(defaults=_QWEN, derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound)),
+    # transformers gives all layers the window, whatever layer_types says
+    "qwen3_moe": ConfigNames(defaults=_QWEN, derived=lambda hf: {"layer_types": None}),
     "roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(

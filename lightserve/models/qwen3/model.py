@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
-from lightserve.models.qwen2.model import qwen_window
 
 
 class Qwen3TpPartModel(bm.TpPartBaseModel):
@@ -14,7 +13,7 @@ class Qwen3TpPartModel(bm.TpPartBaseModel):
         return replace(
             super().layer_spec(layer_num),
             qk_norm=bm.QkNorm.HEAD,
-            window=qwen_window(self.config, layer_num),
+            window=self.config.window_of(layer_num),
             qkv_bias=has_bias,
             o_bias=has_bias,
         )

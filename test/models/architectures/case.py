@@ -58,6 +58,11 @@ class Tiny:
             yield CheckpointTensor(name, tensor, "memory")
 
 
+def without(*fields: str) -> Callable[[Json, Tensors], tuple[Json, Tensors]]:
+    """The config.json of an older file that lacks ``fields``."""
+    return lambda config, tensors: ({key: config[key] for key in config if key not in fields}, tensors)
+
+
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
     """Noise is in every weight, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
     torch.manual_seed(0)

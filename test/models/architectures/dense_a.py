@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from test.models.architectures import converted, pruned
-from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors
+from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, without
 
 SMALL = {**SMALL_LLAMA, "pad_token_id": None}
 WINDOW = 24
@@ -30,11 +28,6 @@ FACTORS = {
     "logits_scaling": 5.0,
 }
 MINICPM = {**FACTORS, "attention_multiplier": 8**-0.5}
-
-
-def without(*fields: str) -> Callable[[Json, Tensors], tuple[Json, Tensors]]:
-    """The config.json of an older file that lacks ``fields``."""
-    return lambda config, tensors: ({key: config[key] for key in config if key not in fields}, tensors)
 
 
 CASES = {

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from test.models.architectures.case import MAX_LEN, SMALL, Case
+from test.models.architectures.case import MAX_LEN, SMALL, Case, without
 
 WINDOW = 24
 
@@ -10,6 +10,11 @@ CASES = {
     "qwen2": Case("qwen2", {**SMALL, "tie_word_embeddings": True}),
     "qwen2-window": Case(
         "qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    "qwen2-window-nowhere": Case(
+        "qwen2",
+        {**SMALL, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
+        without("layer_types"),
     ),
     "qwen3": Case("qwen3", {**SMALL, "head_dim": 16}),
     "bitnet": Case("bitnet", {**SMALL}),

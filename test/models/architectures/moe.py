@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from test.models.architectures.case import SMALL, Case
+from test.models.architectures.case import SMALL, Case, without
 
 WINDOW = 24
 MOE = {**SMALL, "num_experts_per_tok": 3}
@@ -38,6 +38,12 @@ CASES = {
         {**QWEN, "shared_expert_intermediate_size": 28, "norm_topk_prob": True, "decoder_sparse_step": 2},
     ),
     "qwen3_moe": Case("qwen3_moe", {**QWEN, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-window": Case(
+        "qwen3_moe", {**QWEN, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    ),
+    "qwen2_moe-window": Case(
+        "qwen2_moe", {**QWEN, "use_sliding_window": True, "sliding_window": WINDOW}, without("layer_types")
+    ),
     "qwen3_moe-dense": Case(
         "qwen3_moe", {**QWEN, "mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True}
     ),
