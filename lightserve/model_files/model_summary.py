@@ -30,7 +30,7 @@ class ModelDetails:
 
     @property
     def architecture(self) -> str:
-        return str(self.hf_config.get("model_type") or UNKNOWN)
+        return str(self.hf_config.get("multimodal_type") or self.hf_config.get("model_type") or UNKNOWN)
 
 
 def read_details(source: ModelSource) -> ModelDetails:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.config.names import with_text_config
+from lightserve.model_files.config.text_part import with_text_config
 from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
 from lightserve.model_files.gguf.config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf.header import GgufHeader, read_gguf_header

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.config.text_part import with_text_config
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ MODELS = {
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",
     "gemma": "lightserve.models.gemma.model:GemmaTpPartModel",
     "gemma2": "lightserve.models.gemma2.model:Gemma2TpPartModel",
-    "gemma3": "lightserve.models.gemma3.model:Gemma3TpPartModel",
+    "gemma3": "lightserve.models.gemma3.model:Gemma3TextTpPartModel",
     "gemma3_text": "lightserve.models.gemma3.model:Gemma3TextTpPartModel",
     "glm": "lightserve.models.glm.model:GlmTpPartModel",
     "glm4": "lightserve.models.glm4.model:Glm4TpPartModel",
@@ -123,7 +124,7 @@ def read_model_config(
     ``gguf`` and ``none`` are up to the source: see ``model_files.source.stored_as``. ``quantization_config`` is a file
     with a choice for each module.
     """
-    hf = {**config_json, "model_type": model_type} if model_type else config_json
+    hf = with_text_config({**config_json, "model_type": model_type} if model_type else config_json)
     check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
     config = ModelConfig.from_hf(hf)
     is_kept = quantization in (None, "gguf") or (quantization == "none" and config.quantization is None)

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.model_config import ModelConfig
-from lightserve.model_files.config.names import with_text_config
+from lightserve.model_files.config.text_part import with_text_config
 
 SHAPE = {
     "vocab_size": 96,
@@ -107,7 +107,7 @@ def test_a_multimodal_gemma3_has_the_shape_of_its_text_model() -> None:
     config = ModelConfig.from_hf(hf)
     whole = ModelConfig.from_hf(saved("gemma3_text", **{k: v for k, v in text.items() if k != "model_type"}))
 
-    assert same_fields(config) == replace(same_fields(whole), model_type="gemma3")
+    assert same_fields(config) == replace(same_fields(whole), multimodal_type="gemma3")
     assert config.rope.factor == 8.0
     assert with_text_config(hf)["eos_token_id"] == [1, 106]
 

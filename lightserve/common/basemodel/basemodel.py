@@ -25,7 +25,7 @@ from lightserve.common.basemodel.layer_weights.key_scaling import warn_of_large_
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
-from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters, with_own_names
+from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters
 from lightserve.common.basemodel.merge_lora import check_merge, merged
 from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, layers_of_stage, states_after
 from lightserve.common.basemodel.pooling import with_outer_prefix
@@ -40,6 +40,7 @@ from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.config.text_part import is_of_other_part, text_name
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
 from lightserve.model_files.pooling import PoolingConfig
 
@@ -267,7 +268,12 @@ class TpPartBaseModel:
 
     def own_names(self, adapter: Adapter) -> Adapter:
         """The adapter with the names that the weights declare."""
-        return with_own_names(adapter, self.spec.names)
+        return replace(adapter, modules={self.own_name(name): module for name, module in adapter.modules.items()})
+
+    def own_name(self, name: str) -> str:
+        """The name of a tensor or a module as the weights declare it."""
+        name = name if self.config.multimodal_type is None else text_name(name)
+        return name.removeprefix(self.spec.names.optional_prefix)
 
     def check_adapter(self, adapter: Adapter) -> Adapter:
         """Raise if the adapter does not fit this model; otherwise return it with the names that the weights declare."""
@@ -332,6 +338,12 @@ class TpPartBaseModel:
 
     def _adapted(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """A checkpoint of a model without a head for text may lack the prefix ``model.`` of its names."""
+        if self.config.multimodal_type is not None:
+            checkpoint = (
+                tensor._replace(name=text_name(tensor.name))
+                for tensor in checkpoint
+                if not is_of_other_part(tensor.name)
+            )
         if self.args.pooling is None:
             return self.adapt_checkpoint(checkpoint)
         prefixed = with_outer_prefix(checkpoint, self.spec.names, self.layer_specs[0].names)
@@ -347,7 +359,7 @@ class TpPartBaseModel:
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
-            name = self.spec.names.own_name(name)
+            name = name.removeprefix(self.spec.names.optional_prefix)
             if self.config.quantization is not None:
                 name = self.config.quantization.tensor_name(name)
             is_head = name == f"{self.spec.names.lm_head}.weight"

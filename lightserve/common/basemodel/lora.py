@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import safetensors
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel.spec import ModelNames
 from lightserve.common.quantization import LinearSpec
 from lightserve.errors import AdapterError
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, LoraModule
@@ -159,11 +158,6 @@ def read_matrices(adapter: Adapter) -> list[tuple[str, LoraModule, Tensor, Tenso
             ]
     except (safetensors.SafetensorError, OSError) as error:
         raise AdapterError(f"{adapter.file}: not readable ({error}); copy the adapter again") from error
-
-
-def with_own_names(adapter: Adapter, names: ModelNames) -> Adapter:
-    """The adapter with the names of modules as the weights declare them."""
-    return replace(adapter, modules={names.own_name(name): module for name, module in adapter.modules.items()})
 
 
 def _aligned(size: int) -> int:

@@ -197,13 +197,6 @@ class ModelNames:
     final_norm: str | None = "model.norm"  # None: the last layer ends with a norm
     lm_head: str = "lm_head"
     optional_prefix: str = ""  # of all names; some checkpoints of a model have it and others do not
-    newer_prefix: str = ""  # what newer tools write for "model."
-
-    def own_name(self, name: str) -> str:
-        """A name of a checkpoint or an adapter, as the weights declare it."""
-        if self.newer_prefix and name.startswith(self.newer_prefix):
-            return f"model.{name.removeprefix(self.newer_prefix)}"
-        return name.removeprefix(self.optional_prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

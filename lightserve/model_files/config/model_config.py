@@ -135,6 +135,7 @@ class ModelConfig:
     layer_types: tuple[str, ...] | None  # FULL_ATTENTION or SLIDING_ATTENTION of each layer; None: config.json has none
     hf: Mapping[str, Any]  # the whole config.json, for fields that only one model reads
     quantization: QuantConfig | None = None  # None: the weights are plain floats
+    multimodal_type: str | None = None  # of the whole model, if only its language model is served
 
     @classmethod
     def from_hf(cls, config_json: Mapping[str, Any]) -> ModelConfig:
@@ -159,6 +160,7 @@ class ModelConfig:
             layer_types=_layer_types(hf, num_layers),
             hf=hf,
             quantization=_quantization(hf),
+            multimodal_type=hf.get("multimodal_type"),
         )
         config._check()
         return config

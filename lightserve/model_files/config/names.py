@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightserve.errors import ModelFilesError
 from lightserve.model_files.config import derived as config_derived
 from lightserve.model_files.config.layer_shapes import layer_lists, nemotron_nas_fields
+from lightserve.model_files.config.text_part import with_text_config
 
 # other name: Llama's name; for every model, where Llama's name is absent
 COMMON_NAMES = {
@@ -55,7 +55,6 @@ class ConfigNames:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that the file may lack, by Llama's names
     # fields that follow from others, by Llama's names; they replace the fields of the file
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
-    text_config: str | None = None  # the field that holds the language model's config, in models with other inputs too
 
 
 _GLM = {
@@ -125,7 +124,6 @@ MODELS = {
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
-    "gemma3": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3, text_config="text_config"),
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
     "glm": ConfigNames(defaults=_GLM),
     "glm4": ConfigNames(defaults=_GLM),
@@ -193,17 +191,6 @@ def with_common_names(config_json: Mapping[str, Any]) -> dict[str, Any]:
         if is_absent and hf.keys().isdisjoint(OLDER_FIELDS.get(name, ())):
             common[name] = value
     return {**common, **layer_lists(hf), **special.derived(common)}
-
-
-def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the fields of the language model beside those of the whole model, which win."""
-    key = _special(hf).text_config
-    text = None if key is None else hf.get(key)
-    if text is None:
-        return dict(hf)
-    if not isinstance(text, dict):
-        raise ModelFilesError(f"config.json: {key} is not an object; fetch it again")
-    return text | {name: value for name, value in hf.items() if value is not None}
 
 
 def _special(hf: Mapping[str, Any]) -> ConfigNames:

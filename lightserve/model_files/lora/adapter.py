@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightserve.errors import AdapterError, ModelFilesError
+from lightserve.model_files.config.text_part import is_of_other_part
 from lightserve.model_files.lora.config import LoraConfig, read_config
 from lightserve.model_files.safetensors_header import TensorInfo, read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 DTYPES = ("F32", "F16", "BF16")
 SHOWN = 4  # names in a message
-TOWERS = frozenset({"vision_tower", "vision_model", "visual", "multi_modal_projector"})  # parts of names
 PREFIX = "base_model.model."
 _LORA_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _EMBEDDING_TENSOR = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<side>[AB])(?:\.default)?")
@@ -88,8 +88,8 @@ def check_base(adapter: Adapter, linears: Mapping[str, LinearSize], others: Iter
 
 def _reason(adapter: Adapter, name: str, others: set[str]) -> str:
     """Why a linear takes no adapter."""
-    if not TOWERS.isdisjoint(name.split(".")):
-        count = sum(not TOWERS.isdisjoint(module.split(".")) for module in adapter.modules)
+    if is_of_other_part(name):
+        count = sum(map(is_of_other_part, adapter.modules))
         return (
             f"{name} and {count - 1} more modules are of the vision tower, which is not served; train the adapter "
             "without them (exclude_modules of PEFT)"

@@ -16,12 +16,3 @@ class Gemma3TextTpPartModel(Gemma2TpPartModel):
         if window is not None and self.config.flag("use_bidirectional_attention"):
             window = window // 2 + 1  # on each side, the token itself included
         return replace(spec, qk_norm=bm.QkNorm.HEAD, rope=rope, window=window)
-
-
-class Gemma3TpPartModel(Gemma3TextTpPartModel):
-    """The text part of a model that reads images too. Requests with images are refused."""
-
-    def model_spec(self) -> bm.ModelSpec:
-        spec = super().model_spec()
-        names = replace(spec.names, optional_prefix="language_model.", newer_prefix="model.language_model.")
-        return replace(spec, names=names)

@@ -86,7 +86,7 @@ def test_the_first_layer_has_the_published_tensors(name: str) -> None:
     declared = {piece.name: list(piece.shape) for piece in first.pieces()}
 
     published = FOLDERS[name]["tensors"]
-    assert {model.spec.names.own_name(tensor): shape for tensor, shape in published.items()} == declared
+    assert {model.own_name(tensor): shape for tensor, shape in published.items()} == declared
 
 
 @pytest.mark.parametrize("name", [name for name, folder in FOLDERS.items() if "adapter" in folder])
@@ -95,7 +95,7 @@ def test_a_linear_of_a_published_adapter_is_in_the_model(name: str) -> None:
 
     modules = {piece.name.removesuffix(".weight") for weight in weights for piece in weight.pieces()}
 
-    assert model.spec.names.own_name(FOLDERS[name]["adapter"]) in modules
+    assert model.own_name(FOLDERS[name]["adapter"]) in modules
 
 
 @pytest.mark.parametrize("name", [name for name, folder in FOLDERS.items() if "tokenizer" in folder])

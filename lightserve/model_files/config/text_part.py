@@ -1,0 +1,44 @@
+"""Checkpoints that read images too: the config and the tensors of the language model in them, which is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightserve.errors import ModelFilesError
+
+TEXT_CONFIG = "text_config"
+# model_type of the whole model: as which model_type its language model is served, if text_config does not say
+TEXT_TYPES = {"gemma3": "gemma3_text"}
+# prefixes of the tensors of the other parts, with or without ``model.`` before them
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the fields of the language model beside those of the whole model, which win.
+
+    ``model_type`` is that of the language model, and ``multimodal_type`` that of the whole model.
+    """
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TEXT_TYPES:
+        return dict(hf)
+    text = {} if hf.get(TEXT_CONFIG) is None else hf[TEXT_CONFIG]
+    if not isinstance(text, dict):
+        raise ModelFilesError(f"config.json: {TEXT_CONFIG} is not an object; fetch it again")
+    whole = {name: value for name, value in hf.items() if value is not None}
+    return {**text, **whole, "model_type": TEXT_TYPES[model_type], "multimodal_type": model_type}
+
+
+def is_of_other_part(name: str) -> bool:
+    """Whether a tensor is not of the language model."""
+    return name.removeprefix("model.").startswith(OTHER_PARTS)
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor or module of the language model has in a checkpoint of that model alone.
+
+    Files name it ``model.language_model.layers`` as transformers does today, or ``language_model.model.layers``.
+    """
+    if name.startswith("model.language_model."):
+        return name.replace("language_model.", "", 1)
+    return name.removeprefix("language_model.")
