@@ -1,4 +1,7 @@
-"""Gemma 3: Gemma 2 with norms on every query and key head, and another rotary base in windowed layers."""
+"""Gemma 3: Gemma 2 with norms on every query and key head, and another rotary base in windowed layers.
+
+As in transformers, attn_logit_softcapping has no effect.
+"""
 
 from __future__ import annotations
 
@@ -15,4 +18,4 @@ class Gemma3TextTpPartModel(Gemma2TpPartModel):
         window = spec.window
         if window is not None and self.config.flag("use_bidirectional_attention"):
             window = window // 2 + 1  # on each side, the token itself included
-        return replace(spec, qk_norm=bm.QkNorm.HEAD, rope=rope, window=window)
+        return replace(spec, qk_norm=bm.QkNorm.HEAD, rope=rope, window=window, softcap=None)

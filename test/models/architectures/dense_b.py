@@ -56,6 +56,7 @@ CASES = {
     ),
     "gemma2-no-softcaps": Case("gemma2", {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3_text": Case("gemma3_text", GEMMA3),
+    "gemma3_text-softcap": Case("gemma3_text", {**GEMMA3, "attn_logit_softcapping": 2.0}),
     "gemma3_text-older-config": Case(
         "gemma3_text",
         {
