@@ -123,6 +123,19 @@ def test_qwens_layers_without_types_have_the_windows_of_transformers(model_type:
     assert config.layer_types == tuple(saved(model_type, **fields)["layer_types"])
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_llama_and_its_like_rotate_whole_heads(model_type: str, fields: dict[str, Any]) -> None:
+    assert ModelConfig.from_hf({"model_type": model_type, **WITH_EPS, **fields}).rope.partial_rotary_factor == 1.0
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 

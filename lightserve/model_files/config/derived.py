@@ -45,6 +45,22 @@ def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
     return derive
 
 
+def whole_rope(hf: Fields) -> dict[str, Any]:
+    """transformers' Llama and its like rotate whole heads: a partial_rotary_factor is left over from another model."""
+    tables = ((key, hf.get(key)) for key in ("rope_parameters", "rope_scaling"))
+    without = {
+        key: {name: value for name, value in table.items() if name != "partial_rotary_factor"}
+        for key, table in tables
+        if isinstance(table, dict)
+    }
+    return {"partial_rotary_factor": None, **without}
+
+
+def all_of(*derives: Derive) -> Derive:
+    """The fields of several functions."""
+    return lambda hf: {name: value for derive in derives for name, value in derive(hf).items()}
+
+
 def gemma(hf: Fields) -> dict[str, Any]:
     """The first files say gelu and mean its tanh form."""
     return {"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}

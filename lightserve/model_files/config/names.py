@@ -91,6 +91,9 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
+_QWEN_FIELDS = config_derived.all_of(
+    config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
+)
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
@@ -137,10 +140,12 @@ MODELS = {
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "llama": ConfigNames(derived=config_derived.whole_rope),
     "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),
-    "mistral": ConfigNames(defaults=_MISTRAL),
+    "mistral": ConfigNames(defaults=_MISTRAL, derived=config_derived.whole_rope),
+    "mixtral": ConfigNames(derived=config_derived.whole_rope),
     "modernbert": ConfigNames(defaults=_MODERNBERT, derived=config_derived.modernbert),
     "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
     "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
@@ -153,14 +158,19 @@ MODELS = {
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, config_derived.qwen),
-    "qwen2": ConfigNames(defaults=_QWEN, derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound)),
+    "qwen2": ConfigNames(defaults=_QWEN, derived=_QWEN_FIELDS),
     "qwen2_moe": ConfigNames(
         defaults=_QWEN,
-        derived=config_derived.windows_of_layers(lambda layer, bound: layer % 2 == 0 and layer < bound),
+        derived=config_derived.all_of(
+            config_derived.whole_rope,
+            config_derived.windows_of_layers(lambda layer, bound: layer % 2 == 0 and layer < bound),
+        ),
     ),
-    "qwen3": ConfigNames(defaults=_QWEN, derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound)),
+    "qwen3": ConfigNames(defaults=_QWEN, derived=_QWEN_FIELDS),
     # transformers gives all layers the window, whatever layer_types says
-    "qwen3_moe": ConfigNames(defaults=_QWEN, derived=lambda hf: {"layer_types": None}),
+    "qwen3_moe": ConfigNames(
+        defaults=_QWEN, derived=config_derived.all_of(config_derived.whole_rope, lambda hf: {"layer_types": None})
+    ),
     "roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(

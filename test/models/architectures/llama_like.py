@@ -7,6 +7,7 @@ WINDOW = 24
 CASES = {
     "llama": Case("llama", {**SMALL, "head_dim": 16}),
     "llama-biased": Case("llama", {**SMALL, "attention_bias": True, "mlp_bias": True}),
+    "llama-left-over-field": Case("llama", {**SMALL, "partial_rotary_factor": 0.5}),
     "qwen2": Case("qwen2", {**SMALL, "tie_word_embeddings": True}),
     "qwen2-window": Case(
         "qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
