@@ -9,12 +9,13 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.config.text_part import TEXT_TYPES
 from lightserve.models.registry import MODELS
 from test.model_files.test_config_defaults import SHAPES
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 # models that name their sizes differently, or have them in an object; test_config_defaults.py has the other ones
-OTHER_SIZES = {"bloom", "gemma3", *SHAPES}
+OTHER_SIZES = {"bloom", *TEXT_TYPES, *SHAPES}
 MODEL_TYPES = sorted(MODELS.keys() & set(CONFIG_MAPPING) - OTHER_SIZES)
 
 

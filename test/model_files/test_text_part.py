@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightserve.errors import UnsupportedModelTypeError
 from lightserve.model_files.config.text_part import TEXT_TYPES, is_of_other_part, text_name
-from lightserve.models.registry import MODELS
+from lightserve.models.registry import MODELS, read_model_config
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,15 @@ def test_a_tensor_has_the_name_of_the_language_model_alone(name: str, expected: 
     assert text_name(name) == expected
 
 
-@pytest.mark.parametrize("name", ["vision_tower.blocks.0.norm.weight", "model.multi_modal_projector.linear.bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "visual.blocks.0.norm1.weight",
+        "model.visual.merger.norm.bias",
+        "vision_tower.patch_embed.weight",
+        "mm_projector.proj.0.bias",
+    ],
+)
 def test_tensors_of_the_other_parts_are_known_by_their_names(name: str) -> None:
     assert is_of_other_part(name)
 
@@ -31,3 +40,10 @@ def test_tensors_of_the_other_parts_are_known_by_their_names(name: str) -> None:
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
 def test_the_whole_model_is_registered_as_its_language_model(model_type: str) -> None:
     assert MODELS[model_type] == MODELS[TEXT_TYPES[model_type]]
+
+
+def test_a_language_model_that_is_not_supported_is_named() -> None:
+    hf = {"model_type": "mistral3", "text_config": {"model_type": "mistral9"}}
+
+    with pytest.raises(UnsupportedModelTypeError, match="model_type 'mistral9' is not supported"):
+        read_model_config(hf, None)

@@ -53,6 +53,7 @@ from lightserve.common.basemodel.spec import (
 )
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.checkpoint.stacked_experts import with_experts_apart
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel, RankGroup
@@ -141,5 +142,6 @@ __all__ = [
     "replaces",
     "top_k_of",
     "whole",
+    "with_experts_apart",
     "yarn_mscale",
 ]

@@ -13,7 +13,8 @@ from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.quantization import QuantConfig, read_quant_config
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
-ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
+# Phi-3's first name for longrope; positions of Qwen-VL in three axes, which are the same for text
+ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # A config.json with larger values is damaged. These limits refuse it before anything of that size is built.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18

@@ -9,9 +9,25 @@ from lightserve.errors import ModelFilesError
 
 TEXT_CONFIG = "text_config"
 # model_type of the whole model: as which model_type its language model is served, if text_config does not say
-TEXT_TYPES = {"gemma3": "gemma3_text"}
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "kimi_k25": "deepseek_v3",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_vl_moe",
+}
+# model_type of text_config: as which model_type it is served; others are served as what they are
+SERVED_AS = {
+    **TEXT_TYPES,
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
 # prefixes of the tensors of the other parts, with or without ``model.`` before them
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.")
 
 
 def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,8 +41,9 @@ def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     text = {} if hf.get(TEXT_CONFIG) is None else hf[TEXT_CONFIG]
     if not isinstance(text, dict):
         raise ModelFilesError(f"config.json: {TEXT_CONFIG} is not an object; fetch it again")
+    text_type = text.get("model_type") or model_type
     whole = {name: value for name, value in hf.items() if value is not None}
-    return {**text, **whole, "model_type": TEXT_TYPES[model_type], "multimodal_type": model_type}
+    return {**text, **whole, "model_type": SERVED_AS.get(str(text_type), text_type), "multimodal_type": model_type}
 
 
 def is_of_other_part(name: str) -> bool:
@@ -37,7 +54,8 @@ def is_of_other_part(name: str) -> bool:
 def text_name(name: str) -> str:
     """The name that a tensor or module of the language model has in a checkpoint of that model alone.
 
-    Files name it ``model.language_model.layers`` as transformers does today, or ``language_model.model.layers``.
+    Files name it ``model.language_model.layers`` as transformers does today, ``language_model.model.layers``, or as the
+    model alone.
     """
     if name.startswith("model.language_model."):
         return name.replace("language_model.", "", 1)

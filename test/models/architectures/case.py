@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightserve.common.basemodel import CheckpointTensor
+from lightserve.model_files.config.text_part import TEXT_TYPES
 
 MAX_LEN = 256
 # small enough for a test in a second; heads are odd in number and wider than hidden_size / heads
@@ -66,7 +67,8 @@ def without(*fields: str) -> Callable[[Json, Tensors], tuple[Json, Tensors]]:
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
     """Noise is in every weight, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
     torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **case.fields))
+    auto_class = AutoModelForImageTextToText if case.model_type in TEXT_TYPES else AutoModelForCausalLM
+    hf = auto_class.from_config(AutoConfig.for_model(case.model_type, **case.fields))
     hf = hf.float().eval()
     for name, weight in hf.state_dict().items():  # parameters, and buffers that a checkpoint has
         weight.normal_(std=0.15)

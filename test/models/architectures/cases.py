@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from test.models.architectures import dense_a, dense_b, latent, llama_like, moe
+from test.models.architectures import dense_a, dense_b, latent, llama_like, moe, vision_language
 
-CASES = dense_a.CASES | dense_b.CASES | latent.CASES | llama_like.CASES | moe.CASES
+CASES = dense_a.CASES | dense_b.CASES | latent.CASES | llama_like.CASES | moe.CASES | vision_language.CASES

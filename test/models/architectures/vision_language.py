@@ -1,0 +1,97 @@
+"""Language models in checkpoints that read images too. The oracle is transformers' class for the whole model."""
+
+from __future__ import annotations
+
+import re
+
+from test.models.architectures.case import SMALL, Case, Json, Tensors
+from test.models.architectures.latent import GROUPS, LATENT
+
+UNTIED = {"tie_word_embeddings": False}
+THREE_AXES = {"rope_parameters": {"type": "mrope", "mrope_section": [1, 2, 1], "rope_theta": 1e6}}
+INTERLEAVED = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2], "rope_theta": 1e6}
+QUERY_SCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 1}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 48,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+KIMI_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+EXPERTS = {"head_dim": 16, "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+
+
+def _without_text_config(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Qwen2-VL was published: the fields of the language model among those of the whole model."""
+    text = {
+        key: value
+        for key, value in config_json.pop("text_config").items()
+        if key not in ("model_type", "rope_parameters")
+    }
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}, "rope_theta": 1e6}
+    return {**text, **config_json, **rope}, tensors
+
+
+def _as_saved_today(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """With the names that the model has in memory."""
+    names = {name: re.sub(r"^(language_model\.)?model\.", "model.language_model.", name) for name in tensors}
+    return config_json, {names[name].removeprefix("language_model."): tensor for name, tensor in tensors.items()}
+
+
+def _transposed_experts(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Qwen3-VL was published."""
+    return config_json, {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+
+
+def _as_kimi(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As published: transformers 5.22 saves the layers of the language model under another name."""
+    return config_json, {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}
+
+
+def _as_kimi_k2(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    text = {**config_json["text_config"], "model_type": "kimi_k2"}
+    return _as_kimi({**config_json, "text_config": text}, tensors)
+
+
+def _case(model_type: str, text: Json, vision: Json, **fields: object) -> tuple[str, Json]:
+    return model_type, {"text_config": {**SMALL, **text}, "vision_config": vision, **UNTIED, **fields}
+
+
+CASES = {
+    "qwen2_vl": Case(*_case("qwen2_vl", THREE_AXES, QWEN2_VISION), _without_text_config),
+    "qwen2_5_vl": Case(*_case("qwen2_5_vl", THREE_AXES, QWEN_VISION)),
+    "qwen2_5_vl-today": Case(*_case("qwen2_5_vl", THREE_AXES, QWEN_VISION, tie_word_embeddings=True), _as_saved_today),
+    "qwen3_vl": Case(*_case("qwen3_vl", {"head_dim": 16, "rope_parameters": INTERLEAVED}, QWEN_VISION)),
+    "qwen3_vl_moe": Case(*_case("qwen3_vl_moe", EXPERTS, QWEN_VISION), _transposed_experts),
+    "qwen3_vl_moe-stacked": Case(*_case("qwen3_vl_moe", {**EXPERTS, "mlp_only_layers": [1]}, QWEN_VISION)),
+    "mistral3": Case(*_case("mistral3", {"model_type": "mistral", "sliding_window": 24}, PIXTRAL), _as_saved_today),
+    "mistral3-ministral3": Case(
+        *_case("mistral3", {"model_type": "ministral3", "head_dim": 16, "rope_parameters": QUERY_SCALE}, PIXTRAL)
+    ),
+    "kimi_k25": Case(*_case("kimi_k25", {**LATENT, **GROUPS, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi),
+    "kimi_k25-k2": Case(
+        *_case("kimi_k25", {**LATENT, **ONE_GROUP, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi_k2
+    ),
+}
