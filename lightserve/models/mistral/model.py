@@ -14,7 +14,8 @@ class MistralTpPartModel(bm.TpPartBaseModel):
 
 class Ministral3TpPartModel(MistralTpPartModel):
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
-        spec, rope = super().layer_spec(layer_num), self.config.rope
-        if rope.query_beta is None:
-            return spec
-        return replace(spec, query_scale=bm.QueryScale(rope.query_beta, rope.original_max_position))
+        return replace(super().layer_spec(layer_num), query_scale=query_scale(self.config.rope))
+
+
+def query_scale(rope: bm.RopeConfig) -> bm.QueryScale | None:
+    return None if rope.query_beta is None else bm.QueryScale(rope.query_beta, rope.original_max_position)
