@@ -112,6 +112,7 @@ def test_the_layer_that_predicts_several_tokens_is_left_out(tiny: Tiny, log: pyt
         ("deepseek_v2", "norm_topk_prob", True, "False"),
         ("deepseek_v3", "topk_method", "greedy", "noaux_tc"),
         ("kimi_k2", "scoring_func", "softmax", "sigmoid"),
+        ("mistral4", "scoring_func", "sigmoid", "softmax"),
     ],
 )
 def test_other_ways_to_choose_experts_are_refused(
@@ -119,6 +120,12 @@ def test_other_ways_to_choose_experts_are_refused(
 ) -> None:
     with pytest.raises(ModelFilesError, match=f"{field} .*{value}.* not supported.*{supported}"):
         model_of(tiny, **{"model_type": model_type, field: value})
+
+
+@pytest.mark.parametrize("kinds", [["sparse"], ["dense", "sparse", "other"], "sparse", [["dense"]] * 3])
+def test_a_list_of_sparse_layers_that_does_not_fit_is_refused(kinds: object) -> None:
+    with pytest.raises(ModelFilesError, match=r"mlp_layer_types is .*, wanted a list of 3 times 'dense' or 'sparse'"):
+        model_of(build(CASES["glm4_moe_lite"]), mlp_layer_types=kinds)
 
 
 def test_a_token_caches_one_latent_a_layer(tiny: Tiny) -> None:

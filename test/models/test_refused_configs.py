@@ -25,10 +25,12 @@ TINY = {
 NEED_MORE_FIELDS = {
     "deepseek_v2",
     "deepseek_v3",
+    "glm4_moe_lite",
     "gptj",
     "granitemoe",
     "kimi_k2",
     "kimi_k25",
+    "mistral4",
     "mixtral",
     "nemotron-nas",
     "olmoe",

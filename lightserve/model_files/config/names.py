@@ -130,6 +130,8 @@ MODELS = {
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
     "glm": ConfigNames(defaults=_GLM),
     "glm4": ConfigNames(defaults=_GLM),
+    # heads of any number: hidden_size need not divide among them
+    "glm4_moe_lite": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"first_k_dense_replace": 1}),
     "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
     "gpt_bigcode": ConfigNames(
         defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1024},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ SMALL = {
     "intermediate_size": 64,
     "max_position_embeddings": MAX_LEN,
 }
+IMAGE_TEXT_TYPES = {*TEXT_TYPES, "mistral4"}  # transformers lists them in this class
 QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -67,8 +69,10 @@ def without(*fields: str) -> Callable[[Json, Tensors], tuple[Json, Tensors]]:
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
     """Noise is in every weight, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
     torch.manual_seed(0)
-    auto_class = AutoModelForImageTextToText if case.model_type in TEXT_TYPES else AutoModelForCausalLM
-    hf = auto_class.from_config(AutoConfig.for_model(case.model_type, **case.fields))
+    auto_class = AutoModelForImageTextToText if case.model_type in IMAGE_TEXT_TYPES else AutoModelForCausalLM
+    hf = auto_class.from_config(
+        AutoConfig.for_model(case.model_type, **deepcopy(case.fields))
+    )  # Mistral 4 changes them
     hf = hf.float().eval()
     for name, weight in hf.state_dict().items():  # parameters, and buffers that a checkpoint has
         weight.normal_(std=0.15)

@@ -5,20 +5,11 @@ from __future__ import annotations
 import re
 
 from test.models.architectures.case import SMALL, Case, Json, Tensors
-from test.models.architectures.latent import GROUPS, LATENT
+from test.models.architectures.latent import GROUPS, LATENT, QUERY_SCALE
 
 UNTIED = {"tie_word_embeddings": False}
 THREE_AXES = {"rope_parameters": {"type": "mrope", "mrope_section": [1, 2, 1], "rope_theta": 1e6}}
 INTERLEAVED = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2], "rope_theta": 1e6}
-QUERY_SCALE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
 QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 1}
 QWEN_VISION = {
     "depth": 1,
@@ -89,6 +80,9 @@ CASES = {
     "mistral3": Case(*_case("mistral3", {"model_type": "mistral", "sliding_window": 24}, PIXTRAL), _as_saved_today),
     "mistral3-ministral3": Case(
         *_case("mistral3", {"model_type": "ministral3", "head_dim": 16, "rope_parameters": QUERY_SCALE}, PIXTRAL)
+    ),
+    "mistral3-mistral4": Case(
+        *_case("mistral3", {**LATENT, "model_type": "mistral4", "rope_parameters": QUERY_SCALE}, PIXTRAL)
     ),
     "kimi_k25": Case(*_case("kimi_k25", {**LATENT, **GROUPS, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi),
     "kimi_k25-k2": Case(
