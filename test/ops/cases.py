@@ -19,6 +19,7 @@ from lightserve.common import ops
 from lightserve.common.cpu_kernel._library import library
 from lightserve.common.ops.registry import Op
 from lightserve.common.ops.step import COUNTED, NO_SLOT
+from test.ops.tensors import NAN as NAN, ints as ints, randn as randn, strided as strided, wide as wide
 
 Ts = TypeVarTuple("Ts")
 
@@ -36,7 +37,6 @@ TOLERANCE: dict[
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
-NAN = float("nan")
 EPS = 1e-5
 HEAD_DIMS = [64, 80, 96, 128, 256, 320, 512]
 
@@ -98,31 +98,9 @@ def device_of(backend: str) -> str:
     return "cuda" if torch.cuda.is_available() and not backend.startswith("cpu") else "cpu"
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    """The same numbers on every device."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def strided(x: Tensor, poison: float = NAN) -> Tensor:
-    """The same values as the middle columns of a wider tensor of poison."""
-    wider = x.new_full((*x.shape[:-1], x.shape[-1] + 7), poison)
-    view = wider[..., 3:-4]
-    view.copy_(x)
-    return view
-
-
-def wide(x: Tensor) -> Tensor:
-    """A float32 copy, for the oracle."""
-    return x.to(torch.float32, copy=True)
-
-
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.float(), expected, **TOLERANCE[dtype])
-
-
-def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def with_alibi(args: tuple[*Ts, ops.AttnOptions], slopes: Tensor | None) -> tuple[*Ts, ops.AttnOptions]:
