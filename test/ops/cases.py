@@ -289,6 +289,11 @@ def _norm_args(*names: str) -> Callable[[int, torch.dtype, str], Args]:
     return args
 
 
+def _gated_norm_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x, gate = (randn(tokens, 2, 24, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    return x, gate, randn(24, dtype=dtype, device=device, seed=2), EPS, ops.GatedNorm()
+
+
 def _activation_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return (randn(tokens, 70, dtype=dtype, device=device),)
 
@@ -568,6 +573,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "experts": _experts_args,
     "typical_p": _typical_args,
     "top_k_top_p_min_p": _top_args,
+    "gated_rms_norm": _gated_norm_args,
     "gelu": _activation_args,
     "gelu_and_mul": _activation_args,
     "gelu_tanh": _activation_args,

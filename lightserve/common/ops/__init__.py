@@ -50,7 +50,14 @@ from lightserve.common.ops.lora import (
     lora_linear,
     max_lora_groups,
 )
-from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from lightserve.common.ops.norm import (
+    GatedNorm,
+    add_layer_norm,
+    add_rms_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from lightserve.common.ops.quantized_linear import (
     linear_codebook4,

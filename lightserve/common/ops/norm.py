@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.common.ops.registry import op
+from lightserve.common.ops.activation import sigmoid
+from lightserve.common.ops.registry import REFERENCE, op
+
+
+class GatedNorm(NamedTuple):
+    """How a gate is applied to a normed row."""
+
+    activation: Literal["silu", "sigmoid"] = "silu"  # of the gate
+    gates_first: bool = False  # the norm is of the gated row
 
 
 @op
@@ -34,3 +44,17 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
     """``residual += x`` in place, then the norm of the sum."""
     residual += x
     return layer_norm(residual, weight, bias, eps)
+
+
+@op
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm: GatedNorm) -> Tensor:
+    """``rms_norm(x) * activation(gate)``, or the norm of ``x * activation(gate)``.
+
+    ``x`` and ``gate`` are ``[tokens, groups, width]``. The norm is over ``width``. ``weight`` is ``[width]``, or
+    ``[groups, width]`` if groups have weights of their own.
+    """
+    wide = gate.float()
+    factor = sigmoid(wide) if norm.activation == "sigmoid" else wide * sigmoid(wide)
+    if norm.gates_first:
+        return rms_norm.impls[REFERENCE](x.float() * factor, weight, eps).to(x.dtype)
+    return (rms_norm.impls[REFERENCE](x.float(), weight, eps) * factor).to(x.dtype)
