@@ -19,6 +19,7 @@ from lightserve.common import ops
 from lightserve.common.cpu_kernel._library import library
 from lightserve.common.ops.registry import Op
 from lightserve.common.ops.step import COUNTED, NO_SLOT
+from test.ops.state.cases import STATE_ARGS
 from test.ops.tensors import NAN as NAN, ints as ints, randn as randn, strided as strided, wide as wide
 
 Ts = TypeVarTuple("Ts")
@@ -609,4 +610,5 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "vocab_embedding": _embedding_args,
     "write_kv": _write_kv_args,
     "write_latent": _write_latent_args,
+    **STATE_ARGS,
 }

@@ -63,6 +63,7 @@ from test.ops.cases import (
     with_options,
 )
 from test.ops.quantized import CODES, empty_cache, quantized
+from test.ops.state.cases import conv_args
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = {  # ARGS holds 64
@@ -154,6 +155,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_experts(dtype)
     compile_eight_bit(dtype)
     compile_linear_int4(dtype)
+    compile_state(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
@@ -201,6 +203,12 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
         for backend in BACKENDS:
             ops.latent_token_attention.impls[backend](*decode)
         ops.latent_context_attention.impls["triton"](q, latent, cache, kv_b, batch, options)
+
+
+def compile_state(dtype: torch.dtype) -> None:
+    """With the channels of Qwen3-Next; decodes and prompts."""
+    for tokens in (1, 64):
+        ops.causal_conv1d.impls["triton"](*conv_args([(tokens, 0, 0)], 8192, dtype, "cpu"))
 
 
 def compile_linear(dtype: torch.dtype) -> None:

@@ -112,6 +112,8 @@ from lightserve.common.ops.sampling import (
     top_k_top_p_min_p,
     typical_p,
 )
+from lightserve.common.ops.state.batch import NO_ROW, StateBatch
+from lightserve.common.ops.state.causal_conv1d import ConvParams, causal_conv1d
 from lightserve.common.ops.step import (
     LocatedTokens,
     StepReqs,

@@ -1,0 +1,46 @@
+"""Which tokens of a step belong to which request, and where its state is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The requests of a step. A layer's states are one tensor whose first dimension is rows.
+
+    A request continues from the row that it reads, and its final state goes to the row that it writes, which may be the
+    same. So a snapshot or a fork needs no copy, only another row to write. No other request of the batch reads or
+    writes a row that a request writes.
+    """
+
+    b1_start: Tensor  # [batch + 1] int32: the first token of each request, and the end of the last one
+    b_read_row: Tensor  # [batch] int32; NO_ROW: the request begins with zeros
+    b_write_row: Tensor  # [batch] int32; NO_ROW: the state is not kept. A request without tokens must have it
+    max_tokens: int  # no request has more; 1 in a decode step
+    # What a backend derives once for all layers of a step. The key is all that it depends on.
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+
+    def requests(self) -> Iterator[tuple[slice, int, int]]:
+        """The tokens, the row to read and the row to write of each request that has tokens. It waits for the device."""
+        starts = self.b1_start.tolist()
+        rows = zip(self.b_read_row.tolist(), self.b_write_row.tolist(), strict=True)
+        for start, end, (read, write) in zip(starts[:-1], starts[1:], rows, strict=True):
+            if end > start:
+                yield slice(start, end), read, write
+
+
+def read_state(states: Tensor, row: int) -> Tensor:
+    return torch.zeros_like(states[0]) if row == NO_ROW else states[row]
+
+
+def write_state(states: Tensor, row: int, state: Tensor) -> None:
+    if row != NO_ROW:
+        states[row] = state
