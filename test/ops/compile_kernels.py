@@ -63,7 +63,7 @@ from test.ops.cases import (
     with_options,
 )
 from test.ops.quantized import CODES, empty_cache, quantized
-from test.ops.state.cases import conv_args
+from test.ops.state.cases import NO_ROW, Request, conv_args, delta_args, mamba_args
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = {  # ARGS holds 64
@@ -206,7 +206,11 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
 
 
 def compile_state(dtype: torch.dtype) -> None:
-    """With the channels of Qwen3-Next; decodes and prompts."""
+    """With the sizes of Qwen3-Next, Kimi-Linear and Nemotron-H; prompts and decodes."""
+    prompt: list[Request] = [(64, NO_ROW, 0)]
+    for by_channel in (False, True):
+        ops.gated_delta_rule.impls["triton"](*delta_args(prompt, (1, 2, 128, 128), dtype, "cpu", by_channel))
+    ops.mamba_scan.impls["triton"](*mamba_args(prompt, (1, 2, 64, 128), dtype, "cpu"))
     for tokens in (1, 64):
         ops.causal_conv1d.impls["triton"](*conv_args([(tokens, 0, 0)], 8192, dtype, "cpu"))
 

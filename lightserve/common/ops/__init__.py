@@ -114,6 +114,8 @@ from lightserve.common.ops.sampling import (
 )
 from lightserve.common.ops.state.batch import NO_ROW, StateBatch
 from lightserve.common.ops.state.causal_conv1d import ConvParams, causal_conv1d
+from lightserve.common.ops.state.gated_delta_rule import DeltaInputs, gated_delta_rule
+from lightserve.common.ops.state.mamba_scan import MambaInputs, MambaParams, mamba_scan
 from lightserve.common.ops.step import (
     LocatedTokens,
     StepReqs,

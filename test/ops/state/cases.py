@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightserve.common import ops
 from test.ops.tensors import NAN, ints, randn
@@ -64,6 +65,45 @@ def conv_args(
     return x, params, states, state_batch(requests, device)
 
 
+DeltaShape = tuple[int, int, int, int]  # heads of keys and of values, sizes of a key and of a value
+SMALL_DELTA: DeltaShape = (2, 4, 24, 40)
+
+
+def delta_args(
+    requests: list[Request], shape: DeltaShape, dtype: torch.dtype, device: str, by_channel: bool = False
+) -> tuple[ops.DeltaInputs, Tensor, ops.StateBatch]:
+    k_heads, heads, k_dim, v_dim = shape
+    tokens = count_tokens(requests)
+    q, k = (randn(tokens, k_heads, k_dim, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    v = randn(tokens, heads, v_dim, dtype=dtype, device=device, seed=2)
+    decays = (tokens, heads, k_dim) if by_channel else (tokens, heads)
+    log_decay = -F.softplus(randn(*decays, device=device, seed=3) - 2)
+    q, k, v = side_by_side(q, k, v)
+    inputs = ops.DeltaInputs(q, k, v, log_decay, randn(tokens, heads, device=device, seed=4).sigmoid())
+    return inputs, states_for(requests, heads, v_dim, k_dim, device=device), state_batch(requests, device)
+
+
+MambaShape = tuple[int, int, int, int]  # groups, heads, sizes of a head and of the state
+SMALL_MAMBA: MambaShape = (2, 6, 20, 48)
+
+
+def mamba_args(
+    requests: list[Request], shape: MambaShape, dtype: torch.dtype, device: str
+) -> tuple[ops.MambaInputs, ops.MambaParams, Tensor, ops.StateBatch]:
+    groups, heads, dim, state_dim = shape
+    tokens = count_tokens(requests)
+    x = randn(tokens, heads, dim, dtype=dtype, device=device)
+    b, c = (
+        randn(tokens, groups, state_dim, device=device, seed=seed).mul(state_dim**-0.5).to(dtype) for seed in (1, 2)
+    )
+    dt = randn(tokens, heads, dtype=dtype, device=device, seed=3)
+    x, b, c, dt = side_by_side(x, b, c, dt)
+    a = -torch.linspace(0.2, 4.0, heads, device=device)
+    dt_bias, d = (randn(heads, device=device, seed=seed) - 1 for seed in (4, 5))
+    inputs, params = ops.MambaInputs(x, dt, b, c), ops.MambaParams(a, dt_bias, d)
+    return inputs, params, states_for(requests, heads, dim, state_dim, device=device), state_batch(requests, device)
+
+
 def _few(tokens: int) -> list[Request]:
     """Requests of 7 tokens and fewer."""
     return [(min(7, tokens - first), i, i) for i, first in enumerate(range(0, tokens, 7))]
@@ -73,6 +113,16 @@ def _conv_args(tokens: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
     return conv_args(_few(tokens), 48, dtype, device)
 
 
+def _delta_args(tokens: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    return delta_args(_few(tokens), SMALL_DELTA, dtype, device)
+
+
+def _mamba_args(tokens: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    return mamba_args(_few(tokens), SMALL_MAMBA, dtype, device)
+
+
 STATE_ARGS = {
     "causal_conv1d": _conv_args,
+    "gated_delta_rule": _delta_args,
+    "mamba_scan": _mamba_args,
 }
