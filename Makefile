@@ -14,6 +14,8 @@ serve: $(VENV)/.serve
 	$(PY) -m lightserve.server.api_server $(ARGS)
 
 # Many tests wait for servers, so three processes keep two cores busy. Types are checked beside them.
+# Compiled modules are cached even where the environment says not to: the tests start over a thousand processes.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	@$(PY) -m mypy > $(VENV)/types.log 2>&1 & types=$$!; \
 	$(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
