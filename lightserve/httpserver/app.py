@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
@@ -12,6 +14,7 @@ from lightserve.httpserver.anthropic import errors as anthropic_errors, routes a
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.http.allowed_hosts import allowed_hosts
+from lightserve.httpserver.http.body import with_schemas
 from lightserve.httpserver.http.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.http.middleware import RequestMiddleware
 from lightserve.httpserver.http.route_path import RootPath
@@ -41,8 +44,18 @@ ROUTE_MODULES = (
 ERROR_FORMATS = (anthropic_errors.ERROR_FORMAT, ollama_errors.ERROR_FORMAT)
 
 
+class App(FastAPI):
+    """Makes the schemas of bodies for the first /openapi.json: they would be a quarter second of every start."""
+
+    def openapi(self) -> dict[str, Any]:
+        for route in self.routes:
+            if isinstance(route, APIRoute) and route.openapi_extra:
+                route.openapi_extra = with_schemas(route.openapi_extra)
+        return super().openapi()
+
+
 def build_app(context: ServerContext) -> FastAPI:
-    app = FastAPI(
+    app = App(
         title="LightServe",
         version=__version__,
         docs_url=None,  # of the framework, from a CDN; web/ has its own

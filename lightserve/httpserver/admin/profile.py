@@ -27,10 +27,8 @@ class ProfileBody(Body):
 
 def add_profile(router: APIRouter, context: ServerContext) -> None:
     queries = context.manager.queries
-    extra = openapi_body(ProfileBody)
-    extra["requestBody"]["required"] = False
 
-    @router.post("/start_profile", openapi_extra=extra)
+    @router.post("/start_profile", openapi_extra=openapi_body(ProfileBody, is_required=False))
     async def start_profile(request: Request) -> JSONResponse:
         """Start a profile. There is one at a time."""
         body = validate(ProfileBody, await _read(context, request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
@@ -82,11 +83,27 @@ def validate(model: type[B], value: dict[str, Any]) -> B:
         raise invalid_request(error, value) from error
 
 
-def openapi_body(*models: type[Body]) -> dict[str, Any]:
-    """What /openapi.json says about a body that is one of ``models``."""
-    schemas = [_schema_of(model) for model in models]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+@dataclass(frozen=True, slots=True)
+class BodyModels:
+    """A body that is one of ``models``. Its description takes long, so it is made when a client asks for it."""
+
+    models: tuple[type[Body], ...]
+    is_required: bool
+
+    def described(self) -> dict[str, Any]:
+        schemas = [_schema_of(model) for model in self.models]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        return {"required": self.is_required, "content": {"application/json": {"schema": schema}}}
+
+
+def openapi_body(*models: type[Body], is_required: bool = True) -> dict[str, Any]:
+    """For the openapi_extra of a route whose body is one of ``models``; see ``with_schemas``."""
+    return {"requestBody": BodyModels(models, is_required)}
+
+
+def with_schemas(openapi_extra: dict[str, Any]) -> dict[str, Any]:
+    """What /openapi.json says: JSON schemas in place of the models."""
+    return {key: value.described() if isinstance(value, BodyModels) else value for key, value in openapi_extra.items()}
 
 
 @cache  # several endpoints have the same body
