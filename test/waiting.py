@@ -9,6 +9,8 @@ from collections.abc import Callable
 import psutil
 
 DEADLINE_S = 180.0  # a worker is back after 3 s; a machine that must read its files from disk again is no failure
+PAUSE_SHARE = 4.0  # pauses take so much longer than the condition
+LONGEST_PAUSE_S = 0.1  # some conditions hold only for a while
 
 
 async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
@@ -18,12 +20,20 @@ async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S, pause_s: float = 0.01) -> None:
-    """The same without a loop, for what other processes do. ``pause_s``: longer if the condition takes much time."""
+    """The same without a loop, for what other processes do.
+
+    A condition that takes long, such as one about the metrics of a server, is asked less often: the processes that it
+    waits for need the cores.
+    """
     end = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > end:
+    while True:
+        begin = time.monotonic()
+        if condition():
+            return
+        now = time.monotonic()
+        if now > end:
             raise TimeoutError(f"not so within {deadline_s} s")
-        time.sleep(pause_s)
+        time.sleep(max(pause_s, min(PAUSE_SHARE * (now - begin), LONGEST_PAUSE_S)))
 
 
 def has_ended(process: psutil.Process) -> bool:
