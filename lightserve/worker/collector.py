@@ -153,10 +153,10 @@ def _plain_columns(plain: PlainRows, ids: Int64Array, counts: Int64Array | None)
     if counts is None:
         last_ids: Int32Array = ids[plain.places].astype(np.int32)
         return TokenColumns(plain.req_ids, last_ids), last_ids
-    own = counts[plain.places]
-    rows = np.arange(own.sum()) + np.repeat(plain.places - np.cumsum(own) + own, own)
+    counts = counts[plain.places]
+    rows = np.arange(counts.sum()) + np.repeat(plain.places - np.cumsum(counts) + counts, counts)
     token_ids: Int32Array = ids[rows].astype(np.int32)
-    return TokenColumns(plain.req_ids, token_ids, own.astype(np.int32)), token_ids[np.cumsum(own) - 1]
+    return TokenColumns(plain.req_ids, token_ids, counts.astype(np.int32)), token_ids[np.cumsum(counts) - 1]
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:

@@ -144,9 +144,9 @@ def run_both(
 
     assert [one.error for one in generations] == [None] * len(wanted)
     assert texts_of(generations) == texts_of(expected)
-    for one, other in zip(generations, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    for drafted, wanted_text in zip(generations, expected, strict=True):
+        assert drafted.logprobs == pytest.approx(wanted_text.logprobs, abs=1e-4)
+        assert (drafted.prompt_logprobs is None) == (wanted_text.prompt_logprobs is None)
     assert drafting._scheduler.only_group.pool.used == 0
     return expected, watched
 

@@ -66,12 +66,12 @@ def locate_tokens(
     places in ``reqs``. Padding, with NO_REQ, is at position 0 and keeps its slot.
     """
     b_ready_len = reqs.ready_len.where(reqs.ready_len != COUNTED, lengths[reqs.rows.long()])
-    is_token, own = token_reqs != NO_REQ, token_reqs.clamp(min=0).long()
-    rows = reqs.rows[own].long()
-    offsets = torch.arange(len(own), dtype=torch.int32, device=own.device) - reqs.starts[own]
+    is_token, places = token_reqs != NO_REQ, token_reqs.clamp(min=0).long()
+    rows = reqs.rows[places].long()
+    offsets = torch.arange(len(places), dtype=torch.int32, device=places.device) - reqs.starts[places]
     is_new = is_token & (new_slots != NO_SLOT)
-    req_to_token[rows[is_new], (reqs.slot_len[own] + offsets)[is_new].long()] = new_slots[is_new]
-    positions = torch.where(is_token, b_ready_len[own] + offsets, 0)
+    req_to_token[rows[is_new], (reqs.slot_len[places] + offsets)[is_new].long()] = new_slots[is_new]
+    positions = torch.where(is_token, b_ready_len[places] + offsets, 0)
     return LocatedTokens(positions, req_to_token[rows, positions.long()].where(is_token, new_slots), b_ready_len)
 
 

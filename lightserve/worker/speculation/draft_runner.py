@@ -76,16 +76,16 @@ class DraftRunner:
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
         """The input as the host would have made it, had it known the lengths."""
-        batch, own, reqs = self._batch, columns.tokens, columns.reqs
+        batch, tokens, reqs = self._batch, columns.tokens, columns.reqs
         step_reqs = ops.StepReqs(reqs["row"], reqs["start"], reqs["ready_len"], tensors.slot_len)
-        located = ops.locate_tokens(own["slot"], tensors.token_reqs, step_reqs, batch.lengths, batch.req_to_token)
+        located = ops.locate_tokens(tokens["slot"], tensors.token_reqs, step_reqs, batch.lengths, batch.req_to_token)
         group_slots = tuple(
             ops.locate_tokens(slots, tensors.token_reqs, step_reqs, batch.lengths, table).slots
             for slots, table in zip(columns.group_slots, batch.group_req_to_token, strict=True)
         )
         seq_len = located.b_ready_len + tensors.q_len
         return columns._replace(
-            tokens=own | {"position": located.positions, "slot": located.slots},
+            tokens=tokens | {"position": located.positions, "slot": located.slots},
             reqs=reqs | {"ready_len": located.b_ready_len, "seq_len": seq_len},
             group_slots=group_slots,
         )
