@@ -85,8 +85,8 @@ class KvGroupPool(ABC):
         """A request has a row of the running requests from now on. It may not be attached: it shares no prefix."""
 
     @abstractmethod
-    def new_slots(self, req: Req) -> Slots:
-        """What the workers must know of a request that enters them: the slots that it holds."""
+    def held_slots(self, req: Req) -> Slots:
+        """The slots that a running request holds. The workers are told when it enters them."""
 
     @abstractmethod
     def alloc(self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]) -> Slots:

@@ -172,9 +172,9 @@ class KvPool:
         for group in self.groups:
             group.enter(req)
 
-    def new_group_slots(self, req: Req) -> tuple[Slots, ...]:
-        """What the workers must know of a request that enters them, by group."""
-        return tuple([group.new_slots(req) for group in self.groups])
+    def group_slots(self, req: Req) -> tuple[Slots, ...]:
+        """The slots that a running request holds in each group. The workers are told when it enters them."""
+        return tuple([group.held_slots(req) for group in self.groups])
 
     def alloc_groups(
         self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]

@@ -94,11 +94,8 @@ class SlidingWindowPool(KvGroupPool):
         self._tails.take(req.row)  # of a request that left
         self._leaving.clear(req.row)
 
-    def new_slots(self, req: Req) -> Slots:
-        return self.held_slots(req)
-
     def held_slots(self, req: Req) -> Slots:
-        """Those that a running request holds, up to its last token."""
+        """Those of its last tokens."""
         return self._flush(req).view[self._begin.item(req.row) :]
 
     def alloc(self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]) -> Slots:

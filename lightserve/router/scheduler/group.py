@@ -71,7 +71,7 @@ class GroupScheduler:
     def plan(self, now_s: float) -> GroupStep | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
-        admitted = {req: self.parents.as_new(req, self.pool.new_group_slots(req)) for req in self._admit(now_s)}
+        admitted = {req: self.parents.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
         for part in self.parts:
             part.begin_step()
         planned = self.planner.plan()
