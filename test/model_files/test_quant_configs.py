@@ -169,6 +169,12 @@ def test_compressed_tensors_has_packed_integers(changes: dict[str, Any], scheme:
     assert config.scheme_of(HEAD) is None
 
 
+@pytest.mark.parametrize("fields", [{"linear_class": "autobitlinear", "quantization_mode": "online"}, {}])
+def test_bitnet_is_refused_with_the_reason_and_the_file_that_works(fields: dict[str, str]) -> None:
+    with pytest.raises(ModelFilesError, match=r"three values and inputs to 8 bits; .* has no quantization_config"):
+        read_quant_config({"quant_method": "bitnet", **fields})
+
+
 @pytest.mark.parametrize(
     ("file", "table", "method"),
     [

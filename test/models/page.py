@@ -25,7 +25,7 @@ FAMILIES = {
     "arcee": "Arcee AFM",
     "baichuan": "Baichuan 1 and 2",
     "bert": "BERT, MiniLM, bge, e5",
-    "bitnet": "BitNet in floating point",
+    "bitnet": "BitNet without quantization_config",
     "bloom": "BLOOM, BLOOMZ",
     "camembert": "CamemBERT",
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B",

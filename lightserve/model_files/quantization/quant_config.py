@@ -48,6 +48,11 @@ class QuantConfig(ABC):
 Parser = Callable[[Mapping[str, Any]], QuantConfig]
 PARSERS: dict[str, Parser] = {}
 P = TypeVar("P", bound=Parser)
+# why a method is not supported, where the usual remedy does not help
+REFUSED = {
+    "bitnet": "the model rounds weights to three values and inputs to 8 bits; only a BitNet checkpoint whose "
+    "config.json has no quantization_config is supported"
+}
 
 
 def parses(quant_method: str) -> Callable[[P], P]:
@@ -63,6 +68,8 @@ def parses(quant_method: str) -> Callable[[P], P]:
 def read_quant_config(table: Mapping[str, Any]) -> QuantConfig:
     """Raises ModelFilesError for what is not supported."""
     method = table.get("quant_method")
+    if isinstance(method, str) and method in REFUSED:
+        raise ModelFilesError(f"config.json: quant_method {method!r} is not supported: {REFUSED[method]}")
     if not isinstance(method, str) or method not in PARSERS:
         supported = f"supported are {', '.join(sorted(PARSERS))}" if PARSERS else "none is supported"
         raise ModelFilesError(

@@ -1,4 +1,7 @@
-"""BitNet b1.58 in floating point: Llama with norms before the last linear of each half, and a squared ReLU as gate."""
+"""BitNet b1.58: Llama with norms before the last linear of each half, and a squared ReLU as gate.
+
+Neither weights nor inputs are rounded: a checkpoint that needs it has a quantization_config, which is refused.
+"""
 
 from __future__ import annotations
 
