@@ -98,6 +98,18 @@ def test_requests_of_qwen_end_at_the_trained_length() -> None:
         ModelConfig.from_hf(fields).request_len(128)
 
 
+def test_requests_of_minicpm4_end_where_its_attention_becomes_sparse() -> None:
+    """They may be longer if the file has no sparse_config."""
+    fields = {**TINY, "model_type": "minicpm", "num_key_value_heads": 2, "head_dim": 8}
+    sparse = {**fields, "sparse_config": {"topk": 64, "dense_len": 100}}
+
+    assert ModelConfig.from_hf(sparse).request_len(None) == 100
+    assert ModelConfig.from_hf(fields).request_len(None) == 256
+    with pytest.raises(ModelFilesError, match="max_req_total_len=128, but the model supports 100 tokens"):
+        ModelConfig.from_hf(sparse).request_len(128)
+    refuse(sparse, "sparse_config is set, .* at most its dense_len, 100")
+
+
 def test_requests_of_qwen_are_longer_if_nothing_is_scaled() -> None:
     scaling = {"use_dynamic_ntk": False, "use_logn_attn": False}
     fields = {**TINY, "model_type": "qwen", "seq_length": 100, "kv_channels": 8, **scaling}

@@ -61,6 +61,12 @@ def all_of(*derives: Derive) -> Derive:
     return lambda hf: {name: value for derive in derives for name, value in derive(hf).items()}
 
 
+def minicpm(hf: Fields) -> dict[str, Any]:
+    """dense_len: requests of so many tokens attend to all of them, longer ones sparsely."""
+    sparse = hf.get("sparse_config")
+    return {"dense_len": sparse.get("dense_len")} if isinstance(sparse, dict) else {}
+
+
 def gemma(hf: Fields) -> dict[str, Any]:
     """The first files say gelu and mean its tanh form."""
     return {"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}

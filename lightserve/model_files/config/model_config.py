@@ -245,8 +245,12 @@ class ModelConfig:
 
     @property
     def longest_position(self) -> int:
-        """The most tokens of a request: the trained length, or the length that rope scaling extends it to."""
-        return max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
+        """The most tokens of a request: the trained length, or the length that rope scaling extends it to.
+
+        Less if attention is sparse beyond a length.
+        """
+        longest = max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
+        return longest if self.hf.get("dense_len") is None else min(longest, self.count("dense_len"))
 
     def request_len(self, wanted: int | None) -> int:
         """The most tokens of a request: the operator's limit, or the trained length."""
@@ -254,7 +258,7 @@ class ModelConfig:
             raise ModelFilesError(
                 f"max_req_total_len={wanted}, but the model supports {self.longest_position} tokens; lower it"
             )
-        return wanted or self.max_position
+        return wanted or min(self.max_position, self.longest_position)
 
     @property
     def experts_name(self) -> str | None:

@@ -143,7 +143,9 @@ MODELS = {
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "llama": ConfigNames(derived=config_derived.whole_rope),
-    "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "minicpm": ConfigNames(
+        defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm
+    ),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),
     "mistral": ConfigNames(defaults=_MISTRAL, derived=config_derived.whole_rope),

@@ -1,4 +1,7 @@
-"""MiniCPM is Llama with factors of the embedding, the residuals and the logits."""
+"""MiniCPM is Llama with factors of the embedding, the residuals and the logits.
+
+MiniCPM 4 attends sparsely in long requests only: shorter ones are served (``dense_len``).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import replace
 from lightserve.common import basemodel as bm
 from lightserve.errors import ModelFilesError
 
-UNSUPPORTED = {"num_experts": "experts", "sparse_config": "sparse attention", "mixer_types": "linear attention"}
+UNSUPPORTED = {"num_experts": "experts", "mixer_types": "linear attention"}
 
 
 class MiniCpmTpPartModel(bm.TpPartBaseModel):
@@ -31,3 +34,8 @@ class MiniCpmTpPartModel(bm.TpPartBaseModel):
                     f"config.json: {field} is set, but minicpm is supported without {what} only; "
                     "remove it if the model can do without"
                 )
+        if self.config.hf.get("sparse_config") and self.args.max_req_total_len > self.config.count_or_0("dense_len"):
+            raise ModelFilesError(
+                f"config.json: sparse_config is set, but minicpm is supported without sparse attention only; set "
+                f"max_req_total_len to at most its dense_len, {self.config.count_or_0('dense_len')}"
+            )
