@@ -120,6 +120,18 @@ logits of transformers, over prompts of 170 tokens in chunks, with a cached pref
 in half precision and on two ranks (`test/models/test_architectures.py`). *GGUF* names the
 architectures of llama.cpp that are read. Every one of them embeds texts too, with `--task embed`.
 """
+NOTES = """\
+
+## Notes
+
+- `phi3`: models with longrope (Phi-3 with 128 k tokens, Phi-4-mini) have two tables of factors. A
+  server uses one for all requests: the long factors if its longest request is over the trained
+  length, which is so by default. Short prompts then differ a little from transformers, which uses
+  the short factors for them. `--max_req_total_len 4096` gives the logits of transformers.
+- `minicpm`: MiniCPM 4 attends sparsely from `dense_len` tokens on (8,192 in its files). That is its
+  longest request here.
+- `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
+  `quantization_config` says. They are refused."""
 ENCODER_INTRODUCTION = """\
 
 ## Encoders
@@ -136,7 +148,7 @@ def page() -> str:
     head = "| model_type | models | has | lines | cases | GGUF |\n|---|---|---|--:|--:|---|"
     encoders = ["| model_type | models | lines |\n|---|---|--:|", *map(_encoder_row, sorted(ENCODERS))]
     counted = f"{len(MODELS)} model types: {len(decoders)} generate text, {len(ENCODERS)} are [encoders](#encoders).\n"
-    return "\n".join([INTRODUCTION, counted, head, *rows, ENCODER_INTRODUCTION, *encoders, ""])
+    return "\n".join([INTRODUCTION, counted, head, *rows, NOTES, ENCODER_INTRODUCTION, *encoders, ""])
 
 
 def _configs_by_type() -> dict[str, list[Json]]:
