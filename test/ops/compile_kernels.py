@@ -194,9 +194,9 @@ def compile_quantized_kv(dim: int) -> None:
 
 
 def compile_latent_attention(dtype: torch.dtype) -> None:
-    """With DeepSeek's sizes, of 16 heads and, in 16 bits, of 128, whose tiles are larger."""
-    for heads in (16, 128) if dtype == torch.bfloat16 else (16,):
-        shape = (heads, 128, 64, 128, 512)
+    """With the sizes of DeepSeek, GLM-4.7-Flash and Mistral 4. In 16 bits, 128 heads have larger tiles than 16."""
+    shapes = [(16, 128, 64, 128, 512), (20, 192, 64, 256, 512), (32, 64, 64, 128, 256)]
+    for shape in [*shapes, (128, 128, 64, 128, 512)] if dtype == torch.bfloat16 else shapes:
         decode = latent_args([(70, 1), (80, 1)], shape, dtype, "cpu")
         q, latent, cache, kv_b, batch, options = latent_context_args([(70, 1), (80, 9)], shape, dtype, "cpu")
         batch = replace(batch, has_decodes=True)

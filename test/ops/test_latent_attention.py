@@ -30,6 +30,7 @@ from test.ops.cases import (
 
 # heads, nope, rope, value, rank: DeepSeek's proportions, odd heads, sizes that are no powers of two
 SHAPES: list[LatentShape] = [(6, 32, 16, 32, 64), (5, 24, 8, 40, 72), (1, 16, 16, 16, 16)]
+PUBLISHED: list[LatentShape] = [(2, 128, 64, 128, 512), (2, 192, 64, 256, 512), (2, 64, 64, 128, 256)]
 MANY_HEADS: LatentShape = (40, 16, 8, 16, 32)  # more than a program of a decode holds
 DECODE = [(length - 1, 1) for length in (1, 7, 8, 129, 400)]
 MIXED = [(0, 1), (0, 37), (5, 1), (70, 13), (0, 0), (200, 1), (140, 70)]
@@ -113,6 +114,16 @@ def test_only_decodes_of_a_mixed_step_write_the_rows_of_decodes() -> None:
 @pytest.mark.parametrize("has_decodes", [False, True])
 def test_latent_context_attention_matches_its_definition(backend: str, shape: LatentShape, has_decodes: bool) -> None:
     args = with_decodes(latent_context_args(MIXED, shape, torch.float32, device_of(backend)), has_decodes)
+
+    out = ops.latent_context_attention.impls[backend](*args)
+
+    assert_near(out, defined_context(*args))
+
+
+@each_backend(ops.latent_context_attention)
+@pytest.mark.parametrize("shape", PUBLISHED)
+def test_sizes_of_published_models_match_the_definition(backend: str, shape: LatentShape) -> None:
+    args = with_decodes(latent_context_args([(0, 9), (20, 1), (5, 3)], shape, torch.float32, device_of(backend)), True)
 
     out = ops.latent_context_attention.impls[backend](*args)
 
