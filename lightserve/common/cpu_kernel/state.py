@@ -1,10 +1,9 @@
-"""Ops with recurrent state in matrix products: a chunk of a prompt at a time, and all decodes of a step at once."""
+"""Ops with recurrent state: prompts in products of matrices, a chunk at a time, and decodes in place."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.ops.state.batch import read_state, write_state
@@ -19,12 +18,16 @@ def causal_conv1d(x: Tensor, params: ops.ConvParams, states: Tensor, batch: ops.
     if batch.max_tokens == 1 and len(batch.b_read_row) == len(x):
         return _convolve_decodes(x, params, states, batch)
     out = x.new_empty(x.shape)
-    weight = params.weight.float()[:, None]
+    weight = params.weight.float().T.contiguous()
     for tokens, read, write in batch.requests():
         inputs = torch.cat((read_state(states, read).to(x.dtype), x[tokens]))
-        sums = F.conv1d(inputs.float().T[None], weight, groups=x.shape[1])[0].T
-        out[tokens] = params.finish(sums).to(x.dtype)
         write_state(states, write, inputs[len(inputs) - params.width + 1 :])
+        wide, new = inputs.float(), tokens.stop - tokens.start
+        # For 512 tokens of 2048 channels 0.55 of the definition's time; F.conv1d takes 1.1 of it.
+        sums = wide[:new] * weight[0]
+        for tap in range(1, params.width):
+            sums.addcmul_(wide[tap : tap + new], weight[tap])
+        out[tokens] = params.finish(sums).to(x.dtype)
     return out
 
 
@@ -45,40 +48,37 @@ def mamba_scan(inputs: ops.MambaInputs, params: ops.MambaParams, states: Tensor,
 
 
 def _scan(scan: LinearScan, states: Tensor, batch: ops.StateBatch) -> Tensor:
-    if batch.max_tokens == 1 and len(batch.b_read_row) == len(scan.v):
-        out = _scan_decodes(scan, states, batch)
-    else:
-        out = torch.empty(scan.v.shape, dtype=torch.float32, device=scan.v.device)
-        for tokens, read, write in batch.requests():
-            out[tokens], state = _scan_request(scan, tokens, read_state(states, read))
+    out = torch.empty(scan.v.shape, dtype=torch.float32, device=scan.v.device)
+    every = slice(None)
+    columns = (*queries_and_keys(scan, every), scan.v.float(), decays(scan, every), scan.beta[..., None])
+    for tokens, read, write in batch.requests():
+        request = [column[tokens] for column in columns]
+        if tokens.stop - tokens.start == 1:
+            state = torch.empty_like(states[0]) if write == ops.NO_ROW else states[write]
+            if read != write:
+                state.copy_(read_state(states, read))
+            out[tokens] = _scan_token(scan, request, state)
+        else:
+            out[tokens], state = _scan_chunks(scan, request, read_state(states, read))
             write_state(states, write, state)
     if scan.skip is not None:
         out += scan.skip.float()[:, None] * scan.v
     return out.to(scan.v.dtype)
 
 
-def _scan_decodes(scan: LinearScan, states: Tensor, batch: ops.StateBatch) -> Tensor:
-    every = slice(None)
-    q, k = queries_and_keys(scan, every)
-    state = _gather(states, batch.b_read_row).mul_(decays(scan, every).exp()[..., None, :])
-    added = scan.v.float()
-    if scan.corrects:
-        added = added - (state @ k[..., None])[..., 0]
-    state += (added * scan.beta[..., None])[..., None] * k[..., None, :]
-    _scatter(states, batch.b_write_row, state)
+def _scan_token(scan: LinearScan, columns: list[Tensor], state: Tensor) -> Tensor:
+    """The result ``[heads, v_dim]``; the state is updated in place."""
+    q, k, v, log_decay, beta = (column[0] for column in columns)
+    state *= log_decay.exp()[:, None]
+    added = v - (state @ k[..., None])[..., 0] if scan.corrects else v
+    state.baddbmm_((added * beta)[..., None], k[:, None])
     return (state @ q[..., None])[..., 0]
 
 
-def _scan_request(scan: LinearScan, tokens: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The results ``[tokens, heads, v_dim]`` in float32, and the state behind them."""
-    columns = (
-        *queries_and_keys(scan, tokens),
-        scan.v[tokens].float(),
-        decays(scan, tokens),
-        scan.beta[tokens, :, None],
-    )
-    size = CHANNEL_CHUNK if scan.decays_by_channel else CHUNK
-    by_head = [torch.split_with_sizes(column.transpose(0, 1), _chunk_sizes(column, size), 1) for column in columns]
+def _scan_chunks(scan: LinearScan, columns: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """The results ``[tokens, heads, v_dim]``, and the state behind them."""
+    sizes = _chunk_sizes(len(columns[0]), CHANNEL_CHUNK if scan.decays_by_channel else CHUNK)
+    by_head = [torch.split_with_sizes(column.transpose(0, 1), sizes, 1) for column in columns]
     outs = []
     for q, k, v, log_decay, beta in zip(*by_head, strict=True):
         decay = log_decay.cumsum(1)
@@ -94,8 +94,8 @@ def _scan_request(scan: LinearScan, tokens: slice, state: Tensor) -> tuple[Tenso
     return torch.cat(outs, 1).transpose(0, 1), state
 
 
-def _chunk_sizes(column: Tensor, size: int) -> list[int]:
-    return [min(size, len(column) - first) for first in range(0, len(column), size)]
+def _chunk_sizes(tokens: int, size: int) -> list[int]:
+    return [min(size, tokens - first) for first in range(0, tokens, size)]
 
 
 def _products(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
