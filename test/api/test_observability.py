@@ -7,6 +7,7 @@ import json
 import re
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,24 @@ def check_timelines(server: ServerProcess) -> None:
         ]
 
 
-def test_request_log_lines_can_be_disabled(tmp_path: Path) -> None:
-    with running_server(tmp_path / "log", "--null_worker", "--disable_log_requests") as server:
-        post(server, "/v1/completions", {"prompt": [1], "max_tokens": 2}, **{"X-Request-Id": "quiet"})
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that logs no requests, with a small KV pool."""
+    flags = ("--null_worker", "--disable_log_requests", "--max_total_token_num", "600")
+    with running_server(tmp_path_factory.mktemp("quiet") / "log", *flags) as server:
+        yield server
 
-        assert "quiet" not in server.log
+
+def test_request_log_lines_can_be_disabled(quiet: ServerProcess) -> None:
+    post(quiet, "/v1/completions", {"prompt": [1], "max_tokens": 2}, **{"X-Request-Id": "unlogged"})
+
+    assert "unlogged" not in quiet.log
 
 
-def test_max_model_len_is_limited_by_the_kv_pool(tmp_path: Path) -> None:
-    with running_server(tmp_path / "log", "--null_worker", "--max_total_token_num", "600") as server:
-        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
-            longest = json.load(response)["data"][0]["max_model_len"]
-        completion = post(server, "/v1/completions", {"prompt": [1, 2], "max_tokens": longest - 2})
+def test_max_model_len_is_limited_by_the_kv_pool(quiet: ServerProcess) -> None:
+    with urllib.request.urlopen(f"{quiet.url}/v1/models", timeout=60) as response:
+        longest = json.load(response)["data"][0]["max_model_len"]
+    completion = post(quiet, "/v1/completions", {"prompt": [1, 2], "max_tokens": longest - 2})
 
     assert longest == 600
     assert completion["usage"]["total_tokens"] == longest
