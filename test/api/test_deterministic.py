@@ -55,6 +55,7 @@ def test_results_do_not_depend_on_other_requests_or_the_cache(server: ServerProc
     assert among_others == alone
 
 
+@pytest.mark.long  # test/test_deterministic.py has chunks and small pools without a server
 def test_results_do_not_depend_on_chunks_or_the_size_of_the_pool(server: ServerProcess, tmp_path: Path) -> None:
     expected = [logprobs(server, prompt, cache_salt="expected") for prompt in (ASKED, *PROMPTS[:5])]
     small = ("--batch_max_tokens", "24", "--max_total_token_num", "160", "--max_req_total_len", "150")

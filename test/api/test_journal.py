@@ -171,7 +171,7 @@ def redis_process(address: str) -> psutil.Process:
     return next(one for one in psutil.Process().children() if address in " ".join(one.cmdline()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_redis_that_hangs_or_dies_breaks_no_stream(tmp_path: Path, number: signal.Signals) -> None:
     with redis_server(tmp_path) as address, serve(tmp_path, "--journal", f"redis://{address}") as server:
         whole = EventClient(server.url, COMPLETE, BODY).read_all()

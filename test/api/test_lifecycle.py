@@ -98,7 +98,10 @@ def test_requests_that_take_too_long_end_with_an_error_when_draining(tmp_path: P
         assert server.process.wait(STOP_S) == 0
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "role",
+    ["ls-worker", "ls-detokenizer", pytest.param("ls-router", marks=pytest.mark.long)],  # a fault case kills it too
+)
 def test_a_killed_process_is_named_and_no_client_is_left_waiting(tmp_path: Path, role: str) -> None:
     with streaming(tmp_path / "log", "--restart_worker", "off") as (server, streams):
         children = family(server)
@@ -126,6 +129,7 @@ def test_the_children_of_a_killed_launcher_exit_by_themselves(tmp_path: Path) ->
         wait_until(gone(children))
 
 
+@pytest.mark.long  # fault cases have the parts of it
 def test_the_resources_of_clients_that_disconnect_are_freed(tmp_path: Path) -> None:
     with streaming(tmp_path / "log") as (server, streams):
         wait_until(lambda: gauge(server, "num_requests_running") == 4)

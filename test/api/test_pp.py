@@ -54,7 +54,9 @@ def test_two_stages_give_the_text_of_one_rank(two_stages: ServerProcess, of_one_
     assert "2 ranks" in two_stages.log
 
 
-@pytest.mark.parametrize(("worker", "times"), [("ls-worker", 1), ("ls-worker-1", 2)])
+@pytest.mark.parametrize(
+    ("worker", "times"), [("ls-worker", 1), pytest.param("ls-worker-1", 2, marks=pytest.mark.long)]
+)
 def test_a_stage_that_dies_is_replaced_with_the_others_and_no_text_changes(
     two_stages: ServerProcess, of_one_rank: list[Any], worker: str, times: int
 ) -> None:
