@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 FUZZ_EXAMPLES, FUZZ_EXAMPLES_LONG = 15, 3000
 HISTORIES, HISTORIES_LONG = 100, 1000
-INTERPRETED_SHARE = 6  # all of them would take minutes
+INTERPRETED_SHARE = 12  # all of them would take minutes
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another process tests beside this one
