@@ -4,6 +4,7 @@ LightserveError
 ├── RequestError               the client's fault: 4xx, sent to the client unchanged
 │   ├── InvalidRequestError        400
 │   │   ├── NotSupportedYetError       documented by the API, planned for a later version
+│   │   │   └── TextOnlyError              an image, a sound, a video or a file
 │   │   ├── TemplateLimitError         the chat template takes too many steps, bytes or seconds
 │   │   └── PreviousResponseNotFoundError
 │   ├── PromptTooLongError         400
@@ -62,8 +63,13 @@ class InvalidRequestError(RequestError):
 class NotSupportedYetError(InvalidRequestError):
     code = "not_supported"
 
-    def __init__(self, what: str, param: str | None = None) -> None:
-        super().__init__(f"{what} is not supported yet", param)
+    def __init__(self, what: str, param: str | None = None, reason: str = "") -> None:
+        super().__init__(f"{what} is not supported yet{reason}", param)
+
+
+class TextOnlyError(NotSupportedYetError):
+    def __init__(self, what: str, param: str) -> None:
+        super().__init__(what, param, ": this model reads and answers text only")
 
 
 class TemplateLimitError(InvalidRequestError):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError, TextOnlyError
 from lightserve.httpserver.chat.template_fields import TemplateFields
 from lightserve.httpserver.chat.tools import (
     FUNCTION_OR_CUSTOM,
@@ -56,7 +56,7 @@ def _join_parts(value: Any) -> Any:
 def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
-        raise NotSupportedYetError(f"a message part of type {kind!r}", "messages")
+        raise TextOnlyError(f"a message part of type {kind!r}", "messages")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise PydanticCustomError("part", "a part must have the type 'text' and a string as text")
     text: str = part["text"]

@@ -10,7 +10,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from lightserve.errors import NotSupportedYetError
+from lightserve.errors import NotSupportedYetError, TextOnlyError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
 from lightserve.httpserver.chat.template_fields import TemplateFields
 from lightserve.httpserver.fields.generation import TokenRuleFields, validate_supported
@@ -93,7 +93,7 @@ class TextOrParts:
     def _text_of(self, part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in self.media:
-            raise NotSupportedYetError(f"a part of type {kind!r}", self.param)
+            raise TextOnlyError(f"a part of type {kind!r}", self.param)
         text = part.get(self.kinds[kind]) if isinstance(kind, str) and kind in self.kinds else None
         if not isinstance(text, str):
             raise PydanticCustomError("part", f"a part must have a text and one of the types {', '.join(self.kinds)}")

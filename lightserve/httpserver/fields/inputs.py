@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError, TextOnlyError
 from lightserve.httpserver.context import ServerContext
 
 
@@ -19,4 +19,4 @@ def refuse_media(params: Mapping[str, Any] | None) -> None:
     """``multimodal_params`` holds lists of images and the like, which may be empty."""
     for kind, items in (params or {}).items():
         if items:
-            raise NotSupportedYetError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")
+            raise TextOnlyError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")

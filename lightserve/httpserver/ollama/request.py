@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError, TextOnlyError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOL_CALLS
 from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction
 from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
@@ -169,10 +169,10 @@ def generation_of(body: GenerateRequest, has_template: bool) -> OllamaChat:
 def refuse_unsupported(body: GenerateRequest | ChatRequest) -> None:
     if isinstance(body, ChatRequest):
         if any(message.images for message in body.messages or ()):
-            raise NotSupportedYetError("an image in a message", "messages")
+            raise TextOnlyError("an image in a message", "messages")
         return
     if body.images:
-        raise NotSupportedYetError("an image", "images")
+        raise TextOnlyError("an image", "images")
     if body.template:
         raise InvalidRequestError("template: a request cannot set it; use raw: true with a whole prompt", "template")
     if body.system and (body.raw or body.suffix):
