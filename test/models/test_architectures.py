@@ -47,6 +47,7 @@ LONG = Prompts([(37 * i + i * i // 7) % 131 for i in range(170)], 70, 90, [(11 *
 PROMPT = LONG.first
 # each longer than the context of 32 tokens behind which longrope uses other factors
 SHORT = Prompts(PROMPT[:50], 20, 30, LONG.other)
+DEADLINE_S = 600.0  # of two ranks with all architectures; 18 of them took 46 s on two cores with a load of 17
 ONE_RANK = RankGroup()
 # the first case of an architecture; a case of its options has a name such as qwen2-pruned
 FIRST_CASES = [name for name in CASES if "-" not in name or name.partition("-")[0] not in CASES]
@@ -138,7 +139,7 @@ def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
         expected[name] = expected_logits(tiny, SHORT)
         torch.save((tiny.config_json, tiny.tensors), tmp_path / f"{name}.pt")
 
-    run_ranks(_run_rank, 2, str(tmp_path))
+    run_ranks(_run_rank, 2, str(tmp_path), deadline_s=DEADLINE_S)
 
     for name in SPLIT_CASES:
         for rank in range(2):
