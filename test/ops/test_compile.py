@@ -19,6 +19,7 @@ from lightserve.common import triton_kernel
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # of a thread block, by compute capability
 HEAVY = [
+    "_chunk_scan_kernel",
     "_context_attention_kernel",
     "_eight_bit_linear_kernel",
     "_expert_linear_kernel",
