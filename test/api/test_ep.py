@@ -21,6 +21,7 @@ from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.api.test_restart import kill_worker, restarted
 from test.models.architectures.case import build
 from test.models.architectures.cases import CASES
+from test.pooling.files import word_tokenizer
 from test.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.tp]
@@ -181,6 +182,27 @@ def test_a_rank_of_a_group_that_dies_is_replaced_with_the_others_and_no_text_cha
 
     wait_until(restarted(two_groups, 1))
     wait_until(lambda: two_groups.metrics()["kv_used_tokens"] == 0)
+
+
+def test_every_group_has_the_static_prompts_also_after_a_rank_died(model_dir: str, tmp_path: Path) -> None:
+    text = " ".join(f"w{5 + i % 50}" for i in range(70))
+    (tmp_path / "prompts.json").write_text(json.dumps({"support": text}))
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(Path(model_dir) / name)
+    prompts = ("--static_prompts", str(tmp_path / "prompts.json"))
+    request = {"task_id": "support", "max_tokens": 1}
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", str(tmp_path), *GROUPS, *prompts) as server:
+        length = len(server.post("/tokenize", {"prompt": text})[1]["tokens"])
+        wait_until(lambda: server.metrics()["kv_pinned_tokens"] == 2 * length)
+
+        replies = [server.post(COMPLETE, request | {"prompt": [60 + i] * 3})[1] for i in range(4)]
+        kill_worker(server, "ls-worker-1")
+        wait_until(restarted(server, 1))
+        wait_until(lambda: server.metrics()["kv_pinned_tokens"] == 2 * length)
+        replies += [server.post(COMPLETE, request | {"prompt": [60 + i] * 3})[1] for i in range(4)]
+
+    assert all(reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= length for reply in replies)
 
 
 def test_a_stopped_server_finishes_the_requests_of_all_groups(

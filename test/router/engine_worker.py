@@ -15,7 +15,7 @@ from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
-from test.router.scheduler.test_scheduler import ROOT, KvWorker, fold, window_of
+from test.router.scheduler.test_scheduler import ROOT, KvWorker, fold
 from test.router.sources import source_of
 
 Prefixes = list[int]  # what the slots of some tokens hold
@@ -34,7 +34,7 @@ def prefixes_of(ids: list[int], root: int) -> Prefixes:
 class EngineWorker(KvWorker):
     def __init__(self, scheduler: Scheduler, forces: bool, blocks: dict[bytes, Prefixes]) -> None:
         """``blocks``: what a block of each key must hold."""
-        super().__init__(scheduler.only_group, window_of(scheduler.only_group.pool), forces=forces)
+        super().__init__(scheduler.only_group, forces=forces)
         self.host: dict[int, list[int | None]] = {}
         self.loads: dict[int, KvLoad] = {}  # by id
         self.expects: dict[int, KvExpect] = {}  # by ticket

@@ -33,7 +33,7 @@ class Server:
         self.workers = self._new_workers()
 
     def _new_workers(self) -> list[KvWorker]:
-        return [KvWorker(group, None, self._poison) for group in self.scheduler.groups]
+        return [KvWorker(group, self._poison) for group in self.scheduler.groups]
 
     def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         return [req for group in self.scheduler.groups for req in group.queue.hold_again(is_meant)]

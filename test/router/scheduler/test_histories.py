@@ -25,6 +25,7 @@ from lightserve.messages.step import ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
@@ -33,7 +34,8 @@ from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
 from test.router.kv.tiers.test_tiers import Disk, LowerClient
 from test.router.processing import process_tokens
-from test.router.scheduler.test_scheduler import make_req, truth, windows_of
+from test.router.scheduler.test_scheduler import make_req, truth
+from test.router.state_pool import StatePool
 
 EVENTS = 400
 MOST_TURNS = 20_000  # after the last event: more are a request that does not end
@@ -51,7 +53,8 @@ few_seeds = settings(
 class Traits(NamedTuple):
     """What an engine has. Pipelines, adapters and grammars go with everything."""
 
-    has_windows: bool
+    windows: tuple[int, ...]
+    has_states: bool
     has_tiers: bool
     has_disk: bool
     receives: bool  # KV of prefill engines
@@ -64,7 +67,8 @@ class Traits(NamedTuple):
 
 def random_traits(rng: random.Random, kind: str) -> Traits:
     return Traits(
-        has_windows=kind == "windows",
+        windows={"windows": (40,), "windows and states": (25, 40)}.get(kind, ()),
+        has_states="states" in kind,
         has_tiers=kind in ("tiers", "disk") or (kind == "roles" and rng.random() < 0.5),
         has_disk=kind == "disk",
         receives=kind == "roles",
@@ -79,7 +83,6 @@ def random_traits(rng: random.Random, kind: str) -> Traits:
 def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     """Its pool is too small for all requests. A step may compute most of it."""
     size = rng.choice([700, 1500, 3000])
-    windowed = SlidingWindowKv(rng.choice([300, 600]), window=40, kept=60) if traits.has_windows else None
     limits = SchedulerLimits(
         max_running=rng.choice([3, 8]),
         batch_max_tokens=rng.choice([96, 400, size, size]),
@@ -91,7 +94,10 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     loras = LoraSlots(ADAPTER_SLOTS)
     loras.loaded |= set(range(NUM_ADAPTERS))
     policy = make_policy(rng.choice(list(POLICIES)))
-    return Scheduler(GroupScheduler(KvPool(size, windows_of(windowed, size)), limits, policy, loras=loras))
+    windows = [SlidingWindowKv(rng.choice([300, 600]), window, kept=window + 20) for window in traits.windows]
+    states = [StatePool(rng.choice([2, 4, 10, 30]), size)] if traits.has_states else []
+    pool = KvPool(size, [*make_group_pools(windows, size), *states])
+    return Scheduler(GroupScheduler(pool, limits, policy, loras=loras))
 
 
 def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
@@ -383,7 +389,7 @@ class History:
         assert all(held == self.blocks[key] for key, held in self.disk.blocks.items())
 
 
-@pytest.mark.parametrize("kind", ["one pool", "windows", "tiers", "disk", "roles"])
+@pytest.mark.parametrize("kind", ["one pool", "windows", "states", "windows and states", "tiers", "disk", "roles"])
 @few_seeds
 @given(seed=st.integers(0, 2**62))
 def test_every_slot_holds_what_is_read_from_it_whatever_happens(kind: str, seed: int) -> None:

@@ -31,7 +31,9 @@ from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimi
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
+from test.router.group_memory import memory_of
 from test.router.processing import process_tokens
+from test.router.state_pool import StatePool
 
 EOS = 7
 ROOT = 0
@@ -68,7 +70,7 @@ def truth(prompt: Iterable[int], seed: int, max_new_tokens: int, root: int = ROO
     return made
 
 
-Written = tuple[list[int], list[int]]  # slots of both pools to which a step writes
+Written = list[list[int]]  # slots to which a step writes: of the pool of all tokens, then of each KV group
 
 
 class InFlight(NamedTuple):
@@ -82,7 +84,6 @@ class KvReq:
     ids: list[int]
     seed: int
     slots: list[int]  # by position
-    windowed_slots: dict[int, int]  # the same of the windowed pool
     prefixes: list[int] = field(default_factory=list)  # what each slot must hold
     root: int = ROOT  # the prefix of no tokens
     may_force: bool = False  # it may get several tokens at once, like a request with a grammar
@@ -120,7 +121,6 @@ class KvWorker:
     def __init__(
         self,
         group: GroupScheduler,
-        windowed: SlidingWindowKv | None,
         poison: frozenset[int] = frozenset(),
         forces: bool = False,
     ) -> None:
@@ -128,14 +128,13 @@ class KvWorker:
         self._forces = forces
         self._drafts = group.limits.num_drafts > 0
         self._num_stages = group.limits.num_stages
-        self.written: Written = [], []  # by the last step
+        self.written: Written = []  # by the last step
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
         self.kept: dict[int, KvReq] = {}  # that later requests may name as parents
         self._kv: list[int | None] = [None] * group.pool.size
-        self._windowed = windowed
-        self._windowed_kv: list[int | None] = [None] * (0 if windowed is None else windowed.size)
+        self._groups = [memory_of(pool) for pool in group.pool.groups]
 
     def run(self, step: Step) -> list[TokenOut]:
         assert set(step.kept) <= set(step.free), "a request is kept that does not leave"
@@ -147,22 +146,15 @@ class KvWorker:
         for new in map(self._whole, step.new):
             assert new.req_id not in self.reqs, "a request enters that was not freed"
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
-            windowed_slots = dict[int, int]()
-            if self._windowed is not None:
-                (of_window,) = new.group_slots
-                windowed_slots = dict(enumerate(of_window, start=len(new.cached_slots) - len(of_window)))
-            req = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots, root=self._root_of(new))
-            req.may_force = self._forces and (not self._drafts or new.sampling.grammar is not None)
-            self.reqs[new.req_id] = req
+            self._enter(new)
         assert len({row.req_id for row in step.rows}) == len(step.rows)
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
-        given = sum(len(row.slots) for row in step.rows)
-        assert list(map(len, step.group_slots)) == ([] if self._windowed is None else [given])
         self._check_token_ids(step)
-        left = itertools.chain(*step.group_slots)
+        for group, of_group in zip(self._groups, step.group_slots, strict=True):
+            group.begin_step(step.rows, self.reqs, of_group.tolist())
         for row in step.rows:
-            self._give_slots(self.reqs[row.req_id], row.slots, list(itertools.islice(left, len(row.slots))))
+            self.reqs[row.req_id].slots.extend(row.slots)
         counts = counts_of(step)
         self.written = self._slots_of(counts)
         for slots in self.written:
@@ -173,28 +165,30 @@ class KvWorker:
         for req_id, count in counts.items():
             outs += self._draft(req_id, count) if drafts.get(req_id) else self._compute(req_id, count)
         for req_id, begin in before.items():  # all rows of a step are written before one is read
-            self._check_read(self.reqs[req_id], self.reqs[req_id].computed - begin)
+            self._check_read(req_id, self.reqs[req_id].computed - begin)
         return outs
 
-    def _give_slots(self, req: KvReq, slots: Iterable[int], windowed_slots: list[int]) -> None:
-        """For the positions after all that have slots."""
-        req.windowed_slots.update(enumerate(windowed_slots, start=len(req.slots)))
-        req.slots.extend(slots)
+    def _enter(self, new: NewReq) -> None:
+        for group, slots in zip(self._groups, new.group_slots, strict=True):
+            group.enter(new.req_id, len(new.cached_slots), slots.tolist())
+        req = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), root=self._root_of(new))
+        req.may_force = self._forces and (not self._drafts or new.sampling.grammar is not None)
+        self.reqs[new.req_id] = req
 
     def _slots_of(self, counts: dict[int, int]) -> Written:
-        """The slots of both pools to which a step writes that computes so many tokens of these requests."""
-        slots, windowed_slots = list[int](), list[int]()
+        """The slots of all pools to which a step writes that computes so many tokens of these requests."""
+        written: Written = [[] for _ in range(1 + len(self._groups))]
         for req_id, count in counts.items():
             req = self.reqs[req_id]
             assert req.computed + count <= len(req.slots), "a token has no slot"
-            slots += req.slots[req.computed : req.computed + count]
-            if self._windowed is not None:
-                windowed_slots += [req.windowed_slots[req.computed + place] for place in range(count)]
-        return slots, windowed_slots
+            written[0] += req.slots[req.computed : req.computed + count]
+            for slots, group in zip(written[1:], self._groups, strict=True):
+                slots += group.written(req_id, req.computed, count)
+        return written
 
     def _compute(self, req_id: int, count: int) -> list[TokenOut]:
         req = self.reqs[req_id]
-        self._write(req, count)
+        self._write(req_id, count)
         return self._sample(req_id) if req.computed == len(req.ids) else []
 
     def _draft(self, req_id: int, count: int) -> list[TokenOut]:
@@ -202,13 +196,13 @@ class KvWorker:
         req = self.reqs[req_id]
         assert req.computed + 1 == len(req.ids), "drafts follow a token that is not the last"
         begin, accepted = req.computed, num_accepted(req.prefixes[-1], req.seed, count - 1)
-        self._write(req, 1)
+        self._write(req_id, 1)
         outs = [out for _ in range(accepted) for out in self._sample(req_id)]
-        self._write(req, accepted)
+        self._write(req_id, accepted)
         for position in range(req.computed, begin + count):
             self._kv[req.slots[position]] = None
-            if self._windowed is not None:
-                self._windowed_kv[req.windowed_slots[position]] = None
+            for group in self._groups:
+                group.reject(req_id, position)
         return outs + self._sample(req_id)
 
     def _root_of(self, new: NewReq) -> int:
@@ -236,37 +230,28 @@ class KvWorker:
         """As if steps that wrote to these slots had not been computed; their requests are freed."""
         self.reqs.clear()
         self.kept.clear()
-        for slots, windowed_slots in written:
+        for slots, *of_groups in written:
             for slot in slots:
                 self._kv[slot] = None
-            for slot in windowed_slots:
-                self._windowed_kv[slot] = None
+            for group, of_group in zip(self._groups, of_groups, strict=True):
+                group.fail(of_group)
 
-    def _write(self, req: KvReq, count: int) -> None:
+    def _write(self, req_id: int, count: int) -> None:
+        req = self.reqs[req_id]
         for position in range(req.computed, req.computed + count):
             self._kv[req.slots[position]] = req.prefixes[position]
-            if self._windowed is not None:
-                self._windowed_kv[req.windowed_slots[position]] = req.prefixes[position]
+            for group in self._groups:
+                group.write(req_id, req, position)
         req.computed += count
         self.computed += count
 
-    def _read_windows(self, req: KvReq, count: int) -> None:
-        """The windows of the last ``count`` tokens, and the tokens before them that must be kept, if the request had
-        them."""
-        if self._windowed is None:
-            return
-        end = req.computed
-        first = max(end - count + 1 - self._windowed.window, 0)
-        kept = [p for p in range(max(end - count - self._windowed.kept, 0), first) if p in req.windowed_slots]
-        for position in [*kept, *range(first, end)]:
-            held = self._windowed_kv[req.windowed_slots[position]]
-            assert held == req.prefixes[position], "a windowed slot does not hold the token that is read from it"
-
-    def _check_read(self, req: KvReq, count: int) -> None:
+    def _check_read(self, req_id: int, count: int) -> None:
         """All slots that its last ``count`` tokens read."""
+        req = self.reqs[req_id]
         held = [self._kv[slot] for slot in req.slots[: req.computed]]
         assert held == req.prefixes[: len(held)], "a slot does not hold the prefix that is read from it"
-        self._read_windows(req, count)
+        for group in self._groups:
+            group.end_req(req_id, req, count)
 
     def _sample(self, req_id: int) -> list[TokenOut]:
         req, outs = self.reqs[req_id], []
@@ -298,8 +283,7 @@ class Server:
         self.worker = self._new_worker()
 
     def _new_worker(self) -> KvWorker:
-        group = self.scheduler.only_group
-        return KvWorker(group, window_of(group.pool), self._poison, self._forces)
+        return KvWorker(self.scheduler.only_group, self._poison, self._forces)
 
     def step(self) -> bool:
         """Whether anything was done."""
@@ -315,7 +299,7 @@ class Server:
             pool = self.scheduler.only_group.pool
             self.peak_used = max(self.peak_used, pool.used)
             assert pool.slots.num_used + pool.slots.num_free == pool.size
-            self._check_windowed()
+            self._check_groups()
             self._check_kept_counts()
         if not self._in_flight:
             return False
@@ -372,7 +356,7 @@ class Server:
         assert scheduler.only_group.pool.slots.num_used == scheduler.only_group.pool.cached_tokens, (
             "idle means used = cached"
         )
-        self._check_windowed()
+        self._check_groups()
         assert not any(group.used for group in scheduler.only_group.pool.groups)
         assert not self.worker.reqs
         assert set(self.worker.kept) <= scheduler.only_group.parents._parents.keys(), (
@@ -397,22 +381,17 @@ class Server:
         assert all(req.output_len == len(req._outputs) + tails[1][req.row] for req in reqs)
         assert sorted(batch.rows.tolist() + batch._free_rows) == list(range(self.scheduler.limits.max_running))
 
-    def _check_windowed(self) -> None:
-        """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""
-        for group in self.scheduler.only_group.pool.groups:
-            if isinstance(group, SlidingWindowPool):
-                reqs = list(self.scheduler.only_group.batch)
-                assert group._reqs.keys() == set(reqs)
-                check_group(
-                    self.scheduler.only_group.pool,
-                    group.slots,
-                    [slot for req in reqs for slot in group.held_slots(req).tolist()],
-                )
+    def _check_groups(self) -> None:
+        """Every used slot of a KV group's pool is held by requests or cached, and is counted as that."""
+        pool, reqs = self.scheduler.only_group.pool, list(self.scheduler.only_group.batch)
+        for group in pool.groups:
+            assert isinstance(group, SlidingWindowPool | StatePool)
+            assert group._reqs.keys() == set(reqs)
+            check_group(pool, group.slots, Counter(slot for req in reqs for slot in group.held_slots(req).tolist()))
 
 
-def check_group(pool: KvPool, slots: GroupSlots, held: list[int]) -> None:
-    """``held``: slots of the group that requests hold."""
-    holders = Counter(held)
+def check_group(pool: KvPool, slots: GroupSlots, holders: Counter[int]) -> None:
+    """``holders``: how many requests hold each slot of the group."""
     cached = [slot for slot in range(slots.size) if slots._token[slot] != NONE]
     assert {slot: int(slots._holders[slot]) for slot in holders} == holders
     assert slots._slots.num_used == len(holders | Counter(cached))
@@ -427,27 +406,32 @@ def _cached_nodes(pool: KvPool) -> list[RadixNode]:
     return pool._cache._nodes_below(*pool._cache._roots.values())
 
 
-def window_of(pool: KvPool) -> SlidingWindowKv | None:
-    windows = [group.figures for group in pool.groups if isinstance(group, SlidingWindowPool)]
-    return windows[0] if windows else None
-
-
 def windows_of(windowed: SlidingWindowKv | None, num_slots: int) -> list[KvGroupPool]:
     return make_group_pools([] if windowed is None else [windowed], num_slots)
 
 
 def make_group(
-    num_slots: int = 1000, policy: str = "fifo", windowed: SlidingWindowKv | None = None, **limits: object
+    num_slots: int = 1000,
+    policy: str = "fifo",
+    windowed: SlidingWindowKv | None = None,
+    state_rows: int = 0,
+    **limits: object,
 ) -> GroupScheduler:
+    """With a pool of recurrent state too, if it has ``state_rows``."""
     defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    pool = KvPool(num_slots, windows_of(windowed, num_slots))
+    states = [StatePool(state_rows, num_slots)] if state_rows else []
+    pool = KvPool(num_slots, [*windows_of(windowed, num_slots), *states])
     return GroupScheduler(pool, SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
 def make(
-    num_slots: int = 1000, policy: str = "fifo", windowed: SlidingWindowKv | None = None, **limits: object
+    num_slots: int = 1000,
+    policy: str = "fifo",
+    windowed: SlidingWindowKv | None = None,
+    state_rows: int = 0,
+    **limits: object,
 ) -> Scheduler:
-    return Scheduler(make_group(num_slots, policy, windowed, **limits))
+    return Scheduler(make_group(num_slots, policy, windowed, state_rows, **limits))
 
 
 def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:
@@ -500,6 +484,7 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
         draw(num_slots),
         draw(st.sampled_from(list(POLICIES))),
         draw(st.none() | windowed_pools()),
+        draw(st.just(0) | st.integers(2, 30)),
         max_running=draw(st.integers(1, 8)),
         batch_max_tokens=batch_max_tokens,
         chunk_size=draw(st.sampled_from([batch_max_tokens, batch_max_tokens // 2, None])),

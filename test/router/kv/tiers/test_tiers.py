@@ -27,7 +27,7 @@ class TierWorker(KvWorker):
     """A load writes its slots when it is finished."""
 
     def __init__(self, server: TierServer) -> None:
-        super().__init__(server.scheduler.only_group, None)
+        super().__init__(server.scheduler.only_group)
         self.host: dict[int, list[int | None]] = {}
         self.loads: deque[KvLoad] = deque()
 
