@@ -164,6 +164,15 @@ FILES = {
         ),
         int8_zero_points,
     ),
+    "ct-naive-frozen": FileFormat(
+        compressed(
+            "naive-quantized",
+            _weights("float", "tensor"),
+            _inputs("float", "tensor", False),
+            quantization_status="frozen",
+        ),
+        fp8_tensor,
+    ),
     "ct-naive-groups": FileFormat(
         compressed("naive-quantized", _weights("int", "group", group_size=32), None), int8_groups
     ),

@@ -17,6 +17,8 @@ from lightserve.model_files.quantization.module_names import REGEX, compile_patt
 from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, parses
 
 LINEAR = "Linear"  # the class: a target that means all linears
+# quantization_status of files that hold codes; tools of 2024 wrote "frozen". Loading refuses tensors of other types.
+STORED = ("compressed", "frozen")
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class CompressedTensorsConfig(QuantConfig):
 
 @parses("compressed-tensors")
 def read_compressed_tensors(table: Mapping[str, Any]) -> CompressedTensorsConfig:
-    check_value(table, "quantization_status", "compressed")
+    check_value(table, "quantization_status", *STORED)
     check_value(subtable(table, "sparsity_config"), "format", "dense")
     if subtable(table, "transform_config").get("config_groups"):
         raise refused("transform_config", "with rotations", "none")
