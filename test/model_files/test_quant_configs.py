@@ -74,6 +74,15 @@ def test_the_first_dynamic_rule_that_matches_counts() -> None:
     assert config.scheme_of(DOWN) == GptqV2Scheme(4, 128, True)
 
 
+@pytest.mark.parametrize("empty", [None, ""])
+def test_an_empty_checkpoint_format_is_none(empty: str | None) -> None:
+    both = {**GPTQ, "checkpoint_format": empty, "format": "gptq_v2"}
+
+    assert read_quant_config({**GPTQ, "checkpoint_format": empty}).scheme_of(Q) == GptqScheme(4, 128, True)
+    assert read_quant_config({**GPTQ, "format": empty}).scheme_of(Q) == GptqScheme(4, 128, True)
+    assert read_quant_config(both).scheme_of(Q) == GptqV2Scheme(4, 128, True)
+
+
 def test_gptq_may_quantise_the_head_and_only_some_modules() -> None:
     only = [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.up_proj"]]
     config = read_quant_config({**GPTQ, "lm_head": True, "modules_in_block_to_quantize": only})

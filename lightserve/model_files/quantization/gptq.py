@@ -56,7 +56,8 @@ class GptqConfig(QuantConfig):
 @parses("gptq")
 def parse_gptq(table: Mapping[str, Any]) -> GptqConfig:
     check_value(table, "is_marlin_format", False)
-    kind = choice(table, "checkpoint_format" if "checkpoint_format" in table else "format", FORMATS, default="gptq")
+    field = "checkpoint_format" if table.get("checkpoint_format") else "format"
+    kind = choice({field: table.get(field) or "gptq"}, field, FORMATS)
     rules = tuple(_rule(key, table, kind) for key in subtable(table, "dynamic"))
     return GptqConfig(_scheme(table, kind), flag(table, "lm_head", False), rules, _only(table))
 
