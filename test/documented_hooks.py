@@ -21,6 +21,7 @@ NOT_HOOKS = {
 }
 # the classes with hooks, and their methods that are none
 HOOKED: dict[type, set[str]] = {
+    bm.LoadableModel: NOT_HOOKS,
     bm.TpPartBaseModel: NOT_HOOKS | {"logits", "local_logits", "gather_logits", "final_states"},
     bm.TransformerLayerInferTpl: NOT_HOOKS,
     bm.DecoderLayerInferTpl: NOT_HOOKS,

@@ -53,7 +53,7 @@ PARTS = {
     bm.InferStateInfo: "infer_state_class",
     bm.DecoderLayerWeight: "transformer_weight_class",
 }
-WHEN_BUILT = (bm.TpPartBaseModel, bm.DecoderLayerWeight)
+WHEN_BUILT = (bm.LoadableModel, bm.TpPartBaseModel, bm.DecoderLayerWeight)
 PREFILL, MIXED, DECODE = {0: [5, 17, 3, 99, 42]}, {0: [7], 1: [64, 2, 130]}, {0: [8], 1: [9]}
 ONLY_IN = {"_context_attention_kernel": (True, True, False), "_token_attention_kernel": (False, False, True)}
 
@@ -72,7 +72,7 @@ def build_overriding(name: str, hook: Hook | None, calls: list[str], change: Cha
     model_class = get_model_class(args.config.model_type)
     if hook is None:
         return model_class(args)
-    if hook.owner is bm.TpPartBaseModel:
+    if issubclass(bm.TpPartBaseModel, hook.owner):
         derived = overriding(model_class, hook.name, calls, change)
     else:
         part = PARTS[hook.owner]

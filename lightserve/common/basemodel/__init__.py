@@ -1,7 +1,7 @@
 """The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
 from lightserve.common.basemodel.alibi import alibi_slopes
-from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
+from lightserve.common.basemodel.basemodel import HiddenStates, TpPartBaseModel
 from lightserve.common.basemodel.infer_struct import InferStateInfo, KvGroupInput, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
@@ -36,6 +36,7 @@ from lightserve.common.basemodel.layer_weights.norms import (
 )
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.pooling import Pooler
@@ -90,6 +91,7 @@ __all__ = [
     "LinearMethod",
     "LinearSpec",
     "LinearWeight",
+    "LoadableModel",
     "LogitRows",
     "LoraArgs",
     "LoraPool",
