@@ -13,6 +13,7 @@ from lightserve.config.config_file import read_config_file
 from lightserve.config.help_text import HelpFormatter, ShowHelp
 from lightserve.config.option import FlagGroup, default_of, types_of_options
 from lightserve.config.server import ServerConfig
+from lightserve.utils import former_names
 from lightserve.utils.spelling import nearest
 
 C = TypeVar("C")
@@ -122,6 +123,14 @@ def _add_flag(parser: argparse._ActionsContainer, spec: Field[Any], kind: Any) -
     names = [spec.name, *spec.metadata["aliases"]]
     spellings = dict.fromkeys(f"--{s}" for name in names for s in (name, name.replace("_", "-")))
     parser.add_argument(*spellings, dest=spec.name, **_arguments_of(spec, kind), **_help_of(spec))
+    for name in former_names.FLAGS.get(spec.name, ()):
+        hidden = {"default": default_of(spec), "help": argparse.SUPPRESS}
+        parser.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")),
+            dest=spec.name,
+            **_arguments_of(spec, kind),
+            **hidden,
+        )
 
 
 def config_from_args(config_class: type[C], namespace: argparse.Namespace) -> C:

@@ -14,6 +14,7 @@ import msgspec
 
 from lightserve.messages.metrics import METRICS, Kind, Metric
 from lightserve.messages.output import MetricsSnapshot
+from lightserve.utils import former_names
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,7 +78,7 @@ class MetricNames:
 
 
 NAMES = {
-    "lightserve": MetricNames("lightserve_", {one.name: one.name for one in METRICS}, {}),
+    "lightserve": MetricNames("lightserve_", {one.name: one.name for one in METRICS} | former_names.METRICS, {}),
     "vllm": MetricNames(
         "vllm:", {one.name: one.name for one in METRICS if one.name not in _NOT_IN_VLLM}, {"engine": "0"}
     ),
