@@ -48,7 +48,7 @@ from lightserve.messages.metrics import METRICS
 from lightserve.models.registry import MODELS
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.simulate.capacity import arguments as capacity_arguments
-from lightserve.simulate.split import arguments as split_arguments
+from lightserve.simulate.disaggregation import arguments as disaggregation_arguments
 from lightserve.simulate.tiers import arguments as tiers_arguments
 from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
@@ -310,7 +310,13 @@ def test_the_page_on_clusters_names_the_files_of_keygen(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
     """Of the commands of ``lightserve``, and of the simulator."""
-    parsers = simulate_arguments(), capacity_arguments(), split_arguments(), tiers_arguments(), comparison_arguments()
+    parsers = (
+        simulate_arguments(),
+        capacity_arguments(),
+        disaggregation_arguments(),
+        tiers_arguments(),
+        comparison_arguments(),
+    )
     simulator = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     commands = {spelling for command in all_commands() for flag in command.flags for spelling in flag.spellings}
     return {*commands, *simulator, "--version"}

@@ -3,7 +3,7 @@
 A request first gets the engine that generates. If that is a decode engine, and much of the prompt is missing there, a
 prefill engine computes it and sends its KV, or one of the role ``both``, which generates too. Every engine can generate
 and compute prompts: if none of the right role is left, another one takes its part. If the queues of the prefill engines
-are long, the decode engine relieves them: it computes the prompt itself.
+are long, the decode engine computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import KvIdentity
 
-MIN_TIMEOUT_S = 10.0  # of a ticket: death and silence of engines are noticed earlier by other means
+MIN_TIMEOUT_S = 10.0  # of a transfer: death and silence of engines are noticed earlier by other means
 MAX_TIMEOUT_S = 120.0
 TIMEOUT_FACTOR = 4.0  # times the expected duration
 APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the same decode engine for so long
@@ -51,12 +51,12 @@ def _named(identity: KvIdentity | None) -> dict[str, object]:
     return {} if identity is None else {KV_FIELDS.get(name, name): value for name, value in asdict(identity).items()}
 
 
-class HasRole(Protocol):
+class RoledEngine(Protocol):
     @property
     def role(self) -> str: ...
 
 
-E = TypeVar("E", bound=HasRole)
+E = TypeVar("E", bound=RoledEngine)
 
 
 def for_generation(engines: Sequence[E]) -> list[E]:
@@ -81,7 +81,7 @@ def choose_prefill(
     return min(prefills, key=lambda load: (cost_s(request, load), load.open_requests, load.engine))
 
 
-def relieves(request: RoutedRequest, decode: EngineLoad, prefill: EngineLoad) -> bool:
+def should_prefill_locally(request: RoutedRequest, decode: EngineLoad, prefill: EngineLoad) -> bool:
     """Whether the decode engine should compute the prompt, because the prefill engine would be done much later."""
     if not prefill.waiting_tokens:  # it has no queue, and only a prompt shows whether it is still as slow as it was
         return False

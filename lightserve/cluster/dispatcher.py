@@ -1,7 +1,7 @@
 """For the HTTP processes and the detokenizer the dispatcher is the router. Behind it are several engines.
 
     httpserver ──GenerateReq──▶ dispatcher ──DispatchedReq──▶ router of the best engine
-    detokenizer ◀──BatchTokenIdOut── dispatcher ◀──BatchTokenIdOut, KvNews── routers
+    detokenizer ◀──BatchTokenIdOut── dispatcher ◀──BatchTokenIdOut, KvCacheEvents── routers
 
 It keeps every open request with its tokens. If an engine loses its workers, dies or hangs, its requests go on in the
 other engines from these tokens, with the same text. Tokens that a request still gets from an engine that it has left
@@ -23,7 +23,14 @@ from lightserve.cluster.prefill_jobs import PrefillJobs
 from lightserve.cluster.queries import ClusterQueries
 from lightserve.config import RouterConfig
 from lightserve.ipc.channel import Receiver, Sender
-from lightserve.messages.cluster import EngineDraining, FromEngine, KvMissing, KvNews, KvWanted, MovedReqs
+from lightserve.messages.cluster import (
+    EngineDraining,
+    FromEngine,
+    KvCacheEvents,
+    KvTransferTimeout,
+    MovedReqs,
+    RemotePrefillRequest,
+)
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.metrics import add_http_counts
@@ -210,14 +217,14 @@ class Dispatcher:
     def _handle(self, engine: Engine, message: FromEngine) -> None:
         if isinstance(message, BatchTokenIdOut):
             self._handle_batch(engine, message)
-        elif isinstance(message, KvNews):
+        elif isinstance(message, KvCacheEvents):
             self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
-        elif isinstance(message, KvWanted):
+        elif isinstance(message, RemotePrefillRequest):
             if message.req_id in engine.requests:  # else it has ended or left the engine
                 self._jobs.start(engine.requests[message.req_id], engine, message)
-        elif isinstance(message, KvMissing):
+        elif isinstance(message, KvTransferTimeout):
             self._jobs.kv_is_missing(engine, message)
         elif isinstance(message, EngineDraining):
             logger.info("engine %d drains: %d requests finish there", engine.number, len(engine.requests))
@@ -332,7 +339,7 @@ class Dispatcher:
     def _drop_job(self, engine: Engine, job: OpenRequest) -> None:
         """A prefill engine is lost. The prompt may be the cause: no other prefill engine gets it."""
         self._jobs.fail(engine, job)
-        self._requests[job.req_id].may_split &= engine.is_draining
+        self._requests[job.req_id].may_prefill_remotely &= engine.is_draining
 
     def _move(self, req: OpenRequest) -> None:
         self._jobs.cancel(req)
@@ -389,7 +396,7 @@ class Dispatcher:
         if engines and all(engine.is_silent for engine in engines):
             return
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
-        self.metrics.values["kv_split_relieved_tokens_total"] = self._placement.relieved_tokens
+        self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
         stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
         self._to_detokenization.send(stats)

@@ -47,10 +47,10 @@ class Engine:
         return self._load.load()
 
     def add(self, req: OpenRequest, cached_tokens: int) -> None:
-        """Send a request to this engine. If it has a ticket, a prefill engine computes its prompt."""
+        """Send a request to this engine. If it has KvTransferParams, a prefill engine computes its prompt."""
         req.cached_tokens = cached_tokens
         missing, now_s = max(req.known_tokens - cached_tokens, 1), time.monotonic()
-        if req.ticket is None:
+        if req.kv_transfer_params is None:
             req.assignment = self._load.add(missing, now_s)
         else:
             req.assignment = self._load.add_waiting_for_kv(missing, rest_tokens(req.known_tokens), now_s)

@@ -10,7 +10,7 @@ import msgspec
 
 from lightserve.cluster.load_estimate import Assignment
 from lightserve.messages.block_hash import Hashes, block_hashes
-from lightserve.messages.cluster import DispatchedReq, KvTarget, KvTicket
+from lightserve.messages.cluster import DispatchedReq, KvTarget, KvTransferParams
 from lightserve.messages.request import GenerateReq
 
 
@@ -28,9 +28,9 @@ class OpenRequest:
     crashes: int = 0  # of engines that had it, since its last token
     refused_by: set[int] = field(default_factory=set)  # engines whose queue was full
     leaving: set[int] = field(default_factory=set)  # engines that have not confirmed yet that it was moved
-    ticket: KvTicket | None = None  # its engine may want its prompt from a prefill engine
+    kv_transfer_params: KvTransferParams | None = None  # its engine may want its prompt from a prefill engine
     target: KvTarget | None = None  # it is the prompt of another request: its KV goes there
-    may_split: bool = True  # its prompt may be computed by a prefill engine
+    may_prefill_remotely: bool = True  # its prompt may be computed by a prefill engine
 
     @property
     def req_id(self) -> int:
@@ -53,7 +53,7 @@ class OpenRequest:
             self.output_ids.copy(),
             self.is_moved,
             self.runs_alone,
-            self.ticket,
+            self.kv_transfer_params,
             self.target,
         )
 
@@ -68,7 +68,9 @@ def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None
             message, scheduling=msgspec.structs.replace(message.scheduling, timeout_s=timeout_s)
         )
     opened = OpenRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
-    opened.may_split = uses_cache and message.scheduling.use_cache and message.params.sampling.prompt_logprobs is None
+    opened.may_prefill_remotely = (
+        uses_cache and message.scheduling.use_cache and message.params.sampling.prompt_logprobs is None
+    )
     return opened
 
 

@@ -25,7 +25,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     config = child_config.config
     inbox: Receiver[ToRouter] = Receiver(child_config.address("router"), ToRouter)
     to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
-    placement = Placement(make_policy(config.cluster.cluster_policy), config.cluster.min_split_tokens)
+    placement = Placement(make_policy(config.cluster.cluster_policy), config.cluster.min_remote_prefill_tokens)
     dispatcher = Dispatcher(placement, inbox, to_detokenization, config.router, config.cluster.num_engines)
     remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.is_gateway else None
     if remote is None:

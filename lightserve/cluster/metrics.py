@@ -16,7 +16,7 @@ BY_ENGINE = {
     "dp_kv_cache_usage_perc": "kv_cache_usage_perc",
 }
 BY_ROLE = ("role_requests_running", "role_requests_waiting", "role_kv_cache_usage_perc")
-OF_ROLE = ("num_requests_running", "num_requests_waiting", "kv_split_requests_waiting", "kv_cache_usage_perc")
+OF_ROLE = ("num_requests_running", "num_requests_waiting", "kv_transfer_requests_waiting", "kv_cache_usage_perc")
 GAUGES = {one.name for one in METRICS if one.kind is Kind.GAUGE}
 
 

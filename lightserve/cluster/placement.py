@@ -14,7 +14,7 @@ from lightserve.cluster.disaggregation import (
     choose_prefill,
     for_generation,
     for_prefill,
-    relieves,
+    should_prefill_locally,
     timeout_s,
 )
 from lightserve.cluster.engine import Engine
@@ -24,16 +24,16 @@ from lightserve.cluster.load_estimate import SharedRates
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import Policy, RoutedRequest
-from lightserve.messages.cluster import KvTicket
+from lightserve.messages.cluster import KvTransferParams
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
 
 class Placement:
-    def __init__(self, policy: Policy, min_split_tokens: int = 1) -> None:
-        self._min_split_tokens = min_split_tokens
-        self.relieved_tokens = 0  # that decode engines compute because the queues of prefill engines are long
+    def __init__(self, policy: Policy, min_remote_prefill_tokens: int = 1) -> None:
+        self._min_remote_prefill_tokens = min_remote_prefill_tokens
+        self.local_prefill_tokens = 0  # that decode engines compute because the queues of prefill engines are long
         self.index = PrefixIndex()
         self.output_length = OutputLength()
         self._policy = policy
@@ -97,7 +97,7 @@ class Placement:
         number = self._policy.choose(self._routed(req, cached), [engine.load for engine in engines])
         engine = self._engines[number]
         self._engine_of[req.req_id] = engine
-        req.ticket = self._ticket(req, engine, cached[number])
+        req.kv_transfer_params = self._transfer_params(req, engine, cached[number])
         self.index.presume(number, req.hashes)
         engine.add(req, cached[number])
         return True
@@ -111,7 +111,7 @@ class Placement:
 
     def choose_prefill(self, req: OpenRequest, decode: Engine, cached: int) -> tuple[Engine, float] | None:
         """The engine that should compute the prompt for ``decode``, and how long that may take; None: itself."""
-        if decode.role != "decode" or not req.may_split:
+        if decode.role != "decode" or not req.may_prefill_remotely:
             return None
         now_s = time.monotonic()
         engines = [
@@ -124,11 +124,11 @@ class Placement:
         ]
         routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})
         routed.expected_output = 0.0
-        best = choose_prefill(routed, decode.load, [engine.load for engine in engines], self._min_split_tokens)
+        best = choose_prefill(routed, decode.load, [engine.load for engine in engines], self._min_remote_prefill_tokens)
         if best is None:
             return None
-        if relieves(routed, decode.load, best):
-            self.relieved_tokens += req.known_tokens - cached
+        if should_prefill_locally(routed, decode.load, best):
+            self.local_prefill_tokens += req.known_tokens - cached
             return None
         return self._engines[best.engine], timeout_s(routed, best)
 
@@ -146,9 +146,11 @@ class Placement:
         engine.remove(job)
         self.index.end_presumption(engine.number, job.hashes)
 
-    def _ticket(self, req: OpenRequest, engine: Engine, cached: int) -> KvTicket | None:
+    def _transfer_params(self, req: OpenRequest, engine: Engine, cached: int) -> KvTransferParams | None:
         found = self.choose_prefill(req, engine, cached)
-        return None if found is None else KvTicket(random.getrandbits(63), found[1], self._min_split_tokens)
+        if found is None:
+            return None
+        return KvTransferParams(random.getrandbits(63), found[1], self._min_remote_prefill_tokens)
 
     def _cached(self, req: OpenRequest, engines: list[Engine]) -> dict[int, int]:
         return {engine.number: self.index.cached_tokens(engine.number, req.hashes) for engine in engines}

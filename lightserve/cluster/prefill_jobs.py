@@ -1,6 +1,6 @@
 """Prompts that prefill engines compute for the requests of decode engines.
 
-    dispatcher ──request with a ticket──▶ decode engine ──KvWanted, it has the slots──▶ dispatcher
+    dispatcher ──request with a transfer──▶ decode engine ──RemotePrefillRequest, it has the slots──▶ dispatcher
     dispatcher ──the prompt, where its KV goes──▶ prefill engine ──KV──▶ decode engine
 
 A job has the id of its request, in another engine. It ends with its only token, which nobody needs. If it cannot be
@@ -16,7 +16,7 @@ from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import OpenRequest
 from lightserve.cluster.placement import Placement
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvWanted, MovedReqs
+from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferTimeout, MovedReqs, RemotePrefillRequest
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.params import GenerationParams
 from lightserve.utils.logger import init_logger
@@ -30,24 +30,24 @@ class PrefillJobs:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._engine_of: dict[int, Engine] = {}  # by req_id
-        self._sent_by: dict[int, tuple[int, int]] = {}  # by req_id: the last ticket, and who got the prompt
+        self._sent_by: dict[int, tuple[int, int]] = {}  # by req_id: the last transfer, and who got the prompt
 
-    def start(self, req: OpenRequest, decode: Engine, wanted: KvWanted) -> None:
+    def start(self, req: OpenRequest, decode: Engine, wanted: RemotePrefillRequest) -> None:
         """The decode engine of a request has slots for its prompt, or needs none."""
-        ticket, req.ticket = req.ticket, None
-        if ticket is None or ticket.id != wanted.ticket:
+        params, req.kv_transfer_params = req.kv_transfer_params, None
+        if params is None or params.id != wanted.transfer_id:
             return
         if not wanted.num_blocks:
             decode.compute_itself(req, is_measured=True)
             return
         found = self._placement.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS)
         if found is None:
-            decode.link.send(KvCancel(req.req_id, wanted.ticket, was_started=False))
+            decode.link.send(KvCancel(req.req_id, wanted.transfer_id, was_started=False))
             decode.compute_itself(req, is_measured=True)
             return
         engine, _ = found
         self._engine_of[req.req_id] = engine
-        self._sent_by[req.req_id] = wanted.ticket, engine.number
+        self._sent_by[req.req_id] = wanted.transfer_id, engine.number
         self._placement.add_prefill(engine, _job(req, wanted))
 
     def finish(self, engine: Engine, job: OpenRequest) -> None:
@@ -59,13 +59,13 @@ class PrefillJobs:
         self._remove(engine, job)
         decode = self._placement.engine_of(job.req_id)
         if decode is not None and job.target is not None:
-            decode.link.send(KvCancel(job.req_id, job.target.ticket))
+            decode.link.send(KvCancel(job.req_id, job.target.transfer_id))
             decode.compute_itself(decode.requests[job.req_id], is_measured=False)
 
-    def kv_is_missing(self, decode: Engine, missing: KvMissing) -> None:
+    def kv_is_missing(self, decode: Engine, missing: KvTransferTimeout) -> None:
         """The decode engine has waited in vain. The two are left alone with each other for a while."""
-        ticket, number = self._sent_by.get(missing.req_id, (0, 0))
-        if ticket == missing.ticket:
+        transfer_id, number = self._sent_by.get(missing.req_id, (0, 0))
+        if transfer_id == missing.transfer_id:
             logger.warning("KV of engine %d has not come to engine %d in time", number, decode.number)
             self._placement.keep_apart(decode.number, number)
             if missing.req_id in decode.requests:
@@ -73,7 +73,7 @@ class PrefillJobs:
 
     def cancel(self, req: OpenRequest) -> None:
         """The request has ended, or leaves its decode engine."""
-        req.ticket = None
+        req.kv_transfer_params = None
         self._sent_by.pop(req.req_id, None)
         engine = self._engine_of.get(req.req_id)
         if engine is None:
@@ -87,7 +87,7 @@ class PrefillJobs:
         self._placement.remove_prefill(engine, job)
 
 
-def _job(req: OpenRequest, wanted: KvWanted) -> OpenRequest:
+def _job(req: OpenRequest, wanted: RemotePrefillRequest) -> OpenRequest:
     """Whole blocks only. The decode engine computes the tokens after them."""
     request, end = req.request, wanted.first_block + wanted.num_blocks
     known = [*int32s(request.prompt_ids).tolist(), *req.output_ids][: end * BLOCK_TOKENS]
@@ -98,5 +98,5 @@ def _job(req: OpenRequest, wanted: KvWanted) -> OpenRequest:
         hashes,
         req.hash_bytes[: 8 * len(hashes)],
         req.deadline_s,
-        target=KvTarget(wanted.ticket, wanted.first_block, wanted.addresses),
+        target=KvTarget(wanted.transfer_id, wanted.first_block, wanted.addresses),
     )

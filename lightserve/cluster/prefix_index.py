@@ -1,7 +1,7 @@
 """Which engine has which prefix in its cache, as hashes of blocks (messages/block_hash.py).
 
-An entry has one of two sources. The engine itself says which blocks it has cached and evicted (``KvNews``). And the
-dispatcher presumes that an engine has the prompts of the requests that it has there: it will compute them before a
+An entry has one of two sources. The engine itself says which blocks it has cached and evicted (``KvCacheEvents``). And
+the dispatcher presumes that an engine has the prompts of the requests that it has there: it will compute them before a
 later request needs them. A presumption ends with its request, so a block that was never computed leaves nothing behind.
 
 All KV of an engine is lost when its workers die. The engine then begins a new epoch, and its old entries are dropped.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvNews
+from lightserve.messages.cluster import KvCacheEvents
 
 
 class _EngineBlocks:
@@ -48,12 +48,12 @@ class PrefixIndex:
         blocks = self._engines.get(engine)
         return 0 if blocks is None else len(blocks.cached | blocks.presumed.keys())
 
-    def apply(self, engine: int, news: KvNews) -> None:
-        added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (news.added, news.evicted))
-        self.update(engine, news.epoch, added, evicted)
+    def apply(self, engine: int, events: KvCacheEvents) -> None:
+        added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (events.added, events.evicted))
+        self.update(engine, events.epoch, added, evicted)
 
     def update(self, engine: int, epoch: int, added: Sequence[int], evicted: Sequence[int]) -> None:
-        """What the engine says about its cache. News of an epoch that is over are ignored."""
+        """What the engine says about its cache. Events of an epoch that is over are ignored."""
         blocks = self._engines.get(engine)
         if blocks is None or epoch < blocks.epoch:
             return

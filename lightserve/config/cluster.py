@@ -88,7 +88,7 @@ class ClusterConfig:
         "disaggregation_transfer_backend",
         group=FlagGroup.PARALLEL,
     )
-    min_split_tokens: int = option(
+    min_remote_prefill_tokens: int = option(
         256,
         "a decode engine computes a prompt itself if fewer of its tokens are missing there",
         group=FlagGroup.PARALLEL,
@@ -149,7 +149,7 @@ class ClusterConfig:
         return [one.strip() for text in self.roles for one in text.split(",") if one.strip()]
 
     @property
-    def is_split(self) -> bool:
+    def is_disaggregated(self) -> bool:
         """Whether engines of this server have roles."""
         return bool(self.roles) or self.role != "normal"
 

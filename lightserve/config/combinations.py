@@ -96,7 +96,7 @@ def _loras(setup: Setup) -> str:
 
 def _roles(setup: Setup) -> str:
     cluster = setup.config.cluster
-    if not cluster.is_split:
+    if not cluster.is_disaggregated:
         return ""
     return "--roles" if cluster.roles else f"--role {cluster.role}"
 

@@ -9,7 +9,7 @@ GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynami
 GATEWAY_LAUNCH = frozenset({"drain_timeout", "process_timeout", "restart_worker", "log_format"})
 # adapters, which engines of other machines do not serve
 OF_ADAPTERS = ("lora_modules", "lora_dir", "max_loras", "max_lora_rank", "max_cpu_loras")
-NOT_OF_ENGINES = ("dp", "engines", "engines_file", "roles", "cluster_policy", "min_split_tokens", *OF_ADAPTERS)
+NOT_OF_ENGINES = ("dp", "engines", "engines_file", "roles", "cluster_policy", "min_remote_prefill_tokens", *OF_ADAPTERS)
 # what `lightserve deploy` sets for its replicas
 SET_BY_DEPLOY = (
     *("dp", "roles", "role", "engines", "engines_file", "listen", "kv_listen", "cluster_keys"),

@@ -14,11 +14,11 @@ from lightserve.messages.cluster import (
     DispatchedReq,
     EngineDraining,
     FromEngine,
+    KvCacheEvents,
     KvCancel,
-    KvMissing,
-    KvNews,
-    KvWanted,
+    KvTransferTimeout,
     MovedReqs,
+    RemotePrefillRequest,
     ToEngine,
 )
 from lightserve.messages.int_arrays import int64s
@@ -48,9 +48,9 @@ def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int
         return [(session, part) for session, part in _split(message).items() if session in sessions]
     if isinstance(message, RouterStats):
         return [(session, _stats_for(message, session)) for session in sessions]
-    if isinstance(message, KvNews | EngineDraining):
+    if isinstance(message, KvCacheEvents | EngineDraining):
         return [(session, message) for session in sessions]
-    if isinstance(message, KvWanted | KvMissing):
+    if isinstance(message, RemotePrefillRequest | KvTransferTimeout):
         session = session_of(message.req_id)
         return [(session, replace(message, req_id=gateway_id(message.req_id)))] if session in sessions else []
     session = session_of(message.query_id)

@@ -9,12 +9,13 @@
 
 With --dp, a dispatcher stands where the router stands, and speaks to the routers of several engines:
 
-    dispatcher ──DispatchedReq, AbortReq, MovedReqs──▶ router ──BatchTokenIdOut, RouterStats, KvNews──▶ dispatcher
+    dispatcher ──DispatchedReq, AbortReq, MovedReqs──▶ router ──BatchTokenIdOut, RouterStats──▶ dispatcher
+                                                       router ──KvCacheEvents──▶ dispatcher
     dispatcher ──ReleaseParents──▶ router
 
 With roles, a decode engine has prompts computed by a prefill engine, whose workers send the KV to its workers:
 
-    dispatcher ──DispatchedReq, KvCancel──▶ decode router ──KvWanted, KvMissing──▶ dispatcher
+    dispatcher ──DispatchedReq, KvCancel──▶ decode router ──RemotePrefillRequest, KvTransferTimeout──▶ dispatcher
     dispatcher ──DispatchedReq──▶ prefill router
 
 With --engines, the dispatcher is in a gateway, and the routers are on other machines. The same messages cross TCP. The

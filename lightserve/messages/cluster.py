@@ -9,8 +9,9 @@ from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats
 from lightserve.messages.request import AbortReq, GenerateReq, GetTimelines, ReleaseParents, StartProfile, StopProfile
 
 
-class KvTicket(msgspec.Struct, frozen=True):
-    """A prefill engine may compute the prompt of this request. The engine reserves slots for it and sends KvWanted."""
+class KvTransferParams(msgspec.Struct, frozen=True):
+    """A prefill engine may compute the prompt of this request. The engine reserves slots for it and sends
+    RemotePrefillRequest."""
 
     id: int
     timeout_s: float  # how long it waits for the KV from then on
@@ -20,7 +21,7 @@ class KvTicket(msgspec.Struct, frozen=True):
 class KvTarget(msgspec.Struct, frozen=True):
     """The request is a prompt to compute for another engine: its KV goes there, block by block."""
 
-    ticket: int
+    transfer_id: int
     first_block: int  # of the prompt: those before it are not needed
     addresses: list[str]  # of the workers there, by rank
 
@@ -34,7 +35,7 @@ class DispatchedReq(msgspec.Struct, frozen=True, tag=True):
     output_ids: list[int] = []  # tokens that the client has got already
     is_moved: bool = False  # another engine had accepted it
     runs_alone: bool = False  # it may have crashed the workers of another engine: see CrashIsolation
-    ticket: KvTicket | None = None
+    kv_transfer_params: KvTransferParams | None = None
     target: KvTarget | None = None
 
 
@@ -48,14 +49,14 @@ class KvCancel(msgspec.Struct, frozen=True, tag=True):
     """No prefill engine computes the prompt of this request, or not any more."""
 
     req_id: int
-    ticket: int
+    transfer_id: int
     was_started: bool = True  # a prefill engine had got the prompt
 
 
 ToEngine = DispatchedReq | AbortReq | ReleaseParents | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
 
 
-class KvNews(msgspec.Struct, frozen=True, tag=True):
+class KvCacheEvents(msgspec.Struct, frozen=True, tag=True):
     """Changes of an engine's prefix cache since the last message, as hashes of blocks."""
 
     epoch: int  # counts how often all KV was lost; entries of an earlier epoch are void
@@ -67,24 +68,33 @@ class EngineDraining(msgspec.Struct, frozen=True, tag=True):
     """The engine ends when its requests have: send it no new ones."""
 
 
-class KvWanted(msgspec.Struct, frozen=True, tag=True):
-    """The engine has reserved slots for the prompt of a request with a KvTicket: let a prefill engine compute it."""
+class RemotePrefillRequest(msgspec.Struct, frozen=True, tag=True):
+    """The engine has reserved slots for the prompt of a request with KvTransferParams: let a prefill engine compute
+    it."""
 
     req_id: int
-    ticket: int
+    transfer_id: int
     first_block: int = 0  # the engine has those before it
     num_blocks: int = 0  # 0: it needs none
     addresses: list[str] = []  # of its workers, by rank
 
 
-class KvMissing(msgspec.Struct, frozen=True, tag=True):
+class KvTransferTimeout(msgspec.Struct, frozen=True, tag=True):
     """The KV of a prompt has not come in time, though nobody has cancelled it: the engines may not reach each other."""
 
     req_id: int
-    ticket: int
+    transfer_id: int
 
 
-FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining | KvWanted | KvMissing
+FromEngine = (
+    BatchTokenIdOut
+    | RouterStats
+    | QueryReply
+    | KvCacheEvents
+    | EngineDraining
+    | RemotePrefillRequest
+    | KvTransferTimeout
+)
 
 LINK_PROTOCOL = 10  # increase it when a message between gateways and engines changes
 

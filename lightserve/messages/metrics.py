@@ -133,25 +133,26 @@ METRICS = (
             ("kv_tier_load_bytes_per_second", Kind.GAUGE, "Measured speed of loads from this tier; 0: none yet."),
         )
     ),
-    _counter("kv_split_sent_tokens_total", "With --roles: prompt tokens whose KV was sent to decode engines."),
+    _counter("kv_transfer_sent_tokens_total", "With --roles: prompt tokens whose KV was sent to decode engines."),
     _counter(
-        "kv_split_waited_tokens_total", "With --roles: prompt tokens for whose KV decode engines waited, or wait now."
+        "kv_transfer_waited_tokens_total",
+        "With --roles: prompt tokens for whose KV decode engines waited, or wait now.",
     ),
-    _counter("kv_split_received_tokens_total", "With --roles: of these, tokens whose KV has come."),
+    _counter("kv_transfer_received_tokens_total", "With --roles: of these, tokens whose KV has come."),
     _counter(
-        "kv_split_given_up_tokens_total",
+        "kv_transfer_given_up_tokens_total",
         "With --roles: of these, tokens whose KV did not come in time, or never; the decode engine computed them.",
     ),
     _counter(
-        "kv_split_relieved_tokens_total",
+        "kv_transfer_local_prefill_tokens_total",
         "With --roles: prompt tokens that decode engines computed because the queues of prefill engines were longer.",
     ),
     _counter(
-        "kv_split_recomputed_tokens_total",
+        "kv_transfer_recomputed_tokens_total",
         "With --roles: prompt tokens that a decode engine computed although their KV had come.",
     ),
     _gauge(
-        "kv_split_requests_waiting",
+        "kv_transfer_requests_waiting",
         "With --roles: of the waiting requests, those that wait for KV of a prefill engine.",
     ),
     *(

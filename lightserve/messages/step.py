@@ -72,21 +72,21 @@ class KvLoad(msgspec.Struct, frozen=True, array_like=True):
     slots: Int32s  # of all tokens, block after block; no step uses them before the load has ended
 
 
-class KvPush(msgspec.Struct, frozen=True, array_like=True):
+class KvSend(msgspec.Struct, frozen=True, array_like=True):
     """Send blocks of tokens, which this step or an earlier one has computed, to a worker of another engine."""
 
-    ticket: int
+    transfer_id: int
     addresses: list[str]  # of the workers there, by rank
-    first: int  # number of the first block among those of the ticket
+    first: int  # number of the first block among those of the transfer
     slots: Int32s  # of all tokens, block after block
 
 
-class KvExpect(msgspec.Struct, frozen=True, array_like=True):
-    """Another engine sends the KV of these slots. No step uses them before the ticket has ended: see KvReceived."""
+class KvRecv(msgspec.Struct, frozen=True, array_like=True):
+    """Another engine sends the KV of these slots. No step uses them before the transfer has ended: see KvReceived."""
 
-    ticket: int
+    transfer_id: int
     slots: Int32s  # of all tokens, block after block
-    timeout_s: float  # then the ticket ends with what has come
+    timeout_s: float  # then the transfer ends with what has come
 
 
 class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -129,8 +129,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     stores: list[KvStore] = []
     loads: list[KvLoad] = []
     token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
-    pushes: list[KvPush] = []
-    expects: list[KvExpect] = []
+    sends: list[KvSend] = []
+    recvs: list[KvRecv] = []
     groups: list[Step] = []  # of all attention groups, also of those without rows; empty: there is one group
 
     @property

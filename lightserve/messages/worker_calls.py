@@ -87,9 +87,9 @@ class KvLoaded(msgspec.Struct, frozen=True):
 
 
 class KvReceived(msgspec.Struct, frozen=True, array_like=True):
-    """A KvExpect has ended: so many of its first blocks have come, and nothing writes to its slots any more."""
+    """A KvRecv has ended: so many of its first blocks have come, and nothing writes to its slots any more."""
 
-    ticket: int
+    transfer_id: int
     num_blocks: int
 
 

@@ -4,7 +4,8 @@ A replica is added as soon as requests wait or KV memory runs short. One is remo
 fewer replicas for ``scale_down_s``: to start a replica costs more than to keep it.
 
 Prefill replicas have other rules. Their KV memory says nothing, because prompts leave it at once. Their queues stay
-short, because decode replicas relieve them: if these do it all the time, there are too few prefill replicas.
+short, because decode replicas compute prompts themselves: if these do it all the time, there are too few prefill
+replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lightserve.ray.messages import Deployment, Load, ReplicaGroup
 
 FULL_KV = 0.9  # above it, requests wait for memory or are preempted
 TARGET_KV = 0.7
-RELIEF_S = 10.0  # that decode replicas must relieve prefill replicas before one is added: bursts are what they are for
+OVERLOAD_S = 10.0  # that prefill replicas must be overloaded before one is added: bursts are what they are for
 
 
 class Autoscaler:
@@ -24,7 +25,7 @@ class Autoscaler:
     def __init__(self, deployment: Deployment, group: ReplicaGroup, running: int) -> None:
         self.wanted = running
         self._fewer_since_s: float | None = None
-        self._relief = Relief()
+        self._overload = PrefillOverload()
         self.change(deployment, group)
 
     def change(self, deployment: Deployment, group: ReplicaGroup) -> None:
@@ -47,15 +48,15 @@ class Autoscaler:
         if self.group.role != "prefill":
             return replicas_for(load, self.wanted, target_queue)
         needed = prefill_replicas_for(load, self.wanted, target_queue)
-        if self._relief.lasts(load.relieved_tokens, now_s):
+        if self._overload.lasts(load.local_prefill_tokens, now_s):
             return max(needed, self.wanted + 1)
-        return max(needed, self.wanted) if self._relief.is_seen else needed
+        return max(needed, self.wanted) if self._overload.is_seen else needed
 
     def _within_limits(self, count: int) -> int:
         return min(max(count, self.group.min_replicas), self.group.max_replicas)
 
 
-class Relief:
+class PrefillOverload:
     """Whether decode replicas keep computing prompts that prefill replicas should compute."""
 
     def __init__(self) -> None:
@@ -68,17 +69,17 @@ class Relief:
         return self._since_s is not None
 
     def lasts(self, tokens: float, now_s: float) -> bool:
-        """True if it has lasted for RELIEF_S, and then again only after as long. ``tokens``: a counter."""
+        """True if it has lasted for OVERLOAD_S, and then again only after as long. ``tokens``: a counter."""
         grows = self._tokens is not None and tokens > self._tokens
         self._tokens = tokens
         if not grows:
-            if now_s - self._last_s > RELIEF_S:
+            if now_s - self._last_s > OVERLOAD_S:
                 self._since_s = None
             return False
         self._last_s = now_s
         if self._since_s is None:
             self._since_s = now_s
-        if now_s - self._since_s < RELIEF_S:
+        if now_s - self._since_s < OVERLOAD_S:
             return False
         self._since_s = now_s
         return True

@@ -20,7 +20,7 @@ from lightserve.utils.net import is_local
 MAX_GATEWAYS = 64
 OF_ROLES = ("roles", "role", "kv_listen")  # of SET_BY_DEPLOY; --roles of deploy is another flag than a server's
 ENGINE_KV = ("cluster_tls", "kv_transport")
-GATEWAY_CLUSTER = ("cluster_policy", "min_split_tokens")
+GATEWAY_CLUSTER = ("cluster_policy", "min_remote_prefill_tokens")
 KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's node, not the files
 
 
@@ -103,7 +103,7 @@ def check(config: ServerConfig, has_roles: bool) -> None:
         if name in given:
             flag = "--roles prefill=1,decode=2" if name in OF_ROLES else "--replicas"
             raise OptionError(f"{name}: not with lightserve deploy, which sets it; use {flag}")
-    for name in (*ENGINE_KV, "min_split_tokens"):
+    for name in (*ENGINE_KV, "min_remote_prefill_tokens"):
         if name in given and not has_roles:
             raise OptionError(f"{name}: replicas without roles send no KV; set --roles prefill=1,decode=2 too")
     transport = config.cluster.kv_transport

@@ -18,11 +18,12 @@ def total_by_role(gateways: Sequence[GatewayStatus]) -> dict[str, Load]:
 
 
 def _together(loads: Sequence[Load]) -> Load:
-    """What engines say is the same for all gateways. Each gateway itself decides which prompts are relieved."""
+    """What engines say is the same for all gateways. Each gateway itself decides which prompts decode engines
+    compute."""
     running, waiting, kv_usage = (
         max(getattr(load, name) for load in loads) for name in ("running", "waiting", "kv_usage")
     )
-    return Load(running, waiting, kv_usage, sum(load.relieved_tokens for load in loads))
+    return Load(running, waiting, kv_usage, sum(load.local_prefill_tokens for load in loads))
 
 
 def taken_by_all(gateways: Sequence[GatewayStatus]) -> list[str]:

@@ -37,11 +37,11 @@ def parse_metrics(text: str) -> tuple[Load, dict[str, Load], list[str]]:
                 of_role[sample.labels["role"]][sample.name] = sample.value
             if sample.name == "lightserve_engine_takes_requests" and sample.value:
                 taking.append(sample.labels["address"])
-    relieved = found.get("lightserve_kv_split_relieved_tokens_total", 0.0)
-    load = _load(found, ALL, relieved)
-    return load, {role: _load(own, OF_ROLE, relieved) for role, own in of_role.items()}, taking
+    local_prefill_tokens = found.get("lightserve_kv_transfer_local_prefill_tokens_total", 0.0)
+    load = _load(found, ALL, local_prefill_tokens)
+    return load, {role: _load(own, OF_ROLE, local_prefill_tokens) for role, own in of_role.items()}, taking
 
 
-def _load(found: Mapping[str, float], names: Sequence[str], relieved: float) -> Load:
+def _load(found: Mapping[str, float], names: Sequence[str], local_prefill_tokens: float) -> Load:
     running, waiting, kv_usage = (found.get(f"lightserve_{name}", 0.0) for name in names)
-    return Load(running, waiting, kv_usage, relieved)
+    return Load(running, waiting, kv_usage, local_prefill_tokens)

@@ -60,7 +60,7 @@ class Load(msgspec.Struct, frozen=True):
     running: float = 0.0
     waiting: float = 0.0
     kv_usage: float = 0.0  # mean over engines; 1 is full
-    relieved_tokens: float = 0.0  # so far, that decode engines computed because prefill engines had long queues
+    local_prefill_tokens: float = 0.0  # so far, that decode engines computed because prefill engines had long queues
 
 
 class GatewayStatus(msgspec.Struct, frozen=True):

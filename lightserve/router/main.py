@@ -17,7 +17,7 @@ from lightserve.messages.control import Drain, Drained, EngineReady, HttpProcess
 from lightserve.messages.request import ToRouter
 from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
@@ -46,7 +46,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
     if child_config.role == "decode":
-        groups[0].add_source(IncomingKv(groups[0].pool, outbox.send))
+        groups[0].add_source(RemoteKvSource(groups[0].pool, outbox.send))
     if engine.host_kv is not None:
         groups[0].add_source(KvTiers(groups[0].pool, engine.host_kv, await kv_identity(config, engine)))
     scheduler = Scheduler(*groups)

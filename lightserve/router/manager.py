@@ -18,7 +18,7 @@ from lightserve.config import RouterConfig
 from lightserve.errors import LightserveError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import WorkerCaller
-from lightserve.messages.cluster import DispatchedReq, KvCancel, KvNews, MovedReqs, ToEngine
+from lightserve.messages.cluster import DispatchedReq, KvCacheEvents, KvCancel, MovedReqs, ToEngine
 from lightserve.messages.control import EngineReady, HttpProcessLost
 from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import ToDetokenization
@@ -158,12 +158,12 @@ class RouterManager:
             group.parents.release(message.req_ids)
         self.steps.wake()
 
-    def report_cached_blocks(self, send: Callable[[KvNews], None]) -> CachedBlocks:
+    def report_cached_blocks(self, send: Callable[[KvCacheEvents], None]) -> CachedBlocks:
         """Tell the dispatcher what the prefix cache holds."""
         pool = self._scheduler.only_group.pool
         blocks = CachedBlocks(pool.size)
         pool.add_listener(blocks)
-        self._reporter.publish_news(blocks, send)
+        self._reporter.publish_events(blocks, send)
         return blocks
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
@@ -267,7 +267,7 @@ class RouterManager:
             self._scheduler.only_group.isolation.require(req)
         if dispatched.target is not None:
             req.may_be_parent = False  # the engine that wants its KV computes it
-        req.target, req.kv_ticket = dispatched.target, dispatched.ticket
+        req.target, req.kv_transfer_params = dispatched.target, dispatched.kv_transfer_params
 
     def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
         """A request may run once the workers have compiled its grammar and loaded its adapter: no step waits for that.

@@ -9,7 +9,7 @@ from itertools import groupby
 import msgspec
 
 from lightserve.ipc.channel import Sender
-from lightserve.messages.cluster import KvNews
+from lightserve.messages.cluster import KvCacheEvents
 from lightserve.messages.output import (
     Admission,
     BatchTokenIdOut,
@@ -35,11 +35,11 @@ class Reporter:
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
         self.pinned: PinnedPrompts | None = None  # set if there are static prompts
-        self._news: list[tuple[CachedBlocks, Callable[[KvNews], None]]] = []  # for the dispatcher, if there is one
+        self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
 
-    def publish_news(self, blocks: CachedBlocks, send: Callable[[KvNews], None]) -> None:
+    def publish_events(self, blocks: CachedBlocks, send: Callable[[KvCacheEvents], None]) -> None:
         """From now on, ``send`` what changes in the prefix cache."""
-        self._news.append((blocks, send))
+        self._publishers.append((blocks, send))
 
     def announce(self, req_id: int, params: TextParams, output_ids: list[int]) -> None:
         """A request was accepted, which has these tokens. This message comes before its other tokens."""
@@ -79,7 +79,7 @@ class Reporter:
         outs = self._process_tokens(others, now) if others else []
         self.metrics.forced(self._scheduler.num_forced - num_forced)
         embeddings = self._process_embeddings(result.embeddings, now)
-        self._send_news()  # before the last token of a request, so that the dispatcher always knows where its KV is
+        self._send_events()  # before the last token of a request, so that the dispatcher always knows where its KV is
         if outs or failed or self._aborted or embeddings or len(plain):
             self._to_detokenization.send(
                 BatchTokenIdOut(outs, failed=failed, aborted=self._aborted, plain=plain, embeddings=embeddings)
@@ -100,16 +100,16 @@ class Reporter:
             self.metrics.set_kv_group_load(groups[0].name, used, size)
         for part in (part for group in scheduler.groups for part in group.parts):
             part.report(self.metrics)
-        self._send_news()
+        self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
         self._to_detokenization.send(stats)
 
-    def _send_news(self) -> None:
-        for blocks, send in self._news:
-            news = blocks.take_news()
-            if news is not None:
-                send(news)
+    def _send_events(self) -> None:
+        for blocks, send in self._publishers:
+            events = blocks.take_events()
+            if events is not None:
+                send(events)
 
     def _has_failed(self, failure: ReqFailed) -> bool:
         """Whether the request ends now. Otherwise it ended before."""

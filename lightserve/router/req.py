@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightserve.messages.block_hash import NO_HASHES, Hashes
-from lightserve.messages.cluster import KvTarget, KvTicket
+from lightserve.messages.cluster import KvTarget, KvTransferParams
 from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
@@ -97,7 +97,7 @@ class Req(ReqProgress):
     block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
     kv_keys: list[bytes] = field(default_factory=list)  # of its first blocks, if evicted KV is stored
     target: KvTarget | None = None  # another engine wants the KV of its prompt
-    kv_ticket: KvTicket | None = None  # another engine would compute its prompt
+    kv_transfer_params: KvTransferParams | None = None  # another engine would compute its prompt
     loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
     max_missing: int = MANY  # lower tiers are asked if fewer blocks are missing, so they are asked for less each time
 
@@ -230,7 +230,7 @@ class Req(ReqProgress):
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
         self.clear_slots()
-        self.kv_ticket = None
+        self.kv_transfer_params = None
         self.planned_outputs = self.output_len
 
     def attach(self, node: RadixNode, slots: Int32Array) -> None:

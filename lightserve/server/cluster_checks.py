@@ -20,9 +20,10 @@ def check_cluster(config: ServerConfig) -> None:
     cluster = config.cluster
     if not cluster.has_dispatcher and cluster.cluster_policy != "prefix":
         raise OptionError(f"cluster_policy={cluster.cluster_policy}: there is one engine; set --dp to 2 or more")
-    if not cluster.has_dispatcher and cluster.min_split_tokens != ClusterConfig().min_split_tokens:
+    if not cluster.has_dispatcher and cluster.min_remote_prefill_tokens != ClusterConfig().min_remote_prefill_tokens:
         raise OptionError(
-            f"min_split_tokens={cluster.min_split_tokens}: set it where requests are divided, with --roles or --engines"
+            f"min_remote_prefill_tokens={cluster.min_remote_prefill_tokens}: "
+            "set it where requests are divided, with --roles or --engines"
         )
     _check_kv_flags(cluster)
     if config.cluster.is_gateway:
@@ -44,7 +45,7 @@ def _check_kv_flags(cluster: ClusterConfig) -> None:
 
 def _check_transport(cluster: ClusterConfig) -> None:
     name = cluster.kv_transport
-    if not cluster.is_split:
+    if not cluster.is_disaggregated:
         raise OptionError(f"kv_transport={name}: engines without roles send no KV; set --roles or --role")
     is_local = (cluster.kv_listen or "").startswith("unix://")
     if cluster.role == "decode" and not is_local and not cluster.cluster_tls:
@@ -89,7 +90,7 @@ def _check_gateway(config: ServerConfig) -> None:
 
 def _check_engine(config: ServerConfig) -> None:
     read_engine_keys(config.cluster.cluster_keys or "")
-    if config.cluster.is_split:
+    if config.cluster.is_disaggregated:
         read_kv_secret(config.cluster.cluster_keys or "")
         if config.cluster.cluster_tls:
             read_kv_certificate(config.cluster.cluster_keys or "")

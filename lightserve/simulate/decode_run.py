@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.messages.int_arrays import BLOCK, Int32Array, Int64Array, Tails
-from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.decodes import Decodes
@@ -99,8 +99,8 @@ class DecodeRunScheduler(Scheduler):
 
 def _may_transfer(group: GroupScheduler) -> bool:
     """Whether steps may have more to do than to compute. Only tiers have at any time."""
-    are_waiting = (isinstance(source, IncomingKv) and not source.has_expects for source in group.sources)
-    return len(group.pushes) > 0 or not all(are_waiting)
+    are_waiting = (isinstance(source, RemoteKvSource) and not source.has_recvs for source in group.sources)
+    return len(group.sends) > 0 or not all(are_waiting)
 
 
 def _all_decode(group: GroupScheduler) -> bool:

@@ -11,8 +11,8 @@ from lightserve.cluster.disaggregation import (
     choose_prefill,
     for_generation,
     for_prefill,
-    relieves,
     rest_tokens,
+    should_prefill_locally,
     timeout_s,
 )
 from lightserve.cluster.load_estimate import Assignment, MeasuredLoad, SharedRates
@@ -20,7 +20,7 @@ from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import RoutedRequest, make_policy
 from lightserve.messages.block_hash import Hashes, block_hashes
-from lightserve.messages.cluster import KvTicket
+from lightserve.messages.cluster import KvTransferParams
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.req import Req
 from lightserve.simulate.replica import EndedStep, Replica
@@ -45,15 +45,15 @@ class Server:
 class Gateway:
     """Knows of each replica what the dispatcher would know of it. Several replicas may be down."""
 
-    def __init__(self, policy: str, min_split_tokens: int = 1) -> None:
+    def __init__(self, policy: str, min_remote_prefill_tokens: int = 1) -> None:
         self._policy = make_policy(policy)
-        self._min_split_tokens = min_split_tokens
+        self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._index = PrefixIndex()
         self._rates = SharedRates()
         self._output_length = OutputLength()
         self._servers: dict[int, Server] = {}
         self._sent: dict[tuple[int, int], Sent] = {}  # by replica and req_id
-        self._tickets = itertools.count()
+        self._transfer_ids = itertools.count()
         self._job_at: dict[int, int] = {}  # by req_id: the replica that computes its prompt for another one
         self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill server
 
@@ -78,8 +78,8 @@ class Gateway:
             del self._job_at[req_id]
         return [req_id for req_id in held if req_id not in jobs]
 
-    def choose(self, req: Req, now: float) -> tuple[int, KvTicket | None]:
-        """The replica that gets the request, and a ticket if a prefill server should compute its prompt."""
+    def choose(self, req: Req, now: float) -> tuple[int, KvTransferParams | None]:
+        """The replica that gets the request, and a transfer if a prefill server should compute its prompt."""
         if not len(req.block_hashes):
             hashes: Hashes = block_hashes(req.prompt_ids, req.salt)
             req.block_hashes = hashes
@@ -87,9 +87,9 @@ class Gateway:
         routed = self._routed(req, servers)
         number = self._policy.choose(routed, [server.load.load() for server in servers])
         cached = routed.cached_tokens[number]
-        ticket = self._ticket(req, number, cached, now)
-        self._add(number, req, cached, now, waits_for_kv=ticket is not None)
-        return number, ticket
+        transfer_params = self._transfer_params(req, number, cached, now)
+        self._add(number, req, cached, now, waits_for_kv=transfer_params is not None)
+        return number, transfer_params
 
     def choose_prefill(self, req: Req, decode: int, cached: int, now: float) -> tuple[int, float] | None:
         """The server that should compute the prompt for ``decode``, and how long that may take; None: itself."""
@@ -104,8 +104,10 @@ class Gateway:
         routed.cached_tokens[decode] = cached
         routed.expected_output = 0.0
         load = self._servers[decode].load.load()
-        best = choose_prefill(routed, load, [server.load.load() for server in servers], self._min_split_tokens)
-        return None if best is None or relieves(routed, load, best) else (best.engine, timeout_s(routed, best))
+        best = choose_prefill(routed, load, [server.load.load() for server in servers], self._min_remote_prefill_tokens)
+        if best is None or should_prefill_locally(routed, load, best):
+            return None
+        return best.engine, timeout_s(routed, best)
 
     def compute_itself(self, decode: int, req_id: int, now: float, is_measured: bool) -> None:
         """No prefill server computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""
@@ -128,8 +130,8 @@ class Gateway:
 
     def observe(self, number: int, ended: EndedStep, now: float) -> None:
         """A step of the replica ended: what the dispatcher would see of it."""
-        if (news := self._servers[number].cached.take_news()) is not None:
-            self._index.apply(number, news)
+        if (events := self._servers[number].cached.take_events()) is not None:
+            self._index.apply(number, events)
         num_tokens = sum(ended.gap_counts) + len(ended.others)
         if num_tokens:
             assignments = [self._sent[number, req.req_id].assignment for req in ended.others]
@@ -149,9 +151,11 @@ class Gateway:
         expected = max(min(self._output_length.tokens, req.max_new_tokens) - req.output_len, 1.0)
         return RoutedRequest(known, expected, cached, first_block=blocks[0] if blocks else 0)
 
-    def _ticket(self, req: Req, decode: int, cached: int, now: float) -> KvTicket | None:
+    def _transfer_params(self, req: Req, decode: int, cached: int, now: float) -> KvTransferParams | None:
         found = self.choose_prefill(req, decode, cached, now)
-        return None if found is None else KvTicket(next(self._tickets), found[1], self._min_split_tokens)
+        if found is None:
+            return None
+        return KvTransferParams(next(self._transfer_ids), found[1], self._min_remote_prefill_tokens)
 
     def _add(self, number: int, req: Req, cached: int, now: float, waits_for_kv: bool = False) -> None:
         blocks: list[int] = req.block_hashes.tolist()

@@ -1,4 +1,4 @@
-"""KV that simulated prefill servers compute for decode servers: tickets, and blocks on their way."""
+"""KV that simulated prefill servers compute for decode servers: transfers, and blocks on their way."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvWanted
-from lightserve.messages.step import KvExpect, KvPush
+from lightserve.messages.cluster import RemotePrefillRequest
+from lightserve.messages.step import KvRecv, KvSend
 
 NETWORK_BYTES_PER_S = 12.5e9  # of a card, in and out: 100 Gbit/s
-END = 0  # blocks of an event that ends a ticket
+END = 0  # blocks of an event that ends a transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class Split:
     """Roles of the servers, and the network between them. Every card sends its part of the KV to one of the others."""
 
     roles: tuple[str, ...]
-    min_tokens: int = 256  # --min_split_tokens
+    min_tokens: int = 256  # --min_remote_prefill_tokens
     bytes_per_s: float = NETWORK_BYTES_PER_S
     latency_s: float = 1e-3  # from the end of a step to the first byte
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class Transfer:
     req_id: int
     decode: int  # server
     prefill: int  # server; the same: nobody computes the prompt
@@ -57,56 +57,58 @@ class KvTransfers:
         """``token_bytes``: of the KV of a token, in one card."""
         self._links = Links(split.bytes_per_s, split.latency_s)
         self._token_bytes = token_bytes
-        self._tickets: dict[int, Ticket] = {}
-        self._events: list[tuple[float, int, int, int]] = []  # a heap: time, order, ticket, blocks that arrive
+        self._transfers: dict[int, Transfer] = {}
+        self._events: list[tuple[float, int, int, int]] = []  # a heap: time, order, transfer, blocks that arrive
         self._order = itertools.count()
         self.num_sent = 0  # tokens
 
     @property
     def next_s(self) -> float:
-        while self._events and self._events[0][2] not in self._tickets:
+        while self._events and self._events[0][2] not in self._transfers:
             heapq.heappop(self._events)
         return self._events[0][0] if self._events else math.inf
 
-    def open(self, wanted: KvWanted, decode: int, prefill: int) -> None:
+    def open(self, wanted: RemotePrefillRequest, decode: int, prefill: int) -> None:
         """A prefill server gets the prompt, or the decode server computes it itself."""
-        self._tickets[wanted.ticket] = Ticket(wanted.req_id, decode, prefill, wanted.num_blocks)
+        self._transfers[wanted.transfer_id] = Transfer(wanted.req_id, decode, prefill, wanted.num_blocks)
 
-    def expect(self, expects: Iterable[KvExpect], now: float) -> None:
+    def expect(self, recvs: Iterable[KvRecv], now: float) -> None:
         """A step of a decode server has told its workers to wait so long."""
-        for expect in expects:
-            self._add(now + expect.timeout_s, expect.ticket, END)
+        for recv in recvs:
+            self._add(now + recv.timeout_s, recv.transfer_id, END)
 
-    def end(self, ticket: int, now: float) -> None:
+    def end(self, transfer_id: int, now: float) -> None:
         """With what has come until now."""
-        self._add(now, ticket, END)
+        self._add(now, transfer_id, END)
 
-    def send(self, pushes: Iterable[KvPush], source: int, now: float) -> None:
+    def send(self, sends: Iterable[KvSend], source: int, now: float) -> None:
         """A step has ended that computed these blocks."""
-        for push in pushes:
-            ticket = self._tickets.get(push.ticket)
-            if ticket is None:
+        for send in sends:
+            transfer = self._transfers.get(send.transfer_id)
+            if transfer is None:
                 continue
-            tokens = len(push.slots)
+            tokens = len(send.slots)
             self.num_sent += tokens
-            arrives_s = self._links.send(source, ticket.decode, tokens * self._token_bytes, now)
-            self._add(arrives_s, push.ticket, tokens // BLOCK_TOKENS)
+            arrives_s = self._links.send(source, transfer.decode, tokens * self._token_bytes, now)
+            self._add(arrives_s, send.transfer_id, tokens // BLOCK_TOKENS)
 
-    def arrived(self, now: float) -> list[tuple[int, Ticket]]:
-        """The tickets that have ended until now."""
+    def arrived(self, now: float) -> list[tuple[int, Transfer]]:
+        """The transfers that have ended until now."""
         ended = []
         while self.next_s <= now:
             _, _, number, blocks = heapq.heappop(self._events)
-            ticket = self._tickets[number]
-            ticket.arrived += blocks
-            if not blocks or ticket.arrived == ticket.num_blocks:
-                ended.append((number, self._tickets.pop(number)))
+            transfer = self._transfers[number]
+            transfer.arrived += blocks
+            if not blocks or transfer.arrived == transfer.num_blocks:
+                ended.append((number, self._transfers.pop(number)))
         return ended
 
-    def lose(self, server: int) -> list[tuple[int, Ticket]]:
-        """A server died: the tickets that it waited for are void. Returns those whose prompts it computed."""
-        self._tickets = {number: ticket for number, ticket in self._tickets.items() if ticket.decode != server}
-        return [(number, ticket) for number, ticket in self._tickets.items() if ticket.prefill == server]
+    def lose(self, server: int) -> list[tuple[int, Transfer]]:
+        """A server died: the transfers that it waited for are void. Returns those whose prompts it computed."""
+        self._transfers = {
+            number: transfer for number, transfer in self._transfers.items() if transfer.decode != server
+        }
+        return [(number, transfer) for number, transfer in self._transfers.items() if transfer.prefill == server]
 
-    def _add(self, at_s: float, ticket: int, blocks: int) -> None:
-        heapq.heappush(self._events, (at_s, next(self._order), ticket, blocks))
+    def _add(self, at_s: float, transfer_id: int, blocks: int) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), transfer_id, blocks))

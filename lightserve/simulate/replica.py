@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvTicket, KvWanted
-from lightserve.messages.step import NO_TOKENS, KvExpect, KvPush, TokenColumns
+from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
+from lightserve.messages.step import NO_TOKENS, KvRecv, KvSend, TokenColumns
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, SchedulerLimits
@@ -63,24 +63,24 @@ class EndedStep(NamedTuple):
     gaps: list[float]  # seconds since the last token of requests that go on
     gap_counts: list[int]  # so many requests have that gap
     others: list[Req]  # requests that got their first token, or perhaps their last
-    pushes: Sequence[KvPush] = ()  # KV that it computed for other servers
+    sends: Sequence[KvSend] = ()  # KV that it computed for other servers
 
 
 class _InFlight(NamedTuple):
     end_s: float
     seconds: float
     tokens: TokenColumns | None  # None: the step belongs to the run of decodes
-    pushes: Sequence[KvPush] = ()
+    sends: Sequence[KvSend] = ()
     prompt_tokens: int = 0
 
 
-class Inbox:
-    """The workers of a decode server. The simulation knows which KV is on its way, and ends tickets itself."""
+class SimulatedReceiver:
+    """The workers of a decode server. The simulation knows which KV is on its way, and ends transfers itself."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, transfer_id: int) -> None:
         """Nothing to do."""
 
 
@@ -91,12 +91,12 @@ class Replica:
         """``shared_stores``: tiers that all servers have together, by name."""
         self.scheduler = setup.scheduler()
         self.role = role
-        self.messages: list[KvWanted | KvMissing] = []  # to the gateway
-        self.expects: list[KvExpect] = []  # that its steps have begun
-        self.incoming = IncomingKv(self.scheduler.only_group.pool, self.messages.append)
+        self.messages: list[RemotePrefillRequest | KvTransferTimeout] = []  # to the gateway
+        self.recvs: list[KvRecv] = []  # that its steps have begun
+        self.remote_kv = RemoteKvSource(self.scheduler.only_group.pool, self.messages.append)
         if role == "decode":
-            self.incoming.use_inbox(Inbox())
-            self.scheduler.only_group.add_source(self.incoming)
+            self.remote_kv.use_receiver(SimulatedReceiver())
+            self.scheduler.only_group.add_source(self.remote_kv)
         self.tiers: SimulatedTiers | None = None
         if setup.tiers is not None:
             self.tiers = SimulatedTiers(setup.tiers, self.scheduler, {} if shared_stores is None else shared_stores)
@@ -117,11 +117,11 @@ class Replica:
         self._kv_read = 0  # by the next one of them
         self._last_end_s = 0.0  # of a step
 
-    def add(self, req: Req, output_len: int, now: float, ticket: KvTicket | None = None) -> None:
-        """The simulated model generates ``output_len`` more tokens. ``ticket``: KV of its prompt may come."""
+    def add(self, req: Req, output_len: int, now: float, transfer_params: KvTransferParams | None = None) -> None:
+        """The simulated model generates ``output_len`` more tokens. ``transfer_params``: KV of its prompt may come."""
         self.settle(now)
         self._worker.add(req.req_id, output_len)
-        req.kv_ticket = ticket
+        req.kv_transfer_params = transfer_params
         self.scheduler.add(req)
 
     def add_job(self, job: Req, target: KvTarget, now: float) -> None:
@@ -130,13 +130,13 @@ class Replica:
         self.add(job, 1, now)
 
     def receive(self, received: KvReceived, now: float) -> None:
-        """A ticket has ended: its KV has come, or as much of it as will."""
+        """A transfer has ended: its KV has come, or as much of it as will."""
         self.settle(now)
-        self.incoming.finish(received)
+        self.remote_kv.finish(received)
 
-    def cancel_ticket(self, req_id: int, ticket: int, was_started: bool) -> None:
+    def cancel_transfer(self, req_id: int, transfer_id: int, was_started: bool) -> None:
         """Nobody computes the prompt."""
-        self.incoming.cancel(KvCancel(req_id, ticket, was_started))
+        self.remote_kv.cancel(KvCancel(req_id, transfer_id, was_started))
 
     def abort(self, req_id: int, now: float) -> None:
         self.settle(now)
@@ -154,7 +154,7 @@ class Replica:
             self.tiers.advance(now)
         if not self._in_flight or self._in_flight[0].end_s != now:
             return None
-        _, seconds, tokens, pushes, prompt_tokens = self._in_flight.popleft()
+        _, seconds, tokens, sends, prompt_tokens = self._in_flight.popleft()
         if self.tiers is not None:
             self.tiers.observe_step(prompt_tokens, seconds)
         last_end_s, self._last_end_s = self._last_end_s, now
@@ -166,7 +166,7 @@ class Replica:
         is_known = self.scheduler.process_plain(tokens)
         gaps = self.scheduler.observe_gaps(tokens.req_ids[is_known], now)
         processed = [self.scheduler.process_req([out]) for out in tokens.where(~is_known).outs()]
-        return EndedStep(*gaps, [tokens.req for tokens in processed if tokens is not None], pushes)
+        return EndedStep(*gaps, [tokens.req for tokens in processed if tokens is not None], sends)
 
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
@@ -195,8 +195,8 @@ class Replica:
         if step is None:
             return False
         seconds, tokens = self._worker.run(step)
-        self._send(now, _InFlight(0.0, seconds, tokens, step.pushes, step.num_tokens - len(step.decode_ids)))
-        self.expects += step.expects
+        self._send(now, _InFlight(0.0, seconds, tokens, step.sends, step.num_tokens - len(step.decode_ids)))
+        self.recvs += step.recvs
         if self.tiers is not None:
             self.tiers.load(step.loads)
         return True

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvMissing, KvTarget, KvWanted
+from lightserve.messages.cluster import KvTarget, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.req import Req
 from lightserve.simulate.client import Client, NewRequest
 from lightserve.simulate.gateway import Gateway
 from lightserve.simulate.kv_tiers import StoreBlocks
-from lightserve.simulate.kv_transfer import KvTransfers, Split, Ticket
+from lightserve.simulate.kv_transfer import KvTransfers, Split, Transfer
 from lightserve.simulate.load import Load
 from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
@@ -75,7 +75,9 @@ class Simulation:
             touched = set()
             while self._changes and self._changes[0][0] <= now:
                 touched |= self._change(*heapq.heappop(self._changes))
-            touched |= {self._receive(number, ticket, now) for number, ticket in self._transfers.arrived(now)}
+            touched |= {
+                self._receive(transfer_id, transfer, now) for transfer_id, transfer in self._transfers.arrived(now)
+            }
             while self._next_due_s() <= now:
                 number = heapq.heappop(self._due)[1]
                 touched |= self._end_step(number, now)
@@ -135,7 +137,7 @@ class Simulation:
         if self._gateway is not None:
             self._gateway.observe(number, ended, now)
         if replica.role in ("prefill", "both"):
-            self._transfers.send(ended.pushes, number, now)
+            self._transfers.send(ended.sends, number, now)
             ended = ended._replace(others=[req for req in ended.others if req.target is None])
         finished = self._client.record(ended, now)
         for req in finished:
@@ -153,20 +155,22 @@ class Simulation:
             self._waiting.append(req_id)
             return set()
         req, output_len = self._reqs[req_id]
-        number, ticket = (0, None) if self._gateway is None else self._gateway.choose(req, now)
-        self.replicas[number].add(req, output_len - req.output_len, now, ticket)
+        number, transfer_params = (0, None) if self._gateway is None else self._gateway.choose(req, now)
+        self.replicas[number].add(req, output_len - req.output_len, now, transfer_params)
         return {number}
 
     def _handle_messages(self, number: int, replica: Replica, now: float) -> None:
         """A decode server has slots for prompts."""
         messages, replica.messages[:] = replica.messages[:], []
-        prefills = {self._start_job(number, message, now) for message in messages if isinstance(message, KvWanted)}
-        self._transfers.expect(replica.expects, now)
-        replica.expects.clear()
+        prefills = {
+            self._start_job(number, message, now) for message in messages if isinstance(message, RemotePrefillRequest)
+        }
+        self._transfers.expect(replica.recvs, now)
+        replica.recvs.clear()
         for prefill in sorted(prefills - {number}):
             self._run(prefill, now)
 
-    def _start_job(self, decode: int, wanted: KvWanted, now: float) -> int:
+    def _start_job(self, decode: int, wanted: RemotePrefillRequest, now: float) -> int:
         """Returns the server that computes the prompt."""
         if self._gateway is None:
             return decode
@@ -177,31 +181,31 @@ class Simulation:
         found = self._gateway.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS, now)
         if found is None:
             self._transfers.open(wanted, decode, decode)
-            self._cancel_ticket(wanted.ticket, wanted.req_id, decode, now, was_started=False)
+            self._cancel_transfer(wanted.transfer_id, wanted.req_id, decode, now, was_started=False)
             self._gateway.compute_itself(decode, wanted.req_id, now, is_measured=True)
             return decode
         prefill, _ = found
         self._transfers.open(wanted, decode, prefill)
         job = _job(req, wanted, now)
         self._gateway.add_job(prefill, job, now)
-        self.replicas[prefill].add_job(job, KvTarget(wanted.ticket, wanted.first_block, []), now)
+        self.replicas[prefill].add_job(job, KvTarget(wanted.transfer_id, wanted.first_block, []), now)
         return prefill
 
-    def _cancel_ticket(self, ticket: int, req_id: int, decode: int, now: float, *, was_started: bool) -> None:
+    def _cancel_transfer(self, transfer_id: int, req_id: int, decode: int, now: float, *, was_started: bool) -> None:
         """Nobody computes the prompt. The decode server goes on with what has come."""
-        self.replicas[decode].cancel_ticket(req_id, ticket, was_started)
-        self._transfers.end(ticket, now)
+        self.replicas[decode].cancel_transfer(req_id, transfer_id, was_started)
+        self._transfers.end(transfer_id, now)
 
-    def _receive(self, number: int, ticket: Ticket, now: float) -> int:
-        """A ticket has ended. Returns the server that waited for it."""
-        replica = self.replicas[ticket.decode]
-        replica.receive(KvReceived(number, ticket.arrived), now)
-        missing = KvMissing(ticket.req_id, number)
+    def _receive(self, transfer_id: int, transfer: Transfer, now: float) -> int:
+        """A transfer has ended. Returns the server that waited for it."""
+        replica = self.replicas[transfer.decode]
+        replica.receive(KvReceived(transfer_id, transfer.arrived), now)
+        missing = KvTransferTimeout(transfer.req_id, transfer_id)
         if self._gateway is not None and missing in replica.messages:
             replica.messages.remove(missing)
-            self._gateway.keep_apart(ticket.decode, ticket.prefill, now)
-            self._gateway.compute_itself(ticket.decode, ticket.req_id, now, is_measured=False)
-        return ticket.decode
+            self._gateway.keep_apart(transfer.decode, transfer.prefill, now)
+            self._gateway.compute_itself(transfer.decode, transfer.req_id, now, is_measured=False)
+        return transfer.decode
 
     def _change(self, now: float, number: int, down_s: float) -> set[int]:
         """A replica dies, or starts if ``down_s`` is 0. Returns the replicas that have something to plan."""
@@ -222,9 +226,9 @@ class Simulation:
 
     def _leave(self, gateway: Gateway, number: int, now: float) -> list[int]:
         """Returns the requests that the dead replica had. Nobody computes prompts for it any more."""
-        for ticket_id, ticket in self._transfers.lose(number):
-            self._cancel_ticket(ticket_id, ticket.req_id, ticket.decode, now, was_started=True)
-            gateway.compute_itself(ticket.decode, ticket.req_id, now, is_measured=False)
+        for transfer_id, transfer in self._transfers.lose(number):
+            self._cancel_transfer(transfer_id, transfer.req_id, transfer.decode, now, was_started=True)
+            gateway.compute_itself(transfer.decode, transfer.req_id, now, is_measured=False)
         lost = gateway.leave(number)
         for req_id in lost:
             prefill = gateway.remove_job(req_id)
@@ -251,7 +255,7 @@ def _continued(req: Req) -> Req:
     return moved
 
 
-def _job(req: Req, wanted: KvWanted, now: float) -> Req:
+def _job(req: Req, wanted: RemotePrefillRequest, now: float) -> Req:
     """The prompt as a prefill server gets it: whole blocks only."""
     end = wanted.first_block + wanted.num_blocks
     ids, hashes = req.token_ids[: end * BLOCK_TOKENS], req.block_hashes[:end]

@@ -32,7 +32,7 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
         handlers.append(handler(WAIT_FOR_LOAD, worker.host_tier.wait))
     if (tiers := worker.lower_tiers) is not None:
         handlers += [handler(LOOKUP_KV, tiers.lookup), handler(FETCH_KV, tiers.fetch), handler(FLUSH_KV, tiers.flush)]
-    if (receiver := worker.kv_split.receiver) is not None:
+    if (receiver := worker.kv_transfer.receiver) is not None:
         handlers.append(handler(RECEIVE_KV, lambda _: receiver.next_received()))
         handlers.append(handler(CANCEL_RECEIVE, receiver.cancel))
     if profiler is not None:

@@ -53,7 +53,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_host_tier(config, child_config.config.cluster.dp)
             if child_config.role != "normal":
-                worker.add_kv_split(_split_args(child_config))
+                worker.add_kv_transfer(_transfer_args(child_config))
         link = worker.model.hidden_state_link
         profiler = _profiler(child_config, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
@@ -89,14 +89,14 @@ def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
     return device if platform.traits(device).reads_peers else None
 
 
-def _split_args(child_config: ChildConfig) -> Any:
-    from lightserve.worker.kv.transfer.kv_split import KvSplitArgs
+def _transfer_args(child_config: ChildConfig) -> Any:
+    from lightserve.worker.kv.transfer.transfer import KvTransferArgs
 
     rank, cluster = child_config.index, child_config.config.cluster
     address, keys = child_config.kv_address(rank, child_config.generation), cluster.cluster_keys
     secret = b"" if keys is None else read_kv_secret(keys)
     tls = read_kv_certificate(keys) if keys is not None and cluster.cluster_tls else None
-    return KvSplitArgs(child_config.role, address, secret, rank, tls, cluster.kv_transport)
+    return KvTransferArgs(child_config.role, address, secret, rank, tls, cluster.kv_transport)
 
 
 def _profiler(

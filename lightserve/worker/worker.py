@@ -30,7 +30,7 @@ from lightserve.worker.kv.offload.host_tier import HostTier, make_host_tier
 from lightserve.worker.kv.offload.lower_tiers import LowerTiers, make_lower_tiers
 from lightserve.worker.kv.pools import kept_tokens
 from lightserve.worker.kv.size import kv_size
-from lightserve.worker.kv.transfer.kv_split import KvSplit, KvSplitArgs, make_kv_split
+from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
@@ -90,7 +90,7 @@ class ModelWorker:
         self._parallel = parallel
         self.host_tier: HostTier | None = None
         self.lower_tiers: LowerTiers | None = None
-        self.kv_split = KvSplit()
+        self.kv_transfer = KvTransfer()
         self._init_steps(source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -104,12 +104,12 @@ class ModelWorker:
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.lower_tiers = make_lower_tiers(config, self.host_tier, self.kv_identity, rank, num_engines)
 
-    def add_kv_split(self, args: KvSplitArgs) -> None:
+    def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise RuntimeError("a role of a pooling model passed the table of combinations")
         identity = rank_identity(self.kv_identity, args.rank)
-        self.kv_split = make_kv_split(args, self.model.mem_manager, self._platform, identity)
+        self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
 
     @property
     def host_kv(self) -> HostKvSize | None:
@@ -244,9 +244,9 @@ class ModelWorker:
         It returns a function that waits for the step's result. Any thread may call that function.
         """
         get_result = self._launch(step)
-        if self.kv_split.sender is not None:
-            for push in step.pushes:
-                self.kv_split.sender.push(push)
+        if self.kv_transfer.sender is not None:
+            for send in step.sends:
+                self.kv_transfer.sender.push(send)
         return get_result
 
     def _launch(self, step: Step) -> GetResult:
@@ -302,9 +302,9 @@ class ModelWorker:
                 self.host_tier.store(store)
             for load in step.loads:
                 self.host_tier.start_load(load)
-        if self.kv_split.receiver is not None:
-            for expect in step.expects:
-                self.kv_split.receiver.expect(expect)
+        if self.kv_transfer.receiver is not None:
+            for recv in step.recvs:
+                self.kv_transfer.receiver.expect(recv)
 
     def _add(self, new: NewReq) -> None:
         if not self.model.pp.is_last:

@@ -24,7 +24,7 @@ from lightserve.messages.request import GenerateReq, ToRouter
 from lightserve.messages.step import NewReq, ReqFailed, Step, StepResult, Token, TokenOut
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
 from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
@@ -32,7 +32,7 @@ from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 
 POOL = 4096
-MIN_SPLIT_TOKENS = 100
+MIN_REMOTE_PREFILL_TOKENS = 100
 
 
 class Channel:
@@ -60,49 +60,49 @@ class Link:
         self.is_closed = True
 
 
-class FakeInbox:
-    """The workers of a decode engine: tickets end when all their blocks have come, or they are cancelled or late."""
+class FakeKvReceiver:
+    """The workers of a decode engine: transfers end when all their blocks have come, or they are cancelled or late."""
 
-    def __init__(self, network: dict[str, FakeInbox]) -> None:
-        self.addresses = [f"inbox {len(network)}"]
+    def __init__(self, network: dict[str, FakeKvReceiver]) -> None:
+        self.addresses = [f"receiver {len(network)}"]
         self.on_received: Callable[[KvReceived], None] = lambda _: None
-        self._expected: dict[int, int] = {}  # blocks by ticket
+        self._expected: dict[int, int] = {}  # blocks by transfer
         self._arrived: dict[int, set[int]] = defaultdict(set)
         self._cancelled: set[int] = set()  # before they were expected
         network[self.addresses[0]] = self
 
     def start(self) -> None: ...
 
-    def expect(self, ticket: int, blocks: int, timeout_s: float) -> None:
-        self._expected[ticket] = blocks
-        asyncio.get_running_loop().call_later(timeout_s, self._end, ticket)
-        self.arrive(ticket, range(0))
-        if ticket in self._cancelled:
-            self._end(ticket)
+    def expect(self, transfer_id: int, blocks: int, timeout_s: float) -> None:
+        self._expected[transfer_id] = blocks
+        asyncio.get_running_loop().call_later(timeout_s, self._end, transfer_id)
+        self.arrive(transfer_id, range(0))
+        if transfer_id in self._cancelled:
+            self._end(transfer_id)
 
-    def arrive(self, ticket: int, blocks: range) -> None:
-        self._arrived[ticket].update(blocks)
-        if len(self._arrived[ticket]) == self._expected.get(ticket):
-            self._end(ticket)
+    def arrive(self, transfer_id: int, blocks: range) -> None:
+        self._arrived[transfer_id].update(blocks)
+        if len(self._arrived[transfer_id]) == self._expected.get(transfer_id):
+            self._end(transfer_id)
 
-    def cancel(self, ticket: int) -> None:
-        self._cancelled.add(ticket)
-        self._end(ticket)
+    def cancel(self, transfer_id: int) -> None:
+        self._cancelled.add(transfer_id)
+        self._end(transfer_id)
 
-    def _end(self, ticket: int) -> None:
-        blocks = self._expected.pop(ticket, None)
+    def _end(self, transfer_id: int) -> None:
+        blocks = self._expected.pop(transfer_id, None)
         if blocks is not None:
-            come = next(i for i in range(blocks + 1) if i not in self._arrived[ticket])
-            self.on_received(KvReceived(ticket, come))
+            come = next(i for i in range(blocks + 1) if i not in self._arrived[transfer_id])
+            self.on_received(KvReceived(transfer_id, come))
 
 
 class SeededModel(FakeModel):
     """The n-th token of a request depends on its seed and on n, as if it was sampled."""
 
-    def __init__(self, crashes_at: int | None = None, network: dict[str, FakeInbox] | None = None) -> None:
+    def __init__(self, crashes_at: int | None = None, network: dict[str, FakeKvReceiver] | None = None) -> None:
         super().__init__()
         self.network = {} if network is None else network
-        self.inbox: FakeInbox | None = None
+        self.receiver: FakeKvReceiver | None = None
         self.crashes_at = crashes_at  # a token id in a prompt that kills the workers
         self._seeds: dict[int, int] = {}
         self.entered: list[NewReq] = []
@@ -114,17 +114,17 @@ class SeededModel(FakeModel):
             if self.crashes_at is not None and new.token_ids[0] == self.crashes_at:
                 self.die()
         result = await super()._run(step)
-        for expect in step.expects:
-            if self.inbox is not None:
-                self.inbox.expect(expect.ticket, len(expect.slots) // BLOCK_TOKENS, expect.timeout_s)
-        for push in step.pushes:
-            blocks = range(push.first, push.first + len(push.slots) // BLOCK_TOKENS)
-            self.network[push.addresses[0]].arrive(push.ticket, blocks)
+        for recv in step.recvs:
+            if self.receiver is not None:
+                self.receiver.expect(recv.transfer_id, len(recv.slots) // BLOCK_TOKENS, recv.timeout_s)
+        for send in step.sends:
+            blocks = range(send.first, send.first + len(send.slots) // BLOCK_TOKENS)
+            self.network[send.addresses[0]].arrive(send.transfer_id, blocks)
         return result
 
     @property
-    def kv_inbox(self) -> Any:  # type: ignore[override]
-        return self.inbox
+    def kv_receiver(self) -> Any:  # type: ignore[override]
+        return self.receiver
 
     def _token(self, req_id: int) -> TokenOut:
         self._made[req_id] += 1
@@ -147,7 +147,7 @@ class LocalEngine:
         outbox: Any = self.from_engine
         self.role = role
         if role == "decode":
-            self.scheduler.only_group.add_source(IncomingKv(self.pool, self.from_engine.send))
+            self.scheduler.only_group.add_source(RemoteKvSource(self.pool, self.from_engine.send))
         self.manager = RouterManager(self.scheduler, model, ready, inbox, outbox, config)
         self.cached_blocks = self.manager.report_cached_blocks(self.from_engine.send)
         self.task = asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0)))
@@ -158,10 +158,10 @@ class LocalCluster:
         self, policy: str, config: RouterConfig, num_engines: int, pool: int, roles: Sequence[str] = ()
     ) -> None:
         self.roles = roles or ("normal",) * num_engines
-        self.network: dict[str, FakeInbox] = {}
+        self.network: dict[str, FakeKvReceiver] = {}
         self.kv_exchanges: dict[int, KvExchange] = {}  # of engines that differ from the others
         self.inbox, self._from_dispatcher = Channel(ToRouter), Channel(ToDetokenization)
-        self.placement = Placement(make_policy(policy), MIN_SPLIT_TOKENS)
+        self.placement = Placement(make_policy(policy), MIN_REMOTE_PREFILL_TOKENS)
         inbox: Any = self.inbox
         outbox: Any = self._from_dispatcher
         self.dispatcher = Dispatcher(self.placement, inbox, outbox, config, num_engines)
@@ -188,7 +188,7 @@ class LocalCluster:
     def _model(self, number: int) -> SeededModel:
         model = SeededModel(self.crashes_at, self.network)
         if self.roles[number] == "decode":
-            model.inbox = FakeInbox(self.network)
+            model.receiver = FakeKvReceiver(self.network)
         return model
 
     def kill_router(self, number: int) -> None:

@@ -18,16 +18,16 @@ from lightserve.cluster.disaggregation import (
     choose_prefill,
     for_generation,
     for_prefill,
-    relieves,
     rest_tokens,
+    should_prefill_locally,
     timeout_s,
 )
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.messages.control import KvIdentity
 from lightserve.messages.params import GenerationParams, SchedulingParams
 from lightserve.messages.request import AbortReq, GenerateReq
-from lightserve.router.kv.remote_prefill import IncomingKv
-from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
+from lightserve.router.kv.remote_prefill import RemoteKvSource
+from test.cluster.local_cluster import MIN_REMOTE_PREFILL_TOKENS, LocalCluster
 from test.cluster.test_dispatcher import LONG, break_something, check, tokens
 from test.router.sources import source_of
 from test.waiting import until
@@ -63,7 +63,7 @@ def test_the_prefill_engine_that_is_done_first_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "cached", "is_split"),
+    ("prompt_len", "cached", "is_remote"),
     [
         (2000, 0, True),
         (255, 0, False),  # short
@@ -71,17 +71,17 @@ def test_the_prefill_engine_that_is_done_first_is_chosen() -> None:
         (2000, 1700, True),
     ],
 )
-def test_a_prompt_is_sent_only_if_enough_of_it_is_missing(prompt_len: int, cached: int, is_split: bool) -> None:
+def test_a_prompt_is_sent_only_if_enough_of_it_is_missing(prompt_len: int, cached: int, is_remote: bool) -> None:
     request = RoutedRequest(prompt_len, cached_tokens={0: cached})
 
     chosen = choose_prefill(request, load(0), [load(1)], 256)
 
-    assert (chosen is not None) == is_split
+    assert (chosen is not None) == is_remote
     assert choose_prefill(request, load(0), [], 256) is None
 
 
 @pytest.mark.parametrize(
-    ("queued_s", "running", "decode_s", "is_relieved"),
+    ("queued_s", "running", "decode_s", "is_local"),
     [
         (0.0, 0, 0.0, False),
         (0.4, 0, 0.0, False),  # nobody runs there, but the wait is short
@@ -93,19 +93,19 @@ def test_a_prompt_is_sent_only_if_enough_of_it_is_missing(prompt_len: int, cache
         (8.0, 50, 3.6, False),  # the decode engine has prompts to compute too
     ],
 )
-def test_a_decode_engine_relieves_a_prefill_engine_that_is_much_later(
-    queued_s: float, running: int, decode_s: float, is_relieved: bool
+def test_a_decode_engine_prefills_locally_if_the_prefill_engine_is_much_later(
+    queued_s: float, running: int, decode_s: float, is_local: bool
 ) -> None:
     """1,000 tokens take a second. The prompt takes two."""
     decode = load(0, running=running, waiting_tokens=int(1000 * decode_s))
 
-    assert relieves(RoutedRequest(2000), decode, load(1, waiting_tokens=int(1000 * queued_s))) == is_relieved
+    assert should_prefill_locally(RoutedRequest(2000), decode, load(1, waiting_tokens=int(1000 * queued_s))) == is_local
 
 
 def test_an_idle_prefill_engine_gets_a_prompt_though_it_was_slow() -> None:
     """A pause of a second would keep it without prompts for ever, and nobody would measure it again."""
-    assert not relieves(RoutedRequest(2000), load(0), load(1, prefill_tokens_s=10.0))
-    assert relieves(RoutedRequest(2000), load(0), load(1, prefill_tokens_s=10.0, waiting_tokens=1))
+    assert not should_prefill_locally(RoutedRequest(2000), load(0), load(1, prefill_tokens_s=10.0))
+    assert should_prefill_locally(RoutedRequest(2000), load(0), load(1, prefill_tokens_s=10.0, waiting_tokens=1))
 
 
 engine_loads = st.builds(
@@ -118,18 +118,18 @@ engine_loads = st.builds(
 
 
 @given(engine_loads, engine_loads, st.integers(1, 10**5), st.integers(0, 10**6))
-def test_only_a_prefill_engine_that_is_later_is_relieved_and_all_the_more_the_longer_its_queue_is(
+def test_only_a_prefill_engine_that_is_later_is_bypassed_and_all_the_more_the_longer_its_queue_is(
     decode: EngineLoad, prefill: EngineLoad, prompt_len: int, more: int
 ) -> None:
     request = RoutedRequest(prompt_len)
 
-    is_relieved = relieves(request, decode, prefill)
+    is_local = should_prefill_locally(request, decode, prefill)
     longer = replace(prefill, waiting_tokens=prefill.waiting_tokens + more)
     busier = replace(decode, waiting_tokens=decode.waiting_tokens + more)
 
-    assert not is_relieved or cost_s(request, prefill) > cost_s(request, decode)
-    assert relieves(request, decode, longer) >= is_relieved
-    assert relieves(request, busier, prefill) <= is_relieved
+    assert not is_local or cost_s(request, prefill) > cost_s(request, decode)
+    assert should_prefill_locally(request, decode, longer) >= is_local
+    assert should_prefill_locally(request, busier, prefill) <= is_local
 
 
 @pytest.mark.parametrize(("known", "rest"), [(1, 1), (64, 64), (65, 1), (1000, 40), (1024, 64)])
@@ -137,7 +137,7 @@ def test_a_decode_engine_computes_what_is_after_the_last_whole_block(known: int,
     assert rest_tokens(known) == rest
 
 
-def test_a_ticket_waits_for_a_multiple_of_the_expected_time_within_limits() -> None:
+def test_a_transfer_waits_for_a_multiple_of_the_expected_time_within_limits() -> None:
     assert timeout_s(RoutedRequest(1), load(1)) == pytest.approx(MIN_TIMEOUT_S, rel=0.01)
     assert timeout_s(RoutedRequest(2000), load(1)) == MIN_TIMEOUT_S + 8
     assert timeout_s(RoutedRequest(1), load(1, waiting_tokens=10**6)) == MAX_TIMEOUT_S
@@ -179,9 +179,9 @@ def test_random_failures_lose_no_request_and_change_no_token(seed: int, monkeypa
         loads = [engine.load for engine in cluster.placement]
         assert {(one.open_requests, one.waiting_tokens, one.running) for one in loads} == {(0, 0, 0)}
         for number in DECODE:
-            incoming = incoming_of(cluster, number)
-            assert [*incoming._open, *incoming._ticket_of] == []
-            assert incoming.num_recomputed == 0
+            remote_kv = remote_kv_of(cluster, number)
+            assert [*remote_kv._open, *remote_kv._transfer_of] == []
+            assert remote_kv.num_recomputed == 0
 
     check(scenario, num_engines=3, roles=ROLES)
 
@@ -191,14 +191,14 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def incoming_of(cluster: LocalCluster, number: int) -> IncomingKv:
-    incoming = source_of(cluster.engines[number].scheduler, IncomingKv)
-    assert incoming is not None
-    return incoming
+def remote_kv_of(cluster: LocalCluster, number: int) -> RemoteKvSource:
+    remote_kv = source_of(cluster.engines[number].scheduler, RemoteKvSource)
+    assert remote_kv is not None
+    return remote_kv
 
 
 def received(cluster: LocalCluster) -> int:
-    return sum(incoming_of(cluster, number).num_received for number in DECODE if number in cluster.engines)
+    return sum(remote_kv_of(cluster, number).num_received for number in DECODE if number in cluster.engines)
 
 
 def test_a_decode_engine_computes_the_last_tokens_only() -> None:
@@ -208,7 +208,7 @@ def test_a_decode_engine_computes_the_last_tokens_only() -> None:
 
         assert cluster.tokens[0] == tokens(1, 5)
         assert cluster.cached_tokens[0] == received(cluster) == 960
-        assert cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed == 960
+        assert cluster.engines[PREFILL].scheduler.only_group.sends.num_sent == 960
         assert cluster.engines[PREFILL].manager.metrics.values["generation_tokens_total"] == 0  # nobody asked for it
         engine = next(one for number, one in cluster.engines.items() if one.pool.cached_tokens and number != PREFILL)
         await cluster.until(lambda: cluster.stats is not None)
@@ -247,7 +247,7 @@ def test_a_prompt_is_work_of_the_engine_that_computes_it() -> None:
     check(scenario, num_engines=2, roles=("prefill", "decode"))
 
 
-def test_decode_engines_relieve_a_prefill_engine_whose_queue_is_long() -> None:
+def test_decode_engines_compute_prompts_of_a_prefill_engine_whose_queue_is_long() -> None:
     """The prefill engine hangs. Whoever would wait there too long is computed at once."""
 
     async def scenario(cluster: LocalCluster) -> None:
@@ -260,19 +260,20 @@ def test_decode_engines_relieve_a_prefill_engine_whose_queue_is_long() -> None:
         cluster.engines[PREFILL].model.may_run.set()
         await cluster.until(lambda: cluster.has_ended(*range(30)))
 
-        relieved = cluster.placement.relieved_tokens
+        local_tokens = cluster.placement.local_prefill_tokens
         assert [cluster.tokens[req_id] for req_id in range(30)] == [tokens(req_id, 5) for req_id in range(30)]
-        assert relieved > 0
+        assert local_tokens > 0
         assert (
             received(cluster)
-            == cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed
-            == (30 - relieved // 1000) * 960
+            == cluster.engines[PREFILL].scheduler.only_group.sends.num_sent
+            == (30 - local_tokens // 1000) * 960
         )
-        assert sum(incoming_of(cluster, number).num_given_up for number in DECODE) == 0, "nobody had promised it"
+        assert sum(remote_kv_of(cluster, number).num_given_up for number in DECODE) == 0, "nobody had promised it"
         cluster.dispatcher._send_heartbeat()
         await cluster.until(
             lambda: (
-                cluster.stats is not None and cluster.stats.metrics.values["kv_split_relieved_tokens_total"] == relieved
+                cluster.stats is not None
+                and cluster.stats.metrics.values["kv_transfer_local_prefill_tokens_total"] == local_tokens
             )
         )
 
@@ -292,7 +293,7 @@ def test_requests_that_wait_for_kv_do_not_wait_for_the_decode_engine() -> None:
             if found is None:
                 return 0.0, {}, {}
             waiting, usage = found.labelled["role_requests_waiting"], found.labelled["role_kv_cache_usage_perc"]
-            return found.values["kv_split_requests_waiting"], waiting, usage
+            return found.values["kv_transfer_requests_waiting"], waiting, usage
 
         await cluster.until(lambda: loads()[0] == 2)
         _, waiting, usage = loads()
@@ -320,7 +321,7 @@ def test_kv_that_came_does_not_show_how_fast_the_decode_engine_is() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"prompt": [7] * (MIN_SPLIT_TOKENS - 1)},
+        {"prompt": [7] * (MIN_REMOTE_PREFILL_TOKENS - 1)},
         {"prompt": [7] * 500, "scheduling": SchedulingParams(use_cache=False)},
     ],
 )
@@ -343,7 +344,7 @@ def test_a_prompt_that_is_cached_on_the_decode_engine_makes_no_trip() -> None:
         cluster.send(1, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 
-        assert cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed == 960
+        assert cluster.engines[PREFILL].scheduler.only_group.sends.num_sent == 960
         assert cluster.cached_tokens[1] == 999
 
     check(scenario, num_engines=3, roles=ROLES)
@@ -398,14 +399,14 @@ def test_an_engine_with_another_layout_gets_no_prompts_of_a_decode_engine(log: p
             cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
         await cluster.until(lambda: cluster.has_ended(*range(4)))
         assert not cluster.engines[0].model.steps
-        assert cluster.engines[1].scheduler.only_group.pushes.num_pushed == 4 * 960
+        assert cluster.engines[1].scheduler.only_group.sends.num_sent == 4 * 960
 
         cluster.kill_router(1)
         cluster.send(4, [4] * 1000, 5, seed=4)
         await cluster.until(lambda: cluster.has_ended(4))
         assert not cluster.engines[0].model.steps
         assert [cluster.tokens[req_id] for req_id in range(5)] == [tokens(req_id, 5) for req_id in range(5)]
-        assert sum(incoming_of(cluster, number).num_wanted for number in (2, 3)) == 4 * 960, "it did not wait"
+        assert sum(remote_kv_of(cluster, number).num_wanted for number in (2, 3)) == 4 * 960, "it did not wait"
 
     check(scenario, num_engines=4, roles=("prefill", "prefill", "decode", "decode"))
 
@@ -438,17 +439,17 @@ def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(mon
     monkeypatch.setattr("lightserve.cluster.disaggregation.MIN_TIMEOUT_S", 0.1)
 
     async def scenario(cluster: LocalCluster) -> None:
-        monkeypatch.setattr("test.cluster.local_cluster.FakeInbox.arrive", lambda *_: None)
+        monkeypatch.setattr("test.cluster.local_cluster.FakeKvReceiver.arrive", lambda *_: None)
         cluster.send(0, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(0))
-        sent = cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed
+        sent = cluster.engines[PREFILL].scheduler.only_group.sends.num_sent
         assert sent == 960
         assert load_of(cluster, 1).waiting_tokens == load_of(cluster, 1).open_requests == 0
         cluster.send(1, list(range(500, 1500)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(1))
 
         assert cluster.tokens[0] == cluster.tokens[1] == tokens(1, 5)
-        assert cluster.engines[PREFILL].scheduler.only_group.pushes.num_pushed == sent
+        assert cluster.engines[PREFILL].scheduler.only_group.sends.num_sent == sent
 
     check(scenario, num_engines=2, roles=("prefill", "decode"))
 
@@ -475,7 +476,7 @@ def test_an_engine_of_both_roles_generates_and_computes_prompts_for_others() -> 
 
         assert [cluster.tokens[req_id] for req_id in range(8)] == [tokens(req_id, 5) for req_id in range(8)]
         both = cluster.engines[0]
-        assert both.scheduler.only_group.pushes.num_pushed == received(cluster) > 0
+        assert both.scheduler.only_group.sends.num_sent == received(cluster) > 0
         assert both.manager.metrics.values["generation_tokens_total"] > 0
 
     check(scenario, num_engines=2, roles=("both", "decode"))

@@ -25,15 +25,15 @@ from test.faults.cases import (
     CASES,
     CORE,
     CORE_STARTS,
+    DISAGGREGATION_CASES,
     GROUP_CASES,
-    SPLIT_CASES,
     STAGE_CASES,
     START_CASES,
     TIER_CASES,
     adapters,
+    disaggregation,
     groups,
     kv_tiers,
-    split,
     stages,
 )
 from test.faults.resource_snapshot import HAS_GPU
@@ -91,7 +91,7 @@ def run_all(args: argparse.Namespace) -> list[bool]:
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
-            outcomes += run_cases(SPLIT_CASES, split.worker_flags(Path(base)), args)
+            outcomes += run_cases(DISAGGREGATION_CASES, disaggregation.worker_flags(Path(base)), args)
     for start in starts:
         if args.only in start.name:
             outcomes.append(attempt(start.name, start.reaction, partial(run_start, start, worker, args.slack)))

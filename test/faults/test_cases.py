@@ -14,15 +14,15 @@ from test.faults.cases import (
     ADAPTER_CASES,
     CASES,
     CORE,
+    DISAGGREGATION_CASES,
     GROUP_CASES,
-    SPLIT_CASES,
     STAGE_CASES,
     START_CASES,
     TIER_CASES,
     adapters,
+    disaggregation,
     groups,
     kv_tiers,
-    split,
     stages,
 )
 from test.faults.server_pool import ServerPool
@@ -79,8 +79,8 @@ def tier_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 
 @pytest.fixture(scope="module")
-def split_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    with ServerPool(split.worker_flags(tmp_path_factory.mktemp("split"))) as pool:
+def disaggregated_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(disaggregation.worker_flags(tmp_path_factory.mktemp("split"))) as pool:
         yield pool
 
 
@@ -105,9 +105,11 @@ def test_a_fault_of_kv_tiers_causes_its_reaction(tier_server_pool: ServerPool, c
     case.run(tier_server_pool, SEED, SLACK)
 
 
-@pytest.mark.parametrize("case", [param(case) for case in SPLIT_CASES])
-def test_a_fault_of_prefill_and_decode_engines_causes_its_reaction(split_server_pool: ServerPool, case: Case) -> None:
-    case.run(split_server_pool, SEED, SLACK)
+@pytest.mark.parametrize("case", [param(case) for case in DISAGGREGATION_CASES])
+def test_a_fault_of_prefill_and_decode_engines_causes_its_reaction(
+    disaggregated_server_pool: ServerPool, case: Case
+) -> None:
+    case.run(disaggregated_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in STAGE_CASES])

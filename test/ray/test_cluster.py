@@ -26,9 +26,9 @@ from lightserve.ray import app, cluster as ray_cluster
 from lightserve.ray.messages import ReplicaGroup, ReplicaStatus
 from lightserve.ray.serve_app import parse
 from test.api.server import MODULE, ServerProcess, start_server
+from test.api.test_disaggregation import PROMPT_TOKENS, bodies as long_bodies
 from test.api.test_dp import COMPLETE, bodies, expected, model
 from test.api.test_restart import Clients, clients_of
-from test.api.test_split import PROMPT_TOKENS, bodies as long_bodies
 from test.cluster.tcp_cluster import free_port, takes_connections
 from test.ray.ray_nodes import CHANGE_S, COMMAND_S, RayNodes, is_up, ray_nodes, status, wait_for, wait_serving
 from test.waiting import wait_until
@@ -43,7 +43,7 @@ FLAGS = (
 )
 OTHER_CPUS = "0.2"  # of a replica of other deployments: two have room beside it
 SEVERAL = ("--name", "several", "--gateways", "2", "--cpus_per_replica", OTHER_CPUS)
-ROLES = ("--roles", "prefill=1,decode=2", "--min_split_tokens", "128")
+ROLES = ("--roles", "prefill=1,decode=2", "--min_remote_prefill_tokens", "128")
 PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 16, 512, 8  # round_robin finds 87 % of one server's hits
 
 
@@ -346,7 +346,7 @@ def ask_long(round_: int, *servers: ServerProcess) -> list[list[Any]]:
 
 
 def received(gateway: Gateway) -> float:
-    return gateway.settled_metrics()["kv_split_received_tokens_total"]
+    return gateway.settled_metrics()["kv_transfer_received_tokens_total"]
 
 
 def roles_of(name: str) -> list[str]:
@@ -363,10 +363,10 @@ def test_a_prefill_replica_computes_the_prompts_of_decode_replicas_and_the_text_
     assert found == expected
     after = several.settled_metrics()
     sent, got = (
-        after[name] - before[name] for name in ("kv_split_sent_tokens_total", "kv_split_received_tokens_total")
+        after[name] - before[name] for name in ("kv_transfer_sent_tokens_total", "kv_transfer_received_tokens_total")
     )
     assert sent == got >= PROMPT_TOKENS // 64 * 64
-    assert after["kv_split_given_up_tokens_total"] == after["kv_split_recomputed_tokens_total"] == 0
+    assert after["kv_transfer_given_up_tokens_total"] == after["kv_transfer_recomputed_tokens_total"] == 0
     assert roles_of("several") == ["decode", "decode", "prefill"]
     shown = nodes.call("status", "--name", "several")
     assert "1 of 1 prefill and 2 of 2 decode replicas serve" in shown

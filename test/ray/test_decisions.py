@@ -279,23 +279,26 @@ def test_a_prefill_replica_leaves_if_there_never_was_a_prompt_for_it() -> None:
     assert [scaler.update(one, now_s) for now_s in (51.0, 110.0, 111.0)] == [2, 2, 1]
 
 
-def test_a_prefill_replica_is_added_if_decode_replicas_relieve_the_others_all_the_time() -> None:
+def test_a_prefill_replica_is_added_if_decode_replicas_compute_prompts_all_the_time() -> None:
     group = ReplicaGroup(1, 4, "prefill")
     scaler, bursts = scaler_of(group, running=1), scaler_of(group, running=1)
 
-    wanted = [scaler.update(Load(running=1, relieved_tokens=1000.0 * now_s), now_s) for now_s in range(31)]
-    seldom = [bursts.update(Load(running=1, relieved_tokens=1000.0 * (now_s // 20)), now_s) for now_s in range(200)]
+    wanted = [scaler.update(Load(running=1, local_prefill_tokens=1000.0 * now_s), now_s) for now_s in range(31)]
+    seldom = [
+        bursts.update(Load(running=1, local_prefill_tokens=1000.0 * (now_s // 20)), now_s) for now_s in range(200)
+    ]
 
     assert wanted[:11] == [1] * 11  # the first figure is old: the counter may have grown at any time
     assert (wanted[11], wanted[20], wanted[21]) == (2, 2, 3)
     assert seldom == [1] * 200
-    assert scaler.update(Load(relieved_tokens=0.0), 32.0) == 3, "a gateway was restarted"
+    assert scaler.update(Load(local_prefill_tokens=0.0), 32.0) == 3, "a gateway was restarted"
 
 
 def test_loads_of_roles_come_from_the_metrics_of_a_gateway() -> None:
     text = (
         "# TYPE lightserve_num_requests_running gauge\nlightserve_num_requests_running 5\n"
-        "# TYPE lightserve_kv_split_relieved_tokens counter\nlightserve_kv_split_relieved_tokens_total 700\n"
+        "# TYPE lightserve_kv_transfer_local_prefill_tokens counter\n"
+        "lightserve_kv_transfer_local_prefill_tokens_total 700\n"
         "# TYPE lightserve_role_requests_running gauge\n"
         'lightserve_role_requests_running{role="prefill"} 1\nlightserve_role_requests_running{role="decode"} 4\n'
         '# TYPE lightserve_role_requests_waiting gauge\nlightserve_role_requests_waiting{role="prefill"} 3\n'
@@ -309,7 +312,7 @@ def test_loads_of_roles_come_from_the_metrics_of_a_gateway() -> None:
     assert parse_metrics(text) == (Load(5, 0, 0.0, 700), by_role, ["tcp://a:1"])
 
 
-def test_several_gateways_say_the_same_of_engines_and_each_relieves_its_own_prompts() -> None:
+def test_several_gateways_say_the_same_of_engines_and_each_counts_its_own_local_prefills() -> None:
     serving = ProcessStatus("serving", "http://a")
     first = GatewayStatus(serving, by_role={"prefill": Load(1, 3, 0.1, 100), "decode": Load(9, 0, 0.5, 100)})
     second = GatewayStatus(serving, by_role={"prefill": Load(1, 2, 0.1, 50)})

@@ -75,12 +75,12 @@ def test_wrong_numbers_of_replicas_are_refused(text: str) -> None:
 
 
 def test_roles_have_numbers_of_replicas() -> None:
-    flags = ["m", "--cluster_tls", "--min_split_tokens=64", "--tp=2"]
+    flags = ["m", "--cluster_tls", "--min_remote_prefill_tokens=64", "--tp=2"]
     made = make_deployment(parse_server(flags), "d", None, roles="prefill=1:2, decode=3")
 
     assert made.groups == [ReplicaGroup(1, 2, "prefill"), ReplicaGroup(3, 3, "decode")]
     assert made.engine_flags == {"model_dir": "m", "tp": 2, "cluster_tls": True}
-    assert made.gateway_flags == {"model_dir": "m", "min_split_tokens": 64}
+    assert made.gateway_flags == {"model_dir": "m", "min_remote_prefill_tokens": 64}
     assert make_deployment(parse_server(["m"]), "d", None).groups == [ReplicaGroup(1, 1)]
 
 
@@ -110,7 +110,7 @@ def test_wrong_roles_are_refused(text: str, found: str) -> None:
     ("flags", "roles", "found"),
     [
         (["--cluster_tls"], None, "cluster_tls: replicas without roles send no KV; set --roles"),
-        (["--min_split_tokens=9"], None, "min_split_tokens: replicas without roles"),
+        (["--min_remote_prefill_tokens=9"], None, "min_remote_prefill_tokens: replicas without roles"),
         (["--max_loras=2"], None, "--max_loras cannot be used with --listen: engines of a gateway do not serve LoRA"),
         (["--kv_transport=nixl"], "prefill=1,decode=1", "kv_transport=nixl: .*; set --cluster_tls"),
         (

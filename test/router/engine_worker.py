@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.int_arrays import Int32s, int32s
-from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, NewReq, Step, TokenOut
+from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step, TokenOut
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
 from test.router.scheduler.test_scheduler import ROOT, KvWorker, fold
@@ -37,9 +37,9 @@ class EngineWorker(KvWorker):
         super().__init__(scheduler.only_group, forces=forces)
         self.host: dict[int, list[int | None]] = {}
         self.loads: dict[int, KvLoad] = {}  # by id
-        self.expects: dict[int, KvExpect] = {}  # by ticket
-        self.wanted: dict[int, Prefixes] = {}  # by ticket: what another engine wants
-        self.num_sent: dict[int, int] = {}  # blocks, by ticket
+        self.recvs: dict[int, KvRecv] = {}  # by transfer
+        self.wanted: dict[int, Prefixes] = {}  # by transfer: what another engine wants
+        self.num_sent: dict[int, int] = {}  # blocks, by transfer
         self._scheduler = scheduler
         self._blocks = blocks
         self._adapters: dict[int, int] = {}  # by slot on the device
@@ -49,17 +49,17 @@ class EngineWorker(KvWorker):
         self._adapters |= {place.slot: place.lora_id for place in step.loras}
         for store in step.stores:
             self._store(store)
-        for slots in (*(load.slots for load in step.loads), *(expect.slots for expect in step.expects)):
+        for slots in (*(load.slots for load in step.loads), *(recv.slots for recv in step.recvs)):
             self._write_slots(slots, [None] * len(slots))
         self.loads |= {load.load_id: load for load in step.loads}
-        self.expects |= {expect.ticket: expect for expect in step.expects}
+        self.recvs |= {recv.transfer_id: recv for recv in step.recvs}
         outs = super().run(step)
         self._check_written()
         for row in step.rows:
             slot, lora_id = self._adapter_of[row.req_id]
             assert self._adapters.get(slot, -1) == lora_id, "a request is computed with another adapter"
-        for push in step.pushes:
-            self._send(push)
+        for send in step.sends:
+            self._send(send)
         return outs
 
     def finish_load(self, load_id: int, is_valid: bool) -> None:
@@ -67,9 +67,9 @@ class EngineWorker(KvWorker):
         if is_valid:
             self._write_slots(load.slots, [prefix for block in load.blocks.tolist() for prefix in self.host[block]])
 
-    def receive(self, ticket: int, prefixes: Prefixes) -> None:
+    def receive(self, transfer_id: int, prefixes: Prefixes) -> None:
         """The first of its blocks have come. Nothing more does."""
-        slots = self.expects.pop(ticket).slots
+        slots = self.recvs.pop(transfer_id).slots
         self._write_slots(slots[: len(prefixes)], prefixes)
 
     def _root_of(self, new: NewReq) -> int:
@@ -90,16 +90,16 @@ class EngineWorker(KvWorker):
     def _check_written(self) -> None:
         """Nobody else writes to the slots of loads and of other engines."""
         written = set(self.written[0])
-        loading = [load.slots for load in self.loads.values()] + [one.slots for one in self.expects.values()]
+        loading = [load.slots for load in self.loads.values()] + [one.slots for one in self.recvs.values()]
         assert written.isdisjoint(slot for slots in loading for slot in int32s(slots).tolist())
 
-    def _send(self, push: KvPush) -> None:
+    def _send(self, send: KvSend) -> None:
         """Block after block, each when it is computed."""
-        begin, count = self.num_sent.get(push.ticket, 0), len(push.slots) // BLOCK_TOKENS
-        assert push.first == begin, "blocks are sent twice, or one was left out"
-        self.num_sent[push.ticket] = begin + count
-        expected = self.wanted[push.ticket][begin * BLOCK_TOKENS : (begin + count) * BLOCK_TOKENS]
-        assert [self._kv[slot] for slot in push.slots] == expected, "a block is sent that does not hold its tokens"
+        begin, count = self.num_sent.get(send.transfer_id, 0), len(send.slots) // BLOCK_TOKENS
+        assert send.first == begin, "blocks are sent twice, or one was left out"
+        self.num_sent[send.transfer_id] = begin + count
+        expected = self.wanted[send.transfer_id][begin * BLOCK_TOKENS : (begin + count) * BLOCK_TOKENS]
+        assert [self._kv[slot] for slot in send.slots] == expected, "a block is sent that does not hold its tokens"
 
     def _write_slots(self, slots: Int32s, prefixes: Sequence[int | None]) -> None:
         for slot, prefix in zip(int32s(slots).tolist(), prefixes, strict=True):

@@ -82,7 +82,7 @@ class FakeModel:
         return self.compiled[-1]
 
     lower_tiers = None
-    kv_inbox = None
+    kv_receiver = None
 
     def close(self) -> None: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, Hashes, block_hashes
-from lightserve.messages.cluster import KvNews
+from lightserve.messages.cluster import KvCacheEvents
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.slots import Slots
 from lightserve.router.req import Req
@@ -20,7 +20,7 @@ class CachedBlocks(PoolListener):
         self._hash_of_slot: Hashes = np.zeros(size, dtype="<i8")  # of the block whose last token is there; 0: none
         self._epoch = 0
         self._sent_epoch = 0
-        self._changes: dict[int, bool] = {}  # since the last news: whether the block is cached now
+        self._changes: dict[int, bool] = {}  # since the last events: whether the block is cached now
 
     def on_cached(self, req: Req, slots: Slots, begin: int, end: int) -> None:
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
@@ -44,18 +44,18 @@ class CachedBlocks(PoolListener):
         self._changes.clear()
         self._epoch += 1
 
-    def all_blocks(self) -> KvNews:
-        """For a dispatcher that knows nothing yet. It may get some of them again with the next news."""
-        return KvNews(self._epoch, np.unique(self._hash_of_slot[self._hash_of_slot != 0]).tobytes(), b"")
+    def all_blocks(self) -> KvCacheEvents:
+        """For a dispatcher that knows nothing yet. It may get some of them again with the next events."""
+        return KvCacheEvents(self._epoch, np.unique(self._hash_of_slot[self._hash_of_slot != 0]).tobytes(), b"")
 
-    def take_news(self) -> KvNews | None:
+    def take_events(self) -> KvCacheEvents | None:
         """What has changed since the last call; None: nothing."""
         if not self._changes and self._sent_epoch == self._epoch:
             return None
         changes, self._changes, self._sent_epoch = self._changes, {}, self._epoch
         added = [block for block, is_cached in changes.items() if is_cached]
         evicted = [block for block, is_cached in changes.items() if not is_cached]
-        return KvNews(self._epoch, _bytes(added), _bytes(evicted))
+        return KvCacheEvents(self._epoch, _bytes(added), _bytes(evicted))
 
 
 def _hashes_of(req: Req, blocks: int) -> Hashes:

@@ -1,7 +1,7 @@
 """KV that prefill engines send for waiting requests of this engine.
 
-A request with a ticket waits until there are slots for its prompt. Then the workers expect its KV in these slots, and
-the dispatcher has a prefill engine compute it. When the ticket ends, what has come enters the prefix cache, where the
+A request with a transfer waits until there are slots for its prompt. Then the workers expect its KV in these slots, and
+the dispatcher has a prefill engine compute it. When the transfer ends, what has come enters the prefix cache, where the
 request finds it. It computes the rest itself.
 """
 
@@ -12,32 +12,32 @@ from functools import partial
 from typing import NamedTuple
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvCancel, KvMissing, KvTicket, KvWanted
-from lightserve.messages.step import KvExpect
+from lightserve.messages.cluster import KvCancel, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
+from lightserve.messages.step import KvRecv
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, have_common_prefix
-from lightserve.router.kv.source import Activity, KvInbox, KvSource, KvTransfers, KvWorkers, LoadContext
+from lightserve.router.kv.source import Activity, KvReceiverHandle, KvSource, KvTransfers, KvWorkers, LoadContext
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
 MIN_COMING_TOKENS = 32  # another request waits for the same prefix if it has so many more tokens than the cache
-GRACE_S = 10.0  # the workers end a ticket in time; if they do not, a request waits so much longer and then computes
+GRACE_S = 10.0  # the workers end a transfer in time; if they do not, a request waits so much longer and then computes
 
 
 PrefixKey = tuple[str, int, bytes]  # salt, the first token of a block, and the first tokens of the block
 
 
-class OpenTicket(NamedTuple):
+class PendingTransfer(NamedTuple):
     req: Req
     prefix: PrefixLoad
     wait: Wait  # of its request, and of others with the same prefix
 
 
-class IncomingKv(KvSource, PoolListener):
-    def __init__(self, pool: KvPool, send: Callable[[KvWanted | KvMissing], None]) -> None:
+class RemoteKvSource(KvSource, PoolListener):
+    def __init__(self, pool: KvPool, send: Callable[[RemotePrefillRequest | KvTransferTimeout], None]) -> None:
         """``send``: to the dispatcher."""
         self.num_wanted = 0  # tokens
         self.num_received = 0
@@ -45,36 +45,40 @@ class IncomingKv(KvSource, PoolListener):
         self.num_recomputed = 0  # tokens that were received, and computed all the same
         self._pool = pool
         self._send = send
-        self._inbox: KvInbox | None = None  # None: the workers are lost
-        self._open: dict[int, OpenTicket] = {}  # by ticket
-        self._coming: dict[PrefixKey, OpenTicket] = {}  # the latest, by the first block that it brings
-        self._ticket_of: dict[int, int] = {}  # by request: its open ticket
+        self._receiver: KvReceiverHandle | None = None  # None: the workers are lost
+        self._open: dict[int, PendingTransfer] = {}  # by transfer
+        self._coming: dict[PrefixKey, PendingTransfer] = {}  # the latest, by the first block that it brings
+        self._transfer_of: dict[int, int] = {}  # by request: its open transfer
         self._received: dict[int, int] = {}  # by request that is not admitted yet: tokens that should be cached
-        self._expects: list[KvExpect] = []  # for the next step
-        self._cancelled: set[int] = set()  # open tickets that nobody sends KV for
-        self._declined: set[int] = set()  # of these, tickets whose prompts no prefill engine has got
+        self._recvs: list[KvRecv] = []  # for the next step
+        self._cancelled: set[int] = set()  # open transfers that nobody sends KV for
+        self._declined: set[int] = set()  # of these, transfers whose prompts no prefill engine has got
         pool.add_listener(self)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not admitted before tickets end."""
-        return sum(len(opened.wait.blocked) for opened in self._open.values())
+        """Requests that are not admitted before transfers end."""
+        return sum(len(pending.wait.blocked) for pending in self._open.values())
 
     @property
     def expected_reqs(self) -> Sequence[Req]:
-        """The requests that wait for tickets of their own."""
-        return [opened.req for ticket, opened in self._open.items() if self._ticket_of.get(opened.req.req_id) == ticket]
+        """The requests that wait for transfers of their own."""
+        return [
+            pending.req
+            for transfer_id, pending in self._open.items()
+            if self._transfer_of.get(pending.req.req_id) == transfer_id
+        ]
 
     def connect(self, workers: KvWorkers, wake: Callable[[], None]) -> None:
-        if workers.kv_inbox is None:
+        if workers.kv_receiver is None:
             return
-        self.use_inbox(workers.kv_inbox)
-        workers.kv_inbox.on_received = partial(self._on_received, wake)
-        workers.kv_inbox.start()
+        self.use_receiver(workers.kv_receiver)
+        workers.kv_receiver.on_received = partial(self._on_received, wake)
+        workers.kv_receiver.start()
 
-    def use_inbox(self, inbox: KvInbox) -> None:
+    def use_receiver(self, receiver: KvReceiverHandle) -> None:
         """Whoever has it calls ``finish``."""
-        self._inbox = inbox
+        self._receiver = receiver
 
     def _on_received(self, wake: Callable[[], None], received: KvReceived) -> None:
         self.finish(received)
@@ -82,19 +86,19 @@ class IncomingKv(KvSource, PoolListener):
 
     def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
         """What a request waits for before it is admitted: its prompt comes from another engine."""
-        if req.kv_ticket is None and (context.is_prefetch or not self._open):
+        if req.kv_transfer_params is None and (context.is_prefetch or not self._open):
             return None  # most requests end here
         cached = self._pool.cached_len(req)
         return self._wait_for_coming(req, cached, context.now_s) or self._ask_for(req, cached, context)
 
     def take(self, transfers: KvTransfers, activity: Activity) -> None:
-        transfers.expects += self._expects
-        self._expects = []
+        transfers.recvs += self._recvs
+        self._recvs = []
 
     @property
-    def has_expects(self) -> bool:
+    def has_recvs(self) -> bool:
         """Whether the next step has something for the workers."""
-        return bool(self._expects)
+        return bool(self._recvs)
 
     def on_admitted(self, req: Req) -> None:
         self._decline(req)
@@ -102,110 +106,110 @@ class IncomingKv(KvSource, PoolListener):
 
     def drop(self, req: Req) -> None:
         self._received.pop(req.req_id, None)
-        ticket = self._ticket_of.pop(req.req_id, None)
-        if ticket is not None:
-            self._cancel(ticket)
+        transfer_id = self._transfer_of.pop(req.req_id, None)
+        if transfer_id is not None:
+            self._cancel(transfer_id)
 
     def cancel(self, message: KvCancel) -> None:
-        """No prefill engine computes the prompt. The request waits until the workers have ended the ticket."""
-        if self._ticket_of.get(message.req_id) == message.ticket:
+        """No prefill engine computes the prompt. The request waits until the workers have ended the transfer."""
+        if self._transfer_of.get(message.req_id) == message.transfer_id:
             if not message.was_started:
-                self._declined.add(message.ticket)
-            self._cancel(message.ticket)
+                self._declined.add(message.transfer_id)
+            self._cancel(message.transfer_id)
 
-    def _cancel(self, ticket: int) -> None:
-        self._cancelled.add(ticket)
-        if self._inbox is not None:
-            self._inbox.cancel(ticket)
+    def _cancel(self, transfer_id: int) -> None:
+        self._cancelled.add(transfer_id)
+        if self._receiver is not None:
+            self._receiver.cancel(transfer_id)
 
     def finish(self, received: KvReceived) -> None:
-        """The workers have ended a ticket."""
-        opened = self._open.pop(received.ticket, None)
-        if opened is None:  # all KV was lost meanwhile
+        """The workers have ended a transfer."""
+        pending = self._open.pop(received.transfer_id, None)
+        if pending is None:  # all KV was lost meanwhile
             return
-        if self._coming.get(_key_of(opened.prefix)) is opened:
-            del self._coming[_key_of(opened.prefix)]
-        prefix = self._pool.shorten_load(opened.prefix, received.num_blocks * BLOCK_TOKENS)
+        if self._coming.get(_key_of(pending.prefix)) is pending:
+            del self._coming[_key_of(pending.prefix)]
+        prefix = self._pool.shorten_load(pending.prefix, received.num_blocks * BLOCK_TOKENS)
         self._pool.finish_load(prefix, is_valid=True)
         self.num_received += len(prefix.slots)
-        missing = len(opened.prefix.slots) - len(prefix.slots)
-        if received.ticket not in self._declined:
+        missing = len(pending.prefix.slots) - len(prefix.slots)
+        if received.transfer_id not in self._declined:
             self.num_given_up += missing
-        if missing and received.ticket not in self._cancelled:
-            self._send(KvMissing(opened.req.req_id, received.ticket))
-        self._cancelled.discard(received.ticket)
-        self._declined.discard(received.ticket)
-        opened.wait.end()
-        if self._ticket_of.get(opened.req.req_id) != received.ticket:
-            return  # it has ended meanwhile, and may have come back with another ticket
-        del self._ticket_of[opened.req.req_id]
-        self._received[opened.req.req_id] = len(prefix.ids)
-        opened.req.timeline.kv("kv_received", len(prefix.slots))
+        if missing and received.transfer_id not in self._cancelled:
+            self._send(KvTransferTimeout(pending.req.req_id, received.transfer_id))
+        self._cancelled.discard(received.transfer_id)
+        self._declined.discard(received.transfer_id)
+        pending.wait.end()
+        if self._transfer_of.get(pending.req.req_id) != received.transfer_id:
+            return  # it has ended meanwhile, and may have come back with another transfer
+        del self._transfer_of[pending.req.req_id]
+        self._received[pending.req.req_id] = len(prefix.ids)
+        pending.req.timeline.kv("kv_received", len(prefix.slots))
 
     def on_reset(self) -> None:
         """The workers are lost. Requests that wait compute their prompts."""
-        self._inbox = None
-        expected = (opened for ticket, opened in self._open.items() if ticket not in self._declined)
-        self.num_given_up += sum(len(opened.prefix.slots) for opened in expected)
-        parts = (self._open, self._coming, self._ticket_of, self._received, self._expects)
+        self._receiver = None
+        expected = (pending for transfer_id, pending in self._open.items() if transfer_id not in self._declined)
+        self.num_given_up += sum(len(pending.prefix.slots) for pending in expected)
+        parts = (self._open, self._coming, self._transfer_of, self._received, self._recvs)
         for part in (*parts, self._cancelled, self._declined):
             part.clear()
 
     def report(self, metrics: RouterMetrics) -> None:
-        metrics.values["kv_split_requests_waiting"] = self.num_waiting
-        metrics.values["kv_split_waited_tokens_total"] = self.num_wanted
-        metrics.values["kv_split_received_tokens_total"] = self.num_received
-        metrics.values["kv_split_given_up_tokens_total"] = self.num_given_up
-        metrics.values["kv_split_recomputed_tokens_total"] = self.num_recomputed
+        metrics.values["kv_transfer_requests_waiting"] = self.num_waiting
+        metrics.values["kv_transfer_waited_tokens_total"] = self.num_wanted
+        metrics.values["kv_transfer_received_tokens_total"] = self.num_received
+        metrics.values["kv_transfer_given_up_tokens_total"] = self.num_given_up
+        metrics.values["kv_transfer_recomputed_tokens_total"] = self.num_recomputed
 
     def _ask_for(self, req: Req, cached: int, context: LoadContext) -> Wait | None:
         """Have a prefill engine compute the prompt, if one was offered and it is worth it."""
-        ticket = req.kv_ticket
-        if ticket is None or self._inbox is None:
+        params = req.kv_transfer_params
+        if params is None or self._receiver is None:
             return None
         begin, end = cached // BLOCK_TOKENS, len(cacheable(req)) // BLOCK_TOKENS
-        if end * BLOCK_TOKENS - cached < ticket.min_tokens:
+        if end * BLOCK_TOKENS - cached < params.min_tokens:
             self._decline(req)
             return None
         if not context.has_room(end * BLOCK_TOKENS):
             return None  # it does not fit either, most likely, and is asked again
-        wait = Wait(context.now_s + ticket.timeout_s + GRACE_S, self._on_late)
-        self._start(req, ticket, (begin, end), wait)
+        wait = Wait(context.now_s + params.timeout_s + GRACE_S, self._on_late)
+        self._start(req, params, (begin, end), wait)
         return wait
 
-    def _start(self, req: Req, ticket: KvTicket, blocks: tuple[int, int], wait: Wait) -> None:
+    def _start(self, req: Req, params: KvTransferParams, blocks: tuple[int, int], wait: Wait) -> None:
         begin, end = blocks
         prefix = self._pool.start_load(req, begin * BLOCK_TOKENS, end * BLOCK_TOKENS)
-        req.kv_ticket = None
-        self._open[ticket.id] = self._coming[_key_of(prefix)] = OpenTicket(req, prefix, wait)
-        self._ticket_of[req.req_id] = ticket.id
-        self._expects.append(KvExpect(ticket.id, prefix.slots, ticket.timeout_s))
+        req.kv_transfer_params = None
+        self._open[params.id] = self._coming[_key_of(prefix)] = PendingTransfer(req, prefix, wait)
+        self._transfer_of[req.req_id] = params.id
+        self._recvs.append(KvRecv(params.id, prefix.slots, params.timeout_s))
         self.num_wanted += len(prefix.slots)
-        addresses = [] if self._inbox is None else self._inbox.addresses
+        addresses = [] if self._receiver is None else self._receiver.addresses
         req.timeline.kv("kv_wanted", len(prefix.slots))  # before a prefill engine can begin
-        self._send(KvWanted(req.req_id, ticket.id, begin, end - begin, addresses))
+        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, addresses))
 
     def _on_late(self, req: Req) -> None:
-        """The workers have not ended the ticket. Its slots stay reserved, and the request computes its prompt."""
-        ticket = self._ticket_of.pop(req.req_id, None)
-        if ticket is not None:  # if not, it waited for that of another request
-            self._send(KvMissing(req.req_id, ticket))
-            self._cancel(ticket)
+        """The workers have not ended the transfer. Its slots stay reserved, and the request computes its prompt."""
+        transfer_id = self._transfer_of.pop(req.req_id, None)
+        if transfer_id is not None:  # if not, it waited for that of another request
+            self._send(KvTransferTimeout(req.req_id, transfer_id))
+            self._cancel(transfer_id)
 
     def _decline(self, req: Req) -> None:
-        ticket, req.kv_ticket = req.kv_ticket, None
-        if ticket is not None:
-            self._send(KvWanted(req.req_id, ticket.id))
+        params, req.kv_transfer_params = req.kv_transfer_params, None
+        if params is not None:
+            self._send(RemotePrefillRequest(req.req_id, params.id))
 
     def _wait_for_coming(self, req: Req, cached: int, now_s: float) -> Wait | None:
-        """For the ticket that brings the next blocks of this request, which may be another's."""
+        """For the transfer that brings the next blocks of this request, which may be another's."""
         if req.needs_prompt_computed:
             return None
         ids = cacheable(req)
-        opened = self._coming.get(_prefix_key(ids, req.salt, cached // BLOCK_TOKENS * BLOCK_TOKENS))
-        if opened is None or now_s >= opened.wait.deadline_s:
+        pending = self._coming.get(_prefix_key(ids, req.salt, cached // BLOCK_TOKENS * BLOCK_TOKENS))
+        if pending is None or now_s >= pending.wait.deadline_s:
             return None
-        return opened.wait if have_common_prefix(ids, opened.prefix.ids, cached + MIN_COMING_TOKENS) else None
+        return pending.wait if have_common_prefix(ids, pending.prefix.ids, cached + MIN_COMING_TOKENS) else None
 
 
 def _key_of(prefix: PrefixLoad) -> PrefixKey:

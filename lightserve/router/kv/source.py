@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.messages.cluster import KvCancel
-from lightserve.messages.step import KvExpect, KvLoad, KvPush, KvStore, Step
+from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, Step
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.tiers.lower import LowerTierClient
 from lightserve.router.observability.stats import RouterMetrics
@@ -43,11 +43,11 @@ class KvTransfers:
 
     stores: list[KvStore] = field(default_factory=list)
     loads: list[KvLoad] = field(default_factory=list)
-    pushes: list[KvPush] = field(default_factory=list)
-    expects: list[KvExpect] = field(default_factory=list)
+    sends: list[KvSend] = field(default_factory=list)
+    recvs: list[KvRecv] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.loads or self.pushes or self.expects)
+        return bool(self.stores or self.loads or self.sends or self.recvs)
 
 
 class StepPart:
@@ -72,16 +72,16 @@ class StepPart:
         """Set the present values of its metrics."""
 
 
-class KvInbox(Protocol):
+class KvReceiverHandle(Protocol):
     """The workers that receive KV."""
 
     addresses: list[str]  # by rank
 
-    def cancel(self, ticket: int) -> None:
-        """End a ticket. The workers still report it."""
+    def cancel(self, transfer_id: int) -> None:
+        """End a transfer. The workers still report it."""
 
 
-class ReceivingInbox(KvInbox, Protocol):
+class StartedKvReceiver(KvReceiverHandle, Protocol):
     on_received: Callable[[KvReceived], None]
 
     def start(self) -> None: ...
@@ -95,7 +95,7 @@ class KvWorkers(WorkerCaller, Protocol):
         """None: there are no KV tiers below host memory."""
 
     @property
-    def kv_inbox(self) -> ReceivingInbox | None:
+    def kv_receiver(self) -> StartedKvReceiver | None:
         """None: the workers receive no KV of other engines."""
 
 

@@ -15,7 +15,7 @@ from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, 
 from lightserve.messages.step import NewReq, Step, TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.pushes import KvPushes
+from lightserve.router.kv.sends import KvSends
 from lightserve.router.kv.source import Activity, KvSource, StepPart
 from lightserve.router.parents import Parents
 from lightserve.router.policy import Fifo, Policy
@@ -58,9 +58,9 @@ class GroupScheduler:
         self.planner = StepPlanner(self.queue, self.batch, self.chunking, self.preemption, limits)
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.parents = Parents()
-        self.pushes = KvPushes()
+        self.sends = KvSends()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
-        self.parts: list[StepPart] = [self.pushes]  # of steps
+        self.parts: list[StepPart] = [self.sends]  # of steps
         self.admission = AdmissionControl(self.queue, self.batch, self.chunking, limits, self._estimate, self.sources)
 
     def add_source(self, source: KvSource) -> None:
@@ -116,8 +116,8 @@ class GroupScheduler:
             stores=planned.transfers.stores,
             loads=planned.transfers.loads,
             token_ids=planned.token_ids,
-            pushes=planned.transfers.pushes,
-            expects=planned.transfers.expects,
+            sends=planned.transfers.sends,
+            recvs=planned.transfers.recvs,
         )
 
     @property
@@ -227,7 +227,7 @@ class GroupScheduler:
         self.queue.clear()
         self.batch.clear()
         self.isolation.reset()
-        self.pushes.clear()
+        self.sends.clear()
         self.parents.clear()
         self.pool.reset()
 

@@ -15,7 +15,7 @@ from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlus
 from lightserve.router.kv.source import KvWorkers
 from lightserve.router.workers.calls import RankCalls
 from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks
-from lightserve.router.workers.kv_inbox import KvInboxClient
+from lightserve.router.workers.kv_receiver import KvReceiverClient
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -67,7 +67,7 @@ class RpycModelClient:
             self._loop.add_reader(fileno, self._read, rank)
         self._calls = RankCalls({name: ranks for name, ranks in connections.items() if name != RUN.name})
         self.lower_tiers = LowerTierCalls(self._calls) if self.serves(LOOKUP_KV) else None
-        self.kv_inbox = KvInboxClient(self._calls, list(kv_addresses)) if kv_addresses else None
+        self.kv_receiver = KvReceiverClient(self._calls, list(kv_addresses)) if kv_addresses else None
 
     @classmethod
     async def connect(

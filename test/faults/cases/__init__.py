@@ -14,6 +14,7 @@ from test.faults.cases import (
     beams,
     clocks,
     connections,
+    disaggregation,
     engines,
     grammars,
     groups,
@@ -29,7 +30,6 @@ from test.faults.cases import (
     quantization,
     roles,
     scheduling,
-    split,
     stages,
     static_prompts,
 )
@@ -57,7 +57,7 @@ CASES: list[Case] = sorted(
 )
 ADAPTER_CASES: list[Case] = adapters.CASES  # on a server with adapters.worker_flags
 TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flags
-SPLIT_CASES: list[Case] = split.CASES  # on a server with split.worker_flags
+DISAGGREGATION_CASES: list[Case] = disaggregation.CASES  # on a server with disaggregation.worker_flags
 GROUP_CASES: list[Case] = groups.CASES  # on a server with groups.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
 START_CASES: list[StartCase] = [

@@ -44,7 +44,7 @@ class Roles:
         return engine
 
     def launch_gateway(self) -> None:
-        engines = ("--engines", ",".join(self.addresses), "--min_split_tokens", "128", "--port", "0")
+        engines = ("--engines", ",".join(self.addresses), "--min_remote_prefill_tokens", "128", "--port", "0")
         self.gateway = self._launch("serve", str(self._model), *engines, *self._keys)
         self._start.wait_ready(self.gateway)
         wait_until(lambda: serving(self.gateway) == len(self.engines), START_S)
@@ -84,7 +84,7 @@ def other_ranks(start: Start) -> None:
     roles.check_serves()
     found = "engine 1 (decode) gets no KV from engine 0 (prefill), and computes prompts itself: --tp is 1 and 2"
     assert found in roles.gateway.log
-    assert roles.gateway.settled_metrics()["kv_split_waited_tokens_total"] == 0
+    assert roles.gateway.settled_metrics()["kv_transfer_waited_tokens_total"] == 0
     roles.stop()
 
 
@@ -101,7 +101,7 @@ def swallowed_kv(start: Start) -> None:
         swallowing.listen()
         roles.check_serves()
     assert "KV of engine 0 has not come to engine 2 in time" in roles.gateway.log
-    assert roles.gateway.settled_metrics()["kv_split_received_tokens_total"] > 0
+    assert roles.gateway.settled_metrics()["kv_transfer_received_tokens_total"] > 0
     roles.stop()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.cluster import KvTarget
-from lightserve.messages.step import KvExpect, Step
+from lightserve.messages.step import KvRecv, Step
 from lightserve.router.kv.pool import KvPool, PrefixLoad
 from lightserve.router.kv.source import Activity, KvSource, KvTransfers, LoadContext
 from lightserve.router.req import Req
@@ -27,7 +27,7 @@ class Remote(KvSource):
         self._pool = pool
         self._tokens = blocks * BLOCK_TOKENS
         self._waits: dict[int, tuple[PrefixLoad, Wait]] = {}  # by request
-        self._expects: list[KvExpect] = []
+        self._recvs: list[KvRecv] = []
 
     def wait_of(self, req: Req, context: LoadContext) -> Wait | None:
         if req.req_id in self.asked or not self._tokens:
@@ -35,17 +35,17 @@ class Remote(KvSource):
         self.asked.append(req.req_id)
         load, wait = self._pool.start_load(req, 0, self._tokens), Wait()
         self._waits[req.req_id] = load, wait
-        self._expects.append(KvExpect(req.req_id, load.slots, 1.0))
+        self._recvs.append(KvRecv(req.req_id, load.slots, 1.0))
         return wait
 
     def take(self, transfers: KvTransfers, activity: Activity) -> None:
         self.activities.append(activity)
-        transfers.expects += self._expects
-        self._expects = []
+        transfers.recvs += self._recvs
+        self._recvs = []
 
     def on_completed(self, transfers: KvTransfers) -> None:
-        for expect in transfers.expects:
-            load, wait = self._waits.pop(expect.ticket)
+        for recv in transfers.recvs:
+            load, wait = self._waits.pop(recv.transfer_id)
             self._pool.finish_load(load, is_valid=True)
             wait.end()
 
@@ -74,12 +74,12 @@ def test_a_request_waits_for_a_source_and_finds_its_kv_in_the_cache() -> None:
     scheduler.add(make_req(1, list(range(LENGTH))))
 
     first = planned(scheduler)
-    assert (first.num_rows, len(first.expects), scheduler.num_blocked) == (0, 1, 1)
+    assert (first.num_rows, len(first.recvs), scheduler.num_blocked) == (0, 1, 1)
     process_tokens(scheduler, [])
     second = planned(scheduler)
 
     assert [len(row.slots) for row in second.chunks] == [LENGTH - 2 * BLOCK_TOKENS]
-    assert second.new[0].cached_slots.tolist() == first.expects[0].slots.tolist()
+    assert second.new[0].cached_slots.tolist() == first.recvs[0].slots.tolist()
     assert remote.activities == [Activity.WAITING, Activity.COMPUTING]
     assert remote.admitted == [1]
 
@@ -117,12 +117,12 @@ def test_prompts_for_other_engines_are_sent_block_by_block_beside_any_source() -
     req.target = KvTarget(7, first_block=1, addresses=["there"])
     scheduler.add(req)
 
-    (push,) = planned(scheduler).pushes
+    (send,) = planned(scheduler).sends
 
-    assert (push.ticket, push.first, push.slots.tolist()) == (7, 0, req.slots[BLOCK_TOKENS:LENGTH].tolist())
-    assert scheduler.only_group.pushes.num_pushed == LENGTH - BLOCK_TOKENS
+    assert (send.transfer_id, send.first, send.slots.tolist()) == (7, 0, req.slots[BLOCK_TOKENS:LENGTH].tolist())
+    assert scheduler.only_group.sends.num_sent == LENGTH - BLOCK_TOKENS
     scheduler.abort(1)
-    assert not len(scheduler.only_group.pushes)
+    assert not len(scheduler.only_group.sends)
 
 
 def test_the_usual_server_has_no_source_and_its_steps_only_compute() -> None:
@@ -132,4 +132,4 @@ def test_the_usual_server_has_no_source_and_its_steps_only_compute() -> None:
     step = planned(scheduler)
 
     assert scheduler.only_group.sources == []
-    assert [step.stores, step.loads, step.pushes, step.expects] == [[], [], [], []]
+    assert [step.stores, step.loads, step.sends, step.recvs] == [[], [], [], []]

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.router import req_queue
 from lightserve.router.kv.radix_cache import common_len
-from lightserve.router.kv.remote_prefill import MIN_COMING_TOKENS, OpenTicket
+from lightserve.router.kv.remote_prefill import MIN_COMING_TOKENS, PendingTransfer
 from lightserve.router.kv.tiers.gate import PROBE_S
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Place
@@ -79,11 +79,11 @@ class CheckedHistory(History):
         if req in self.held or req.in_flight:
             return True
         cached = self.scheduler.only_group.pool.cached_len(req)
-        tickets = [] if self.incoming is None else self.incoming._open.values()
+        transfers = [] if self.remote_kv is None else self.remote_kv._open.values()
         return (
             self.waits_for_adapter(req)
             or any(waits_for_prefix(req, cached, other) for other in self.scheduler.only_group.batch)
-            or any(self.waits_for_ticket(req, cached, ticket) for ticket in tickets)
+            or any(self.waits_for_transfer(req, cached, transfer) for transfer in transfers)
             or self.waits_for_tier(req)
         )
 
@@ -106,14 +106,15 @@ class CheckedHistory(History):
             and (entry.req.num_admissions or self.queue.num_passed_over(entry) >= waits.MAX_PASSED_OVER)
         }
 
-    def waits_for_ticket(self, req: Req, cached: int, ticket: OpenTicket) -> bool:
-        if self.now_s >= ticket.wait.deadline_s or ticket.prefix.req.salt != req.salt:
+    def waits_for_transfer(self, req: Req, cached: int, transfer: PendingTransfer) -> bool:
+        if self.now_s >= transfer.wait.deadline_s or transfer.prefix.req.salt != req.salt:
             return False
-        common = common_len(req.prompt_ids[:-1], ticket.prefix.ids)
+        common = common_len(req.prompt_ids[:-1], transfer.prefix.ids)
         if not self.queue.is_ready(req):
             return common >= MIN_COMING_TOKENS  # less may have been cached when it was blocked
         return (
-            common >= cached + MIN_COMING_TOKENS and len(ticket.prefix.cached) == cached // BLOCK_TOKENS * BLOCK_TOKENS
+            common >= cached + MIN_COMING_TOKENS
+            and len(transfer.prefix.cached) == cached // BLOCK_TOKENS * BLOCK_TOKENS
         )
 
     def waits_for_tier(self, req: Req) -> bool:

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
-from lightserve.messages.cluster import KvCancel, KvMissing, KvTarget, KvTicket, KvWanted
+from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.control import HostKvSize, SlidingWindowKv
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import POLICIES, make_policy
@@ -41,7 +41,7 @@ EVENTS = 400
 MOST_TURNS = 20_000  # after the last event: more are a request that does not end
 MOST_OPEN = 24  # requests
 NUM_ADAPTERS, ADAPTER_SLOTS = 4, 2
-MIN_SPLIT_TOKENS = 32
+MIN_REMOTE_PREFILL_TOKENS = 32
 
 few_seeds = settings(
     settings.get_profile("histories"),
@@ -105,15 +105,15 @@ def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
     return KvTiers(pool, HostKvSize(rng.choice([2, 12, 60]), block_bytes, ("disk",) if has_disk else ()))
 
 
-class Inbox:
+class FakeReceiver:
     """The workers that receive KV."""
 
     def __init__(self) -> None:
         self.addresses = ["a worker"]
         self.cancelled: set[int] = set()
 
-    def cancel(self, ticket: int) -> None:
-        self.cancelled.add(ticket)
+    def cancel(self, transfer_id: int) -> None:
+        self.cancelled.add(transfer_id)
 
 
 class History:
@@ -131,14 +131,14 @@ class History:
         self.parents: dict[int, Req] = {}  # ended requests that others may continue
         self.blocks: dict[bytes, Prefixes] = {}  # what a stored block of each key must hold
         self.in_flight: deque[tuple[Step, list[TokenOut]]] = deque()
-        self.coming: dict[int, Prefixes] = {}  # by ticket: the prompt that a prefill engine would compute
-        self.first_block: dict[int, int] = {}  # by ticket that was opened
+        self.coming: dict[int, Prefixes] = {}  # by transfer: the prompt that a prefill engine would compute
+        self.first_block: dict[int, int] = {}  # by transfer that was opened
         self.disk = Disk(rng, damaged=0.05)
-        self.incoming: IncomingKv | None = None
+        self.remote_kv: RemoteKvSource | None = None
         self.tiers: KvTiers | None = None
         if traits.receives:
-            self.incoming = IncomingKv(self.scheduler.only_group.pool, self.on_sent)
-            self.scheduler.only_group.add_source(self.incoming)
+            self.remote_kv = RemoteKvSource(self.scheduler.only_group.pool, self.on_sent)
+            self.scheduler.only_group.add_source(self.remote_kv)
         if traits.has_tiers:
             self.tiers = random_tiers(rng, self.scheduler.only_group.pool, traits.has_disk)
             self.tiers.use_clock(lambda: self.now_s)
@@ -188,9 +188,9 @@ class History:
     def split(self, req: Req) -> None:
         """A prefill engine may compute its prompt, or it is the prompt of a decode engine."""
         prefixes, chance = prefixes_of(req.prompt_ids.tolist(), root_of(None)), self.rng.random()
-        if self.incoming is not None and chance < 0.5:
+        if self.remote_kv is not None and chance < 0.5:
             self.coming[req.req_id] = prefixes
-            req.kv_ticket = KvTicket(req.req_id, 5.0, MIN_SPLIT_TOKENS)
+            req.kv_transfer_params = KvTransferParams(req.req_id, 5.0, MIN_REMOTE_PREFILL_TOKENS)
         elif self.traits.sends and chance < 0.8:
             first = self.rng.randrange(3)
             self.worker.wanted[req.req_id] = prefixes[first * BLOCK_TOKENS :]
@@ -281,7 +281,7 @@ class History:
                 self.end(req)
 
     def crash(self) -> None:
-        """The workers die with the steps in flight, host memory and open tickets."""
+        """The workers die with the steps in flight, host memory and open transfers."""
         self.in_flight.clear()
         self.drop(self.scheduler.recover_from_crash())
         self.worker = self.new_worker(self.worker)
@@ -290,9 +290,9 @@ class History:
         worker = EngineWorker(self.scheduler, self.traits.forces, self.blocks)
         if before is not None:
             worker.wanted, worker.num_sent = before.wanted, before.num_sent
-        self.inbox = Inbox()
-        if self.incoming is not None:
-            self.incoming.use_inbox(self.inbox)
+        self.receiver = FakeReceiver()
+        if self.remote_kv is not None:
+            self.remote_kv.use_receiver(self.receiver)
         self.client = LowerClient(worker, self.disk)
         if self.tiers is not None:
             self.tiers.lower.connect(self.client, lambda: None)
@@ -314,35 +314,35 @@ class History:
             self.client.replies.rotate(self.rng.randrange(len(self.client.replies)))
             self.client.replies.popleft().resolve()
 
-    def on_sent(self, message: KvWanted | KvMissing) -> None:
-        if isinstance(message, KvWanted) and message.num_blocks:
-            self.first_block[message.ticket] = message.first_block
+    def on_sent(self, message: RemotePrefillRequest | KvTransferTimeout) -> None:
+        if isinstance(message, RemotePrefillRequest) and message.num_blocks:
+            self.first_block[message.transfer_id] = message.first_block
 
     def finish_ticket(self) -> None:
         """All of its KV has come, or some."""
-        incoming = self.incoming
-        if incoming is None or not self.worker.expects:
+        remote_kv = self.remote_kv
+        if remote_kv is None or not self.worker.recvs:
             return
-        ticket = self.rng.choice(list(self.worker.expects))
-        count = len(self.worker.expects[ticket].slots) // BLOCK_TOKENS
-        if ticket in self.inbox.cancelled or self.rng.random() < 0.3:
+        transfer_id = self.rng.choice(list(self.worker.recvs))
+        count = len(self.worker.recvs[transfer_id].slots) // BLOCK_TOKENS
+        if transfer_id in self.receiver.cancelled or self.rng.random() < 0.3:
             count = self.rng.randrange(count + 1)
-        begin = self.first_block[ticket] * BLOCK_TOKENS
-        self.worker.receive(ticket, self.coming[ticket][begin : begin + count * BLOCK_TOKENS])
-        incoming.finish(KvReceived(ticket, count))
+        begin = self.first_block[transfer_id] * BLOCK_TOKENS
+        self.worker.receive(transfer_id, self.coming[transfer_id][begin : begin + count * BLOCK_TOKENS])
+        remote_kv.finish(KvReceived(transfer_id, count))
 
-    def cancel_ticket(self) -> None:
+    def cancel_transfer(self) -> None:
         """The prefill engine is lost, or has not begun."""
-        if self.incoming is not None and self.worker.expects:
-            ticket = self.rng.choice(list(self.worker.expects))
-            self.incoming.cancel(KvCancel(ticket, ticket, was_started=self.rng.random() < 0.5))
+        if self.remote_kv is not None and self.worker.recvs:
+            transfer_id = self.rng.choice(list(self.worker.recvs))
+            self.remote_kv.cancel(KvCancel(transfer_id, transfer_id, was_started=self.rng.random() < 0.5))
 
     # a run
 
     def run(self) -> None:
         often: list[Callable[[], None]] = [self.arrive, self.plan, self.plan, self.deliver, self.deliver]
         others = [self.finish_load, self.reply, self.finish_ticket, self.continue_beam, self.release_held]
-        seldom = [self.abort, self.fail, self.preempt, self.let_time_pass, self.cancel_ticket, self.release_parent]
+        seldom = [self.abort, self.fail, self.preempt, self.let_time_pass, self.cancel_transfer, self.release_parent]
         weights = [8] * len(often) + [4] * len(others) + [1] * len(seldom) + [0.3]
         for event in self.rng.choices([*often, *others, *seldom, self.crash], weights, k=EVENTS):
             self.now_s += 0.01
@@ -360,7 +360,7 @@ class History:
                 event()
         assert not self.open, "requests do not end"
         self.scheduler.only_group.parents.release(list(self.parents))
-        while self.worker.loads or self.worker.expects or self.client.replies or self.in_flight or self.has_planned():
+        while self.worker.loads or self.worker.recvs or self.client.replies or self.in_flight or self.has_planned():
             for event in (self.finish_load, self.reply, self.finish_ticket, self.deliver):
                 event()
 
@@ -378,11 +378,11 @@ class History:
         assert pool.used == pool.shared_tokens == 0
         assert pool.slots.num_used == pool.cached_tokens
         assert not any(group.used for group in pool.groups)
-        assert not len(scheduler.only_group.pushes)
-        incoming, tiers = self.incoming, self.tiers
-        if incoming is not None:
-            assert not any((incoming._open, incoming._coming, incoming._ticket_of, incoming._received))
-            assert not any((incoming._cancelled, incoming._declined))
+        assert not len(scheduler.only_group.sends)
+        remote_kv, tiers = self.remote_kv, self.tiers
+        if remote_kv is not None:
+            assert not any((remote_kv._open, remote_kv._coming, remote_kv._transfer_of, remote_kv._received))
+            assert not any((remote_kv._cancelled, remote_kv._declined))
         if tiers is not None:
             assert not any((tiers._loads, tiers._load_of, tiers.stored._storing, tiers.stored._leaving))
             assert not +tiers.stored.host._pins

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvMissing, KvTicket, KvWanted
+from lightserve.messages.cluster import KvTransferParams, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.control import HostKvSize
 from lightserve.messages.step import Step, Token, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.radix_cache import Ids, common_len
-from lightserve.router.kv.remote_prefill import IncomingKv
+from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.kv.tiers.lower import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import LOOK_AHEAD, make_policy
@@ -40,23 +40,23 @@ def finish(scheduler: Scheduler, step: Step | None) -> None:
 
 
 class Decode:
-    """The router of a decode engine. No ticket ends before the test says so."""
+    """The router of a decode engine. No transfer ends before the test says so."""
 
     addresses = ("there",)
 
     def __init__(self, num_slots: int, limits: SchedulerLimits = LIMITS) -> None:
         self.scheduler = Scheduler(GroupScheduler(KvPool(num_slots), limits, make_policy("fifo")))
-        self.sent: list[KvWanted | KvMissing] = []
-        self.incoming = IncomingKv(self.scheduler.only_group.pool, self.sent.append)
-        self.scheduler.only_group.add_source(self.incoming)
-        self.incoming.use_inbox(self)  # type: ignore[arg-type]
+        self.sent: list[RemotePrefillRequest | KvTransferTimeout] = []
+        self.remote_kv = RemoteKvSource(self.scheduler.only_group.pool, self.sent.append)
+        self.scheduler.only_group.add_source(self.remote_kv)
+        self.remote_kv.use_receiver(self)  # type: ignore[arg-type]
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, transfer_id: int) -> None:
         """Nothing to do."""
 
-    def add(self, req: Req, has_ticket: bool = True) -> Req:
-        if has_ticket:
-            req.kv_ticket = KvTicket(req.req_id, 120.0, min_tokens=BLOCK_TOKENS)
+    def add(self, req: Req, is_remote: bool = True) -> Req:
+        if is_remote:
+            req.kv_transfer_params = KvTransferParams(req.req_id, 120.0, min_tokens=BLOCK_TOKENS)
         self.scheduler.add(req)
         return req
 
@@ -68,15 +68,17 @@ class Decode:
     @property
     def wanted(self) -> list[int]:
         """The requests whose prompts were asked for."""
-        return [message.req_id for message in self.sent if isinstance(message, KvWanted) and message.num_blocks]
+        return [
+            message.req_id for message in self.sent if isinstance(message, RemotePrefillRequest) and message.num_blocks
+        ]
 
 
-def test_any_number_of_requests_may_wait_for_tickets_and_a_short_one_passes() -> None:
+def test_any_number_of_requests_may_wait_for_transfers_and_a_short_one_passes() -> None:
     decode = Decode(1_000_000)
     count = 2 * LOOK_AHEAD
     for req_id in range(count):
         decode.add(make_req(req_id, prompt(req_id, 640)))
-    short = decode.add(make_req(count, [1, 2, 3]), has_ticket=False)
+    short = decode.add(make_req(count, [1, 2, 3]), is_remote=False)
 
     decode.step()
 
@@ -118,18 +120,18 @@ def test_the_slot_of_an_adapter_that_ends_goes_to_the_first_that_waits_and_to_al
 
 
 def test_an_adapter_slot_is_not_kept_for_a_request_that_waits_for_something_else() -> None:
-    """Nothing else would happen: the engine would idle until the ticket ends."""
+    """Nothing else would happen: the engine would idle until the transfer ends."""
     decode = Decode(10_000)
     loras = decode.scheduler.only_group.loras
     loras.count, loras.loaded = 1, {0, 1}
     loras.clear()
     blocker = make_req(0, prompt(0, 20), 1, lora_id=0, salt="lora 0")
-    decode.add(blocker, has_ticket=False)
+    decode.add(blocker, is_remote=False)
     decode.step()
     decode.scheduler.abort(0)
     for req_id in (1, 2):
         req = make_req(req_id, prompt(req_id, 640), lora_id=req_id - 1, salt=f"lora {req_id - 1}")
-        decode.add(req, has_ticket=req_id == 1)
+        decode.add(req, is_remote=req_id == 1)
 
     step = decode.scheduler.next_step()
 
@@ -225,19 +227,19 @@ def test_a_request_that_waits_for_a_prefix_starts_if_the_other_one_is_aborted() 
 
 
 def decoding(num_blocked: int) -> Scheduler:
-    """A decode engine with some streams, and requests that wait for tickets, adapters, a prefix and a release."""
+    """A decode engine with some streams, and requests that wait for transfers, adapters, a prefix and a release."""
     decode = Decode(4_000_000, SchedulerLimits(max_running=4096, batch_max_tokens=8192, chunk_size=2048))
     scheduler = decode.scheduler
     scheduler.only_group.loras.count, scheduler.only_group.loras.loaded = 1, set(range(num_blocked))
     scheduler.only_group.loras.clear()
     for req_id in range(8):
         lora_id = 0 if req_id == 0 else None
-        decode.add(make_req(req_id, prompt(req_id, 20), 100_000, lora_id=lora_id), has_ticket=False)
+        decode.add(make_req(req_id, prompt(req_id, 20), 100_000, lora_id=lora_id), is_remote=False)
     for req_id in range(8, 8 + num_blocked):
         lora_id = req_id % 50 + 1 if req_id % 2 else None
         req = make_req(req_id, prompt(req_id, 200), lora_id=lora_id, salt=f"lora {lora_id}")
         if req_id % 3:
-            decode.add(req, has_ticket=lora_id is None)
+            decode.add(req, is_remote=lora_id is None)
         else:
             scheduler.hold(req)
     for _ in range(3):
@@ -259,9 +261,9 @@ def test_the_cost_of_a_step_does_not_grow_with_the_number_of_blocked_requests() 
 # memory
 
 
-def test_streams_are_not_preempted_for_the_slots_of_tickets() -> None:
+def test_streams_are_not_preempted_for_the_slots_of_transfers() -> None:
     decode = Decode(16_384, SchedulerLimits(max_running=64, batch_max_tokens=8192, chunk_size=2048))
-    streams = [decode.add(make_req(req_id, prompt(req_id, 512), 1024), has_ticket=False) for req_id in range(8)]
+    streams = [decode.add(make_req(req_id, prompt(req_id, 512), 1024), is_remote=False) for req_id in range(8)]
     for _ in range(20):
         decode.step()
     for req_id in range(100, 104):
@@ -275,17 +277,17 @@ def test_streams_are_not_preempted_for_the_slots_of_tickets() -> None:
     assert decode.wanted  # there was room for one of them
 
 
-def test_a_request_waits_for_the_slots_that_tickets_hold() -> None:
+def test_a_request_waits_for_the_slots_that_transfers_hold() -> None:
     """It would be preempted soon, or the streams would."""
     decode = Decode(1_000)
     decode.add(make_req(0, prompt(0, 600), 4))
     decode.step()
-    other = decode.add(make_req(1, prompt(1, 300), 300), has_ticket=False)
+    other = decode.add(make_req(1, prompt(1, 300), 300), is_remote=False)
     decode.step()
     assert decode.scheduler.only_group.pool.loading_tokens == 576
     assert other.num_admissions == 0
 
-    decode.incoming.finish(KvReceived(0, 9))
+    decode.remote_kv.finish(KvReceived(0, 9))
     decode.scheduler.abort(0)
     decode.step()
 
@@ -319,7 +321,7 @@ def full_engine(num_slots: int, max_running: int = 2) -> Decode:
     """All seats are taken."""
     decode = Decode(num_slots, SchedulerLimits(max_running=max_running, batch_max_tokens=512, chunk_size=512))
     for req_id in range(max_running):
-        decode.add(make_req(req_id, prompt(req_id, 20), 60), has_ticket=False)
+        decode.add(make_req(req_id, prompt(req_id, 20), 60), is_remote=False)
     decode.step()
     assert decode.scheduler.num_running == max_running
     return decode
@@ -332,7 +334,7 @@ def test_a_full_engine_asks_for_the_prompts_of_requests_that_wait_for_a_seat() -
     decode.step()
 
     assert decode.wanted == [10]
-    decode.incoming.finish(KvReceived(10, 9))
+    decode.remote_kv.finish(KvReceived(10, 9))
     assert decode.scheduler.num_waiting == 1
     decode.scheduler.abort(0)
     decode.step()
@@ -342,7 +344,7 @@ def test_a_full_engine_asks_for_the_prompts_of_requests_that_wait_for_a_seat() -
 def test_prompts_are_asked_for_in_order_and_leave_room_for_those_before_them() -> None:
     """Half of 4,000 slots less 160 of the streams. The first request needs 100 + 1,000, so the third has no room."""
     decode = full_engine(4_000)
-    decode.add(make_req(10, prompt(10, 100), 1000), has_ticket=False)
+    decode.add(make_req(10, prompt(10, 100), 1000), is_remote=False)
     decode.add(make_req(11, prompt(11, 400), 100))
     decode.add(make_req(12, prompt(12, 400), 100))
     decode.add(make_req(13, prompt(13, 100), 10))

@@ -16,11 +16,11 @@ import torch
 
 from lightserve.errors import ServerError
 from lightserve.worker.kv.transfer import nixl
-from lightserve.worker.kv.transfer.carrier import ReadableMemory, address_of
-from lightserve.worker.kv.transfer.kv_split import readable_memory
-from lightserve.worker.kv.transfer.pipe import ReadTimeoutError, WireError
+from lightserve.worker.kv.transfer.pipe import KvTransferError, ReadTimeoutError
+from lightserve.worker.kv.transfer.transfer import readable_memory
+from lightserve.worker.kv.transfer.transport import ReadableMemory, address_of
 from test.waiting import wait_until
-from test.worker.kv.test_kv_split import NEEDS, READ_BY
+from test.worker.kv.test_kv_transfer import NEEDS, READ_BY
 
 HOST = "127.0.0.1"
 BYTES = 1 << 26
@@ -29,7 +29,7 @@ IDLE_S = 2.0
 MODULES = {"nixl": "nixl._api"}
 SENDER = f"""
 import sys, torch
-from lightserve.worker.kv.transfer.kv_split import readable_memory
+from lightserve.worker.kv.transfer.transfer import readable_memory
 memory, chunk = readable_memory(sys.argv[1]), torch.full(({BYTES},), 7, dtype=torch.uint8)
 memory.register([chunk])
 print("memory", memory.introduction("{HOST}").hex(), chunk.data_ptr(), flush=True)
@@ -79,7 +79,7 @@ def test_only_registered_memory_can_be_read(transport: str) -> None:
     blocks[:] = bytes(range(256)) * 16
     memory = target.open(HOST, source.introduction(HOST))
 
-    with pytest.raises(WireError):
+    with pytest.raises(KvTransferError):
         memory.read([address_of(stranger)], [place])
     memory.read([address_of(blocks)], [place])
 
@@ -109,7 +109,7 @@ def test_a_sender_that_dies_while_it_is_read_ends_the_read(transport: str, sende
         reading = threads.submit(memory.read, [sender.address], [place])
         wait_until(reading.running)
         sender.process.kill()
-        with pytest.raises(WireError):
+        with pytest.raises(KvTransferError):
             reading.result(LONG_S)
 
     assert bytes(place[:4096]) == b"\7" * 4096
@@ -131,7 +131,7 @@ def test_a_sender_that_hangs_while_it_is_read_ends_the_read_and_the_memory_is_wr
     with pytest.raises(ReadTimeoutError) as late:
         memory.read([sender.address], [place])
     memory.close()
-    with pytest.raises(WireError, match="1 frames of the sender are still being read"):
+    with pytest.raises(KvTransferError, match="1 frames of the sender are still being read"):
         target.open(HOST, sender.introduction)
 
     assert bytes(place[-1:]) == b"\0"

@@ -1,1 +1,2 @@
-"""Moves blocks of KV from the workers of one engine to those of another. ``base.py`` says what a mover must offer."""
+"""Moves blocks of KV from the workers of one engine to those of another. ``base.py`` says what a transfer backend must
+offer."""

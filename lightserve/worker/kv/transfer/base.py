@@ -1,8 +1,8 @@
 """What carries blocks of KV between workers of different engines.
 
-``sockets.py`` is the mover for TCP and unix sockets. With a ``ReadableMemory`` (``carrier.py``) as in ``nixl.py``,
-the receiver reads the blocks of its frames from the memory of the sender, by RDMA where there is some.
-Another mover is a class with these methods, which ``make_kv_split`` makes.
+``sockets.py`` is the transfer backend for TCP and unix sockets. With a ``ReadableMemory`` (``transport.py``) as in
+``nixl.py``, the receiver reads the blocks of its frames from the memory of the sender, by RDMA where there is some.
+Another transfer backend is a class with these methods, which ``make_kv_transfer`` makes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Frame(NamedTuple):
-    """Some blocks of a ticket, which are sent at once."""
+    """Some blocks of a transfer, which are sent at once."""
 
-    ticket: int
-    first: int  # number of the first block among those of the ticket
+    transfer_id: int
+    first: int  # number of the first block among those of the transfer
     num_blocks: int
 
 
@@ -38,13 +38,13 @@ class Incoming(NamedTuple):
 
 
 class KvSink(Protocol):
-    """Takes what a mover receives. Called by several threads."""
+    """Takes what a transfer backend receives. Called by several threads."""
 
     def begin(self, frame: Frame) -> Incoming | None:
         """None: nobody waits for this frame, so it is dropped."""
 
 
-class KvMover(Protocol):
+class KvTransferBackend(Protocol):
     def register(self, chunks: Sequence[Tensor]) -> None:
         """All blocks are in these chunks of host memory. It is called once, before anything else."""
 

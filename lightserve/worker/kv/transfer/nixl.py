@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from lightserve.errors import ServerError
-from lightserve.worker.kv.transfer.carrier import address_of
-from lightserve.worker.kv.transfer.pipe import TIMEOUT_S, ReadTimeoutError, WireError
+from lightserve.worker.kv.transfer.pipe import TIMEOUT_S, KvTransferError, ReadTimeoutError
+from lightserve.worker.kv.transfer.transport import address_of
 
 POLL_S = 20e-6
 IDLE_POLL_S = 0.01  # a read that one side has given up may still go on
@@ -59,10 +59,10 @@ class NixlMemory:
             try:
                 name: bytes | str = self.agent.add_remote_agent(introduction)
             except Exception as error:  # its bindings have exceptions of their own
-                raise WireError(f"NIXL does not know the sender: {error}") from error
+                raise KvTransferError(f"NIXL does not know the sender: {error}") from error
             sender = name if isinstance(name, str) else name.decode()
             if self._late[sender]:  # each would hold memory for as long
-                raise WireError(f"{self._late[sender]} frames of the sender are still being read")
+                raise KvTransferError(f"{self._late[sender]} frames of the sender are still being read")
             self._senders[sender] += 1
         return NixlSenderMemory(self, sender)
 
@@ -132,12 +132,12 @@ class NixlSenderMemory:
             if state != "PROC":
                 agent.release_xfer_handle(handle)
         except Exception as error:  # as above: wrong addresses, a sender that is gone
-            raise WireError(f"NIXL cannot read: {error}") from error
+            raise KvTransferError(f"NIXL cannot read: {error}") from error
         if state == "PROC":
             late = self._memory.give_up(self._sender, handle)
             raise ReadTimeoutError(f"NIXL has not read a frame within {READ_S:g} s", late)
         if state != "DONE":
-            raise WireError("NIXL has lost the sender")
+            raise KvTransferError("NIXL has lost the sender")
 
     def close(self) -> None:
         self._memory.forget(self._sender)

@@ -1,4 +1,4 @@
-"""A connection between two movers, as bytes. One thread uses it."""
+"""A connection between two transfer backends, as bytes. One thread uses it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_BUFFERS = 512  # of one call; the kernel takes 1024
 ENDED = "the connection ended"
 
 
-class WireError(Exception):
+class KvTransferError(Exception):
     """The other side is a stranger, computes other KV, or has closed the connection."""
 
 
-class ReadTimeoutError(WireError):
+class ReadTimeoutError(KvTransferError):
     """Blocks were not read in time, and may still be written to until ``wait`` returns."""
 
     def __init__(self, message: str, wait: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class SocketPipe:
             while left:
                 count, *_ = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)
                 if not count:
-                    raise WireError(ENDED)
+                    raise KvTransferError(ENDED)
                 left = _after(left, count)
 
     def read_or_idle(self, into: memoryview) -> int:
@@ -75,7 +75,7 @@ class SocketPipe:
         except BlockingIOError:  # SO_RCVTIMEO
             return 0
         if not count:
-            raise WireError(ENDED)
+            raise KvTransferError(ENDED)
         return count
 
     def has_ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""The mover for TCP between machines and for unix sockets on one. It is always there."""
+"""The transfer backend for TCP between machines and for unix sockets on one. It is always there."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightserve.links.tls import PeerContexts
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.worker.kv.transfer.base import Frame, Incoming, KvSink, Outgoing
-from lightserve.worker.kv.transfer.carrier import ReadableMemory, ReadableSender, ReadingReceiver
-from lightserve.worker.kv.transfer.pipe import ENDED, TIMEOUT_S, Pipe, ReadTimeoutError, SocketPipe, WireError
-from lightserve.worker.kv.transfer.wire import FrameStream, greet_receiver, greet_sender
+from lightserve.worker.kv.transfer.framing import FrameStream, greet_receiver, greet_sender
+from lightserve.worker.kv.transfer.pipe import ENDED, TIMEOUT_S, KvTransferError, Pipe, ReadTimeoutError, SocketPipe
+from lightserve.worker.kv.transfer.transport import ReadableMemory, ReadableSender, ReadingReceiver
 
 logger = init_logger(__name__)
 
@@ -30,7 +30,7 @@ MAX_SENDERS = 256  # connections of a receiver
 LOG_INTERVAL_S = 60.0
 
 
-class SocketMover:
+class SocketTransferBackend:
     def __init__(
         self,
         identity: bytes,
@@ -90,7 +90,7 @@ class SocketMover:
                 while True:
                     frame, mac = stream.read_header()
                     self._receive(stream, frame, mac, sink)
-        except (WireError, OSError) as error:
+        except (KvTransferError, OSError) as error:
             if str(error) != ENDED:
                 self._log(f"KV of another engine was refused: {error}")
         finally:
@@ -99,7 +99,7 @@ class SocketMover:
 
     def _receive(self, stream: FrameStream, frame: Frame, mac: bytes, sink: KvSink) -> None:
         if not 0 < frame.num_blocks <= self._max_count:
-            raise WireError(f"a frame has {frame.num_blocks} blocks; the limit is {self._max_count}")
+            raise KvTransferError(f"a frame has {frame.num_blocks} blocks; the limit is {self._max_count}")
         incoming = sink.begin(frame)
         if incoming is None:
             stream.skip(frame, self._block_bytes)
@@ -155,7 +155,9 @@ class SocketMover:
         if self._tls is None:
             if self._memory is not None:
                 name = self._memory.transport
-                raise WireError(f"kv_transport={name} needs --cluster_tls between machines: addresses need protection")
+                raise KvTransferError(
+                    f"kv_transport={name} needs --cluster_tls between machines: addresses need protection"
+                )
             return SocketPipe(sock)
         from lightserve.worker.kv.transfer.tls import TlsPipe  # few need it
 
@@ -199,11 +201,11 @@ class SocketMover:
 class _Peer:
     """A worker that gets frames, over several connections with a thread each."""
 
-    def __init__(self, mover: SocketMover, address: str) -> None:
+    def __init__(self, backend: SocketTransferBackend, address: str) -> None:
         self.address = address
         self.outbox: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
         self.is_closed = False
-        self._mover = mover
+        self._backend = backend
         try:
             for _ in range(CONNECTIONS):
                 threading.Thread(target=self._run, daemon=True).start()
@@ -224,16 +226,16 @@ class _Peer:
                     continue
                 is_sent = False
                 try:
-                    stream = stream or self._mover.connect(self.address)
+                    stream = stream or self._backend.connect(self.address)
                     outgoing.wait()
                     stream.send(outgoing.frame, outgoing.blocks)
                     is_sent = True
                 finally:
                     outgoing.done(is_sent)
-        except (WireError, OSError, ServerError, RuntimeError) as found:  # RuntimeError: of a device
+        except (KvTransferError, OSError, ServerError, RuntimeError) as found:  # RuntimeError: of a device
             error = found
         finally:
-            self._mover.leave(self, error)
+            self._backend.leave(self, error)
             if stream is not None:
                 stream.pipe.close()
 

@@ -6,7 +6,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from lightserve.worker.kv.transfer.pipe import ENDED, TIMEOUT_S, WireError, tune
+from lightserve.worker.kv.transfer.pipe import ENDED, TIMEOUT_S, KvTransferError, tune
 
 
 class TlsPipe:
@@ -17,7 +17,9 @@ class TlsPipe:
             self._socket = context.wrap_socket(sock, server_side=is_server)
         except ssl.SSLError as error:
             reason = (error.reason or str(error)).lower().replace("_", " ")
-            raise WireError(f"TLS failed ({reason}): all engines need --cluster_tls and the same kv.pem") from error
+            raise KvTransferError(
+                f"TLS failed ({reason}): all engines need --cluster_tls and the same kv.pem"
+            ) from error
 
     def send_all(self, buffers: Sequence[memoryview]) -> None:
         for buffer in buffers:
@@ -53,5 +55,5 @@ class TlsPipe:
     def _read(self, into: memoryview) -> int:
         count = self._socket.recv_into(into)
         if not count:
-            raise WireError(ENDED)
+            raise KvTransferError(ENDED)
         return count

@@ -1,7 +1,8 @@
-"""The bytes between two movers: a handshake, then frames. Nothing but fixed sizes is read before it is checked.
+"""The bytes between two transfer backends: a handshake, then frames. Nothing but fixed sizes is read before it is
+checked.
 
     receiver ──magic, nonce──▶ sender ──magic, nonce, identity, MAC──▶ receiver ──MAC──▶ sender
-    sender ──ticket, first block, number of blocks, MAC, blocks──▶ receiver    (as often as it likes)
+    sender ──transfer, first block, number of blocks, MAC, blocks──▶ receiver    (as often as it likes)
 
 Over TCP both must know the secret of the cluster, and every frame has a MAC over its place in the connection, its
 header and its blocks, or TLS protects them (``tls.py``). A unix socket is protected by the permissions of its folder:
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from lightserve.worker.kv.transfer.base import Frame
-from lightserve.worker.kv.transfer.carrier import PipeCarrier, ReceivingCarrier, SendingCarrier
-from lightserve.worker.kv.transfer.pipe import Pipe, WireError, read, send
+from lightserve.worker.kv.transfer.pipe import KvTransferError, Pipe, read, send
+from lightserve.worker.kv.transfer.transport import ReceiveTransport, SendTransport, SocketTransport
 
 MAGIC = b"LSKVMOV1"
 NONCE_BYTES = 32
@@ -32,9 +33,9 @@ class FrameStream:
 
     def __init__(self, pipe: Pipe, key: bytes) -> None:
         self.pipe = pipe
-        carrier = PipeCarrier(pipe)
-        self.sending: SendingCarrier = carrier
-        self.receiving: ReceivingCarrier = carrier
+        transport = SocketTransport(pipe)
+        self.sending: SendTransport = transport
+        self.receiving: ReceiveTransport = transport
         self._key = key  # empty: frames have no MAC
         self._count = 0
 
@@ -48,8 +49,8 @@ class FrameStream:
         while not (count := self.pipe.read_or_idle(data)):
             pass
         self.pipe.read_into([data[count:]])
-        ticket, first, num_blocks, mac = _HEADER.unpack(data)
-        return Frame(ticket, first, num_blocks), mac
+        transfer_id, first, num_blocks, mac = _HEADER.unpack(data)
+        return Frame(transfer_id, first, num_blocks), mac
 
     def read_blocks(self, blocks: Sequence[memoryview]) -> None:
         self.receiving.read(blocks)
@@ -61,7 +62,7 @@ class FrameStream:
 
     def check(self, frame: Frame, blocks: Sequence[memoryview], mac: bytes) -> None:
         if not hmac.compare_digest(mac, self._mac(frame, blocks)):
-            raise WireError("a frame has a wrong MAC")
+            raise KvTransferError("a frame has a wrong MAC")
 
     def _mac(self, frame: Frame, blocks: Sequence[memoryview]) -> bytes:
         if not self._key:
@@ -79,7 +80,7 @@ def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = 
     own = os.urandom(NONCE_BYTES)
     send(pipe, MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
     if not hmac.compare_digest(read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
-        raise WireError("the receiver has another kv.secret")
+        raise KvTransferError("the receiver has another kv.secret")
     return FrameStream(pipe, _session_key(secret, nonce, own) if has_macs else b"")
 
 
@@ -90,9 +91,9 @@ def greet_sender(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = Tr
     nonce = _read_nonce(pipe)
     other, mac = read(pipe, IDENTITY_BYTES), read(pipe, MAC_BYTES)
     if not hmac.compare_digest(mac, _mac_of(secret, b"sender", own, nonce, other)):
-        raise WireError("the sender has another kv.secret")
+        raise KvTransferError("the sender has another kv.secret")
     if other != identity:
-        raise WireError("the sender has another model, KV layout, number of ranks or --kv_transport")
+        raise KvTransferError("the sender has another model, KV layout, number of ranks or --kv_transport")
     send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
     return FrameStream(pipe, _session_key(secret, own, nonce) if has_macs else b"")
 
@@ -100,7 +101,7 @@ def greet_sender(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = Tr
 def _read_nonce(pipe: Pipe) -> bytes:
     greeting = read(pipe, len(MAGIC) + NONCE_BYTES)
     if not greeting.startswith(MAGIC):
-        raise WireError("the other side speaks another protocol")
+        raise KvTransferError("the other side speaks another protocol")
     return greeting[len(MAGIC) :]
 
 

@@ -25,16 +25,16 @@ from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.kv_secret import make_kv_certificate, read_kv_certificate
 from lightserve.links.tls import PeerContexts
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.step import KvExpect, KvPush
+from lightserve.messages.step import KvRecv, KvSend
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.worker.kv.transfer import pipe, sockets, staging as kv_staging
 from lightserve.worker.kv.transfer.base import Frame, Outgoing
-from lightserve.worker.kv.transfer.carrier import ReadableMemory
-from lightserve.worker.kv.transfer.kv_split import KvReceiver, KvSender, readable_memory
-from lightserve.worker.kv.transfer.pipe import ReadTimeoutError, SocketPipe, WireError
-from lightserve.worker.kv.transfer.sockets import SocketMover
+from lightserve.worker.kv.transfer.framing import FrameStream, greet_receiver
+from lightserve.worker.kv.transfer.pipe import KvTransferError, ReadTimeoutError, SocketPipe
+from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
 from lightserve.worker.kv.transfer.staging import SendStaging, frame_blocks
-from lightserve.worker.kv.transfer.wire import FrameStream, greet_receiver
+from lightserve.worker.kv.transfer.transfer import KvReceiver, KvSender, readable_memory
+from lightserve.worker.kv.transfer.transport import ReadableMemory
 from test.cluster.tcp_cluster import free_port
 from test.common.test_host_kv import LAYOUTS, filled
 from test.waiting import wait_until
@@ -65,26 +65,26 @@ class Pair:
         self.address = address
         self.source, self.target = filled(layout, device), filled(layout, device)
         size = block_bytes(layout, BLOCK_TOKENS)
-        self.movers = [
-            SocketMover(identity, secret, size, frame_blocks(size), tls[0], memories[0]),
-            SocketMover(IDENTITY, SECRET, size, frame_blocks(size), tls[1], memories[1]),
+        self.backends = [
+            SocketTransferBackend(identity, secret, size, frame_blocks(size), tls[0], memories[0]),
+            SocketTransferBackend(IDENTITY, SECRET, size, frame_blocks(size), tls[1], memories[1]),
         ]
-        self.sender = KvSender(self.source, platform, self.movers[0], 0)
-        self.receiver = KvReceiver(self.target, platform, self.movers[1])
-        self.movers[1].listen(address, self.receiver)
+        self.sender = KvSender(self.source, platform, self.backends[0], 0)
+        self.receiver = KvReceiver(self.target, platform, self.backends[1])
+        self.backends[1].listen(address, self.receiver)
 
     def slots(self, seed: int, blocks: int = BLOCKS) -> np.ndarray[Any, Any]:
         return np.array(random.Random(seed).sample(range(self.source.size), blocks * BLOCK_TOKENS), dtype=np.int32)
 
-    def expect(self, ticket: int, slots: Any, timeout_s: float = LONG_S) -> None:
-        self.receiver.expect(KvExpect(ticket, slots, timeout_s))
+    def expect(self, transfer_id: int, slots: Any, timeout_s: float = LONG_S) -> None:
+        self.receiver.expect(KvRecv(transfer_id, slots, timeout_s))
 
-    def push(self, ticket: int, slots: Any, first: int = 0) -> None:
-        self.sender.push(KvPush(ticket, [self.address], first, slots))
+    def push(self, transfer_id: int, slots: Any, first: int = 0) -> None:
+        self.sender.push(KvSend(transfer_id, [self.address], first, slots))
 
     def close(self) -> None:
-        for mover in self.movers:
-            mover.close()
+        for backend in self.backends:
+            backend.close()
 
 
 def new_certificate(folder: Path) -> PeerContexts:
@@ -152,25 +152,25 @@ def test_the_kv_of_every_layout_arrives_in_other_slots(
     pair.close()
 
 
-def test_many_tickets_at_once_arrive_whole(pair: Pair) -> None:
-    pushed = {ticket: pair.slots(ticket, 2) for ticket in range(1, 4)}
+def test_many_transfers_at_once_arrive_whole(pair: Pair) -> None:
+    pushed = {transfer_id: pair.slots(transfer_id, 2) for transfer_id in range(1, 4)}
     free = np.random.default_rng(0).permutation(pair.target.size).astype(np.int32)[: 3 * 2 * BLOCK_TOKENS]
     targets = dict(zip(pushed, free.reshape(3, -1), strict=True))
-    for ticket, slots in targets.items():
-        pair.expect(ticket, slots)
+    for transfer_id, slots in targets.items():
+        pair.expect(transfer_id, slots)
 
     with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda ticket: pair.push(ticket, pushed[ticket]), pushed))
+        list(threads.map(lambda transfer_id: pair.push(transfer_id, pushed[transfer_id]), pushed))
     received: list[KvReceived] = []
     while len(received) < len(targets):
         received += pair.receiver.next_received()
 
     assert {one.num_blocks for one in received} == {2}
-    for ticket, slots in targets.items():
-        assert all(map(torch.equal, kv(pair.target, slots), kv(pair.source, pushed[ticket])))
+    for transfer_id, slots in targets.items():
+        assert all(map(torch.equal, kv(pair.target, slots), kv(pair.source, pushed[transfer_id])))
 
 
-def test_a_frame_may_come_before_its_ticket(pair: Pair) -> None:
+def test_a_frame_may_come_before_its_transfer(pair: Pair) -> None:
     source, target = pair.slots(1), pair.slots(2)
 
     pair.push(7, source)
@@ -179,13 +179,13 @@ def test_a_frame_may_come_before_its_ticket(pair: Pair) -> None:
     assert pair.receiver.next_received() == [KvReceived(7, BLOCKS)]
 
 
-def test_a_ticket_ends_at_its_deadline_with_the_blocks_that_follow_each_other(pair: Pair) -> None:
+def test_a_transfer_ends_at_its_deadline_with_the_blocks_that_follow_each_other(pair: Pair) -> None:
     source, target = pair.slots(1), pair.slots(2)
     pair.expect(7, target)
     pair.push(7, source[: 2 * BLOCK_TOKENS])
     pair.push(7, source[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS], first=3)  # the one between is missing
-    wait_until(lambda: pair.receiver._tickets[7].arrived == {0, 1, 3})
-    pair.receiver._tickets[7].deadline_s = 0.0
+    wait_until(lambda: pair.receiver._transfers[7].arrived == {0, 1, 3})
+    pair.receiver._transfers[7].deadline_s = 0.0
 
     assert pair.receiver.next_received() == [KvReceived(7, 2)]
 
@@ -203,7 +203,7 @@ def test_a_ticket_ends_at_its_deadline_with_the_blocks_that_follow_each_other(pa
     )
 
 
-def test_a_cancelled_ticket_ends_at_once_even_before_it_was_expected(pair: Pair) -> None:
+def test_a_cancelled_transfer_ends_at_once_even_before_it_was_expected(pair: Pair) -> None:
     pair.receiver.cancel(7)
     pair.expect(7, pair.slots(1))
     assert pair.receiver.next_received() == [KvReceived(7, 0)]
@@ -244,7 +244,7 @@ def check_brings_nothing(pair: Pair) -> None:
 
     pair.push(7, pair.slots(1))
 
-    wait_until(lambda: pair.address in pair.movers[0]._failed_s)
+    wait_until(lambda: pair.address in pair.backends[0]._failed_s)
     wait_until(lambda: len(pair.sender._staging._free) == len(pair.sender._staging.kv))
     pair.receiver.cancel(7)
     assert pair.receiver.next_received() == [KvReceived(7, 0)]
@@ -252,7 +252,7 @@ def check_brings_nothing(pair: Pair) -> None:
 
 
 def test_a_receiver_without_the_secret_gets_nothing() -> None:
-    with pytest.raises(WireError, match="the receiver has another kv"):
+    with pytest.raises(KvTransferError, match="the receiver has another kv"):
         greet_receiver(_Replayed(), SECRET, IDENTITY)  # type: ignore[arg-type]
 
 
@@ -281,13 +281,13 @@ def test_changed_bytes_and_replayed_frames_are_refused() -> None:
         receiver.check(got, [place], mac)
         assert bytes(place) == bytes(block)
 
-        with pytest.raises(WireError, match="wrong MAC"):
+        with pytest.raises(KvTransferError, match="wrong MAC"):
             receiver.check(got, [place], mac)  # the same frame again
         sender.send(frame, [block])
         got, mac = receiver.read_header()
         receiver.read_blocks([place])
         place[5] ^= 1
-        with pytest.raises(WireError, match="wrong MAC"):
+        with pytest.raises(KvTransferError, match="wrong MAC"):
             receiver.check(got, [place], mac)
 
 
@@ -296,10 +296,10 @@ def test_a_frame_with_a_wrong_mac_changes_no_slot_and_ends_the_connection() -> N
     target = pair.slots(2)
     before = kv(pair.target, target)
     pair.expect(7, target)
-    stream = pair.movers[0].connect(pair.address)
+    stream = pair.backends[0].connect(pair.address)
     stream._key = b"x" * 32
 
-    stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.movers[0]._block_bytes))])
+    stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.backends[0]._block_bytes))])
 
     wait_until(stream.pipe.has_ended)
     pair.receiver.cancel(7)
@@ -316,8 +316,8 @@ def test_garbage_and_frames_beyond_the_limit_close_the_connection(pair: Pair) ->
             with suppress(ConnectionResetError):  # it did not read all of it
                 while sock.recv(4096):
                     pass
-    stream = pair.movers[0].connect(pair.address)
-    limit = pair.movers[1]._max_count
+    stream = pair.backends[0].connect(pair.address)
+    limit = pair.backends[1]._max_count
     header = np.array([7], "<i8").tobytes() + np.array([0, limit + 1], "<u4").tobytes() + bytes(32)
     stream.pipe.send_all([memoryview(header)])
     wait_until(stream.pipe.has_ended)
@@ -328,7 +328,7 @@ def test_garbage_and_frames_beyond_the_limit_close_the_connection(pair: Pair) ->
     assert pair.receiver.next_received() == [KvReceived(7, BLOCKS)]
 
 
-def test_a_frame_beyond_the_slots_of_its_ticket_is_dropped(pair: Pair) -> None:
+def test_a_frame_beyond_the_slots_of_its_transfer_is_dropped(pair: Pair) -> None:
     pair.expect(7, pair.slots(2, 2))
     pair.push(7, pair.slots(1, 2), first=1)
     pair.push(7, pair.slots(1, 2))
@@ -348,12 +348,12 @@ def test_a_receiver_that_dies_leaves_no_thread_and_no_memory_in_use(
 
     returned = threading.Event()
     view = memoryview(bytearray(8))
-    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, lambda _: returned.set()))
+    pair.backends[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, lambda _: returned.set()))
 
     assert returned.wait(LONG_S)
-    wait_until(lambda: dead not in pair.movers[0]._peers)
+    wait_until(lambda: dead not in pair.backends[0]._peers)
     again = threading.Event()
-    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, lambda _: again.set()))
+    pair.backends[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, lambda _: again.set()))
     assert again.is_set()  # it is left alone for a while
     pair.close()
     wait_until(lambda: threading.active_count() <= before)
@@ -378,14 +378,14 @@ def num_free(pair: Pair) -> int:
     return len(pair.sender._staging._free)
 
 
-def push_to(pair: Pair, address: str, ticket: int, blocks: int = 40) -> None:
-    pair.sender.push(KvPush(ticket, [address], 0, np.tile(pair.slots(1, 1), blocks)))
+def push_to(pair: Pair, address: str, transfer_id: int, blocks: int = 40) -> None:
+    pair.sender.push(KvSend(transfer_id, [address], 0, np.tile(pair.slots(1, 1), blocks)))
 
 
-def push_until_stalled(pair: Pair, address: str, ticket: int) -> None:
+def push_until_stalled(pair: Pair, address: str, transfer_id: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_staging, "STALL_S", 0.01)
-        push_to(pair, address, ticket)
+        push_to(pair, address, transfer_id)
 
 
 @pytest.mark.usefixtures("small_frames")
@@ -427,7 +427,7 @@ def test_a_prompt_of_which_a_frame_was_lost_is_not_sent_any_more(swallowing: str
     pair.push(8, pair.slots(1))
 
     assert pair.receiver.next_received() == [KvReceived(8, BLOCKS)]
-    assert not pair.receiver._tickets[7].arrived
+    assert not pair.receiver._transfers[7].arrived
     pair.close()
 
 
@@ -508,7 +508,7 @@ def test_memory_of_a_frame_that_is_not_read_in_time_comes_back_when_nothing_writ
 
     pair.push(7, pair.slots(1))
 
-    wait_until(lambda: pair.address in pair.movers[0]._failed_s)  # the receiver has closed the connection
+    wait_until(lambda: pair.address in pair.backends[0]._failed_s)  # the receiver has closed the connection
     pair.receiver.cancel(7)
     assert pair.receiver.next_received() == [KvReceived(7, 0)]
     assert len(staging._free) == len(staging.kv) - BLOCKS
@@ -537,5 +537,5 @@ def test_what_cannot_be_sent_fails_no_step_and_leaves_no_memory_in_use(
     pair.push(7, pair.slots(1))
 
     assert num_free(pair) == len(pair.sender._staging.kv)
-    assert not pair.movers[0]._peers
+    assert not pair.backends[0]._peers
     pair.close()

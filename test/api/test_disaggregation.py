@@ -18,13 +18,13 @@ from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
-from test.worker.kv.test_kv_split import NEEDS
+from test.worker.kv.test_kv_transfer import NEEDS
 
 pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS = 600
 KV_TOKENS = "16384"
-SPLIT = ("--dp", "3", "--roles", "prefill,decode,decode", "--min_split_tokens", "128")
+DISAGGREGATED = ("--dp", "3", "--roles", "prefill,decode,decode", "--min_remote_prefill_tokens", "128")
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,11 @@ TRANSPORTS = ["sockets", *(pytest.param(name, marks=[mark, pytest.mark.long]) fo
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
-def split(
+def disaggregated(
     model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("split") / "log"
-    with serve(model, log, *SPLIT, "--kv_transport", request.param) as server:
+    with serve(model, log, *DISAGGREGATED, "--kv_transport", request.param) as server:
         yield server
 
 
@@ -96,26 +96,26 @@ def wait_until_all_serve(server: ServerProcess) -> None:
 
 
 def test_text_is_that_of_one_engine_and_the_prefill_engine_computes_prompts(
-    split: ServerProcess, expected: list[list[Any]]
+    disaggregated: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    with clients_of(split) as clients:
+    with clients_of(disaggregated) as clients:
         found = [answer.result() for answer in clients.ask(bodies(0))]
 
     assert found == expected[0]
-    metrics = split.settled_metrics()
-    assert metrics["kv_split_received_tokens_total"] >= PROMPT_TOKENS // 64 * 64  # more, if they do not queue there
-    assert metrics["kv_split_sent_tokens_total"] == metrics["kv_split_received_tokens_total"]
-    assert metrics["kv_split_given_up_tokens_total"] == metrics["kv_split_recomputed_tokens_total"] == 0
+    metrics = disaggregated.settled_metrics()
+    assert metrics["kv_transfer_received_tokens_total"] >= PROMPT_TOKENS // 64 * 64  # more, if they do not queue there
+    assert metrics["kv_transfer_sent_tokens_total"] == metrics["kv_transfer_received_tokens_total"]
+    assert metrics["kv_transfer_given_up_tokens_total"] == metrics["kv_transfer_recomputed_tokens_total"] == 0
     assert metrics["num_requests_running"] == metrics["kv_used_tokens"] == 0
 
 
-def test_the_timeline_of_a_request_shows_both_engines(split: ServerProcess) -> None:
+def test_the_timeline_of_a_request_shows_both_engines(disaggregated: ServerProcess) -> None:
     body = {"prompt": prompt(9, 0), "max_tokens": 4, "temperature": 0}
 
-    status, _ = split.post("/v1/completions", body, **{"X-Request-Id": "both"})
+    status, _ = disaggregated.post("/v1/completions", body, **{"X-Request-Id": "both"})
 
     assert status == 200
-    (sequence,) = get(split, "/debug/requests/both")["sequences"]
+    (sequence,) = get(disaggregated, "/debug/requests/both")["sequences"]
     kinds = [event["event"] for event in sequence["events"]]
     assert kinds[:2] == ["queued", "kv_wanted"]
     assert kinds[2:5] == ["prefill"] * 3  # of at most 256 tokens each
@@ -125,78 +125,78 @@ def test_the_timeline_of_a_request_shows_both_engines(split: ServerProcess) -> N
     assert sequence["max_new_tokens"] == sequence["output_tokens"] == 4
 
 
-def test_a_prompt_that_the_decode_engine_has_makes_no_trip(split: ServerProcess) -> None:
+def test_a_prompt_that_the_decode_engine_has_makes_no_trip(disaggregated: ServerProcess) -> None:
     body = {"prompt": prompt(10, 0), "max_tokens": 4, "temperature": 0}
-    answers = [split.post("/v1/completions", body)[1]["choices"]]
-    before = split.settled_metrics()["kv_split_sent_tokens_total"]
+    answers = [disaggregated.post("/v1/completions", body)[1]["choices"]]
+    before = disaggregated.settled_metrics()["kv_transfer_sent_tokens_total"]
 
-    answers.append(split.post("/v1/completions", body)[1]["choices"])
+    answers.append(disaggregated.post("/v1/completions", body)[1]["choices"])
 
     assert answers[0] == answers[1]
-    assert split.settled_metrics()["kv_split_sent_tokens_total"] == before
+    assert disaggregated.settled_metrics()["kv_transfer_sent_tokens_total"] == before
 
 
 def test_a_prefill_engine_that_dies_while_it_computes_changes_no_text(
-    split: ServerProcess, expected: list[list[Any]]
+    disaggregated: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    stop_prefill(split)
-    with clients_of(split) as clients:
+    stop_prefill(disaggregated)
+    with clients_of(disaggregated) as clients:
         asked = clients.ask(bodies(1))
-        wait_until_kv_is_wanted(split, 3)
+        wait_until_kv_is_wanted(disaggregated, 3)
 
-        kill(split, "ls-worker")
+        kill(disaggregated, "ls-worker")
         found = [answer.result() for answer in asked]
 
     assert found == expected[1]
-    assert split.settled_metrics()["kv_split_given_up_tokens_total"] > 0
-    wait_until_all_serve(split)
+    assert disaggregated.settled_metrics()["kv_transfer_given_up_tokens_total"] > 0
+    wait_until_all_serve(disaggregated)
 
 
 def test_a_decode_engine_that_dies_while_it_waits_for_kv_changes_no_text(
-    split: ServerProcess, expected: list[list[Any]]
+    disaggregated: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    prefill = stop_prefill(split)
-    with clients_of(split) as clients:
+    prefill = stop_prefill(disaggregated)
+    with clients_of(disaggregated) as clients:
         asked = clients.ask(bodies(2))
-        wait_until_kv_is_wanted(split, 5)  # both decode engines have some
+        wait_until_kv_is_wanted(disaggregated, 5)  # both decode engines have some
 
-        kill(split, "ls-router-1")
+        kill(disaggregated, "ls-router-1")
         prefill.send_signal(signal.SIGCONT)
         found = [answer.result() for answer in asked]
 
     assert found == expected[2]
-    wait_until(lambda: split.metrics()["dp_requests_moved_total"] > 0)
-    wait_until_all_serve(split)
+    wait_until(lambda: disaggregated.metrics()["dp_requests_moved_total"] > 0)
+    wait_until_all_serve(disaggregated)
 
 
 @pytest.mark.long
 def test_a_decode_worker_that_dies_while_it_generates_changes_no_text(
-    split: ServerProcess, expected: list[list[Any]]
+    disaggregated: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    with clients_of(split) as clients:
+    with clients_of(disaggregated) as clients:
         asked = clients.ask(bodies(3))
         wait_until(lambda: clients.events > 40)
 
-        kill(split, "ls-worker-2")
+        kill(disaggregated, "ls-worker-2")
         found = [answer.result() for answer in asked]
 
     assert found == expected[3]
-    wait_until_all_serve(split)
-    metrics = split.settled_metrics()
+    wait_until_all_serve(disaggregated)
+    metrics = disaggregated.settled_metrics()
     assert metrics["request_failed_total"] == metrics["num_requests_running"] == metrics["kv_used_tokens"] == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("flag", ["--tp", "--pp"])
 def test_every_rank_sends_its_part(model: Path, tmp_path: Path, expected: list[list[Any]], flag: str) -> None:
-    split = ("--dp", "2", "--roles", "prefill,decode", "--min_split_tokens", "128", flag, "2")
-    with serve(model, tmp_path / "log", *split) as server, clients_of(server) as clients:
+    disaggregated = ("--dp", "2", "--roles", "prefill,decode", "--min_remote_prefill_tokens", "128", flag, "2")
+    with serve(model, tmp_path / "log", *disaggregated) as server, clients_of(server) as clients:
         found = [answer.result() for answer in clients.ask(bodies(0))]
         metrics = server.settled_metrics()
 
     assert found == expected[0]
-    assert metrics["kv_split_received_tokens_total"] >= PROMPT_TOKENS // 64 * 64
-    assert metrics["kv_split_given_up_tokens_total"] == 0
+    assert metrics["kv_transfer_received_tokens_total"] >= PROMPT_TOKENS // 64 * 64
+    assert metrics["kv_transfer_given_up_tokens_total"] == 0
 
 
 @pytest.mark.long
@@ -227,7 +227,14 @@ def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
         ["--listen", addresses[0], "--cluster_keys", str(tmp_path / "keys"), "--run_mode", "prefill"],
         ["--listen", addresses[1], "--cluster_keys", str(tmp_path / "other"), "--role", "decode", "--kv_listen", kv],
     ]
-    gateway = ["--engines", ",".join(addresses), "--cluster_keys", str(tmp_path / "keys"), "--min_split_tokens", "128"]
+    gateway = [
+        "--engines",
+        ",".join(addresses),
+        "--cluster_keys",
+        str(tmp_path / "keys"),
+        "--min_remote_prefill_tokens",
+        "128",
+    ]
     with ExitStack() as running:
         for number, own in enumerate(engines):
             command = [*CLI, "engine", str(model), *flags, *own]
@@ -241,10 +248,10 @@ def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
 
     assert found == expected[0]
     if secrets == "equal":
-        assert metrics["kv_split_given_up_tokens_total"] == 0
-        assert metrics["kv_split_received_tokens_total"] > 0
+        assert metrics["kv_transfer_given_up_tokens_total"] == 0
+        assert metrics["kv_transfer_received_tokens_total"] > 0
     else:
-        assert metrics["kv_split_received_tokens_total"] == 0
+        assert metrics["kv_transfer_received_tokens_total"] == 0
         assert "another kv.secret" in (tmp_path / "engine-1.log").read_text()
 
 

@@ -15,7 +15,7 @@ from lightserve.server import cluster_checks
 from lightserve.server.cluster_checks import check_cluster
 
 LISTEN = "--listen=tcp://127.0.0.1:9000"
-SPLIT = ("--dp=3", "--roles=prefill,decode,decode")
+DISAGGREGATED = ("--dp=3", "--roles=prefill,decode,decode")
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def refusal(*flags: str) -> str:
         (("--role=prefill",), "role=prefill: for an engine of a gateway; start `lightserve engine --listen`"),
         (("--run_mode=decode", "--dp=2"), "role=decode: for an engine of a gateway; use --roles"),
         (("--kv_listen=tcp://a:1",), "kv_listen=tcp://a:1: only an engine with --role decode receives KV"),
-        (("--min_split_tokens=9",), "min_split_tokens=9: set it where requests are divided"),
-        ((*SPLIT, "--min_split_tokens=0"), "min_split_tokens"),
+        (("--min_remote_prefill_tokens=9",), "min_remote_prefill_tokens=9: set it where requests are divided"),
+        ((*DISAGGREGATED, "--min_remote_prefill_tokens=0"), "min_remote_prefill_tokens"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_by_name(flags: tuple[str, ...], found: str) -> None:
@@ -96,20 +96,20 @@ def test_a_transport_is_for_engines_with_roles_that_have_it(keys: str, monkeypat
     assert "engines without roles send no KV" in refusal(flag)
     assert "set --cluster_tls" in refusal(keys, LISTEN, "--role=decode", flag)
     monkeypatch.setattr(cluster_checks, "find_spec", lambda _: None)
-    assert "it is not installed; run: pip install 'nixl" in refusal(*SPLIT, flag)
+    assert "it is not installed; run: pip install 'nixl" in refusal(*DISAGGREGATED, flag)
     monkeypatch.setattr(cluster_checks, "find_spec", lambda _: "it is there")
-    check_cluster(parse_server((*SPLIT, flag)))
+    check_cluster(parse_server((*DISAGGREGATED, flag)))
 
 
 def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:
-    split = parse_server(SPLIT)
-    check_cluster(split)
-    assert [split.cluster.role_of(number) for number in range(3)] == ["prefill", "decode", "decode"]
-    assert ChildConfig(split, "/run", engine=2).kv_address(1, 4) == "unix:///run/kv-1-4.2"
+    disaggregated = parse_server(DISAGGREGATED)
+    check_cluster(disaggregated)
+    assert [disaggregated.cluster.role_of(number) for number in range(3)] == ["prefill", "decode", "decode"]
+    assert ChildConfig(disaggregated, "/run", engine=2).kv_address(1, 4) == "unix:///run/kv-1-4.2"
 
     normal = parse_server((keys, LISTEN, "--run_mode", "normal"))
     assert normal.cluster.role_of(0) == "normal"
-    assert not normal.cluster.is_split
+    assert not normal.cluster.is_disaggregated
 
     for flags, first, second in (
         ((), "tcp://127.0.0.1:9001", "tcp://127.0.0.1:9002"),

@@ -21,7 +21,7 @@ def worker_flags(base: Path) -> tuple[str, ...]:
     save_model(base, None, {**TINY, "num_hidden_layers": 2})
     model = ("--model_dir", str(base), "--load_format", "dummy", "--deterministic", "--device", "cpu")
     pool = ("--max_total_token_num", "32768", "--batch_max_tokens", "64")
-    return (*model, *pool, "--dp", "3", "--roles", "prefill,decode,decode", "--min_split_tokens", "64")
+    return (*model, *pool, "--dp", "3", "--roles", "prefill,decode,decode", "--min_remote_prefill_tokens", "64")
 
 
 def kill_worker(name: str) -> Fault:

@@ -1,15 +1,15 @@
-"""Tickets of a decode engine: slots are reserved, filled and freed, whatever the order of what happens."""
+"""Transfers of a decode engine: slots are reserved, filled and freed, whatever the order of what happens."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from lightserve.messages.cluster import KvCancel, KvMissing, KvTicket, KvWanted
+from lightserve.messages.cluster import KvCancel, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.remote_prefill import GRACE_S, IncomingKv
+from lightserve.router.kv.remote_prefill import GRACE_S, RemoteKvSource
 from lightserve.router.kv.source import Activity, KvTransfers, LoadContext
 from lightserve.router.policy import Fifo
 from lightserve.router.req import Req
@@ -19,41 +19,41 @@ POOL = 1024
 TIMEOUT_S = 10.0
 
 
-class Inbox:
+class FakeReceiver:
     addresses = ("there",)
 
     def __init__(self) -> None:
         self.cancelled: list[int] = []
 
-    def cancel(self, ticket: int) -> None:
-        self.cancelled.append(ticket)
+    def cancel(self, transfer_id: int) -> None:
+        self.cancelled.append(transfer_id)
 
 
 class Decode:
     """The router of a decode engine, without its workers."""
 
     def __init__(self) -> None:
-        self.pool, self.sent, self.inbox = KvPool(POOL), [], Inbox()  # type: ignore[var-annotated]
-        self.incoming = IncomingKv(self.pool, self.sent.append)
-        self.incoming.use_inbox(self.inbox)  # type: ignore[arg-type]
+        self.pool, self.sent, self.receiver = KvPool(POOL), [], FakeReceiver()  # type: ignore[var-annotated]
+        self.remote_kv = RemoteKvSource(self.pool, self.sent.append)
+        self.remote_kv.use_receiver(self.receiver)  # type: ignore[arg-type]
         self.queue = ReqQueue(Fifo())
 
-    def offer(self, req_id: int, ticket: int, length: int = 300, first: int = 0) -> Req:
+    def offer(self, req_id: int, transfer_id: int, length: int = 300, first: int = 0) -> Req:
         prompt = np.arange(first, first + length, dtype=np.int32)
         req = Req(req_id, prompt, GenerationParams.of(max_new_tokens=4), 4, ())
-        req.kv_ticket = KvTicket(ticket, TIMEOUT_S, min_tokens=64)
+        req.kv_transfer_params = KvTransferParams(transfer_id, TIMEOUT_S, min_tokens=64)
         self.queue.add(req)
         return req
 
     def must_wait(self, req: Req, has_room: bool = True, now_s: float = 0.0) -> bool:
         """As admission does it."""
-        wait = self.incoming.wait_of(req, LoadContext(now_s, lambda tokens: has_room))
+        wait = self.remote_kv.wait_of(req, LoadContext(now_s, lambda tokens: has_room))
         if wait is not None:
             self.queue.block(req, wait)
         return wait is not None
 
     def drop(self, req: Req) -> None:
-        self.incoming.drop(req)
+        self.remote_kv.drop(req)
         self.queue.remove(req)
 
 
@@ -67,13 +67,13 @@ def test_slots_are_reserved_before_the_prompt_is_asked_for(decode: Decode) -> No
 
     assert decode.must_wait(req)
 
-    assert decode.sent == [KvWanted(1, 7, 0, 4, ("there",))]  # type: ignore[arg-type]
-    decode.incoming.take(transfers := KvTransfers(), Activity.WAITING)
-    (expect,) = transfers.expects
-    assert len(expect.slots) == 256 == decode.pool.used
+    assert decode.sent == [RemotePrefillRequest(1, 7, 0, 4, ("there",))]  # type: ignore[arg-type]
+    decode.remote_kv.take(transfers := KvTransfers(), Activity.WAITING)
+    (recv,) = transfers.recvs
+    assert len(recv.slots) == 256 == decode.pool.used
     assert not decode.queue.is_ready(req)  # until they have come
-    assert decode.incoming.num_waiting == 1
-    decode.incoming.finish(KvReceived(7, 4))
+    assert decode.remote_kv.num_waiting == 1
+    decode.remote_kv.finish(KvReceived(7, 4))
     assert decode.queue.is_ready(req)
     assert not decode.must_wait(req)
     assert decode.pool.cached_len(req) == 256
@@ -84,28 +84,28 @@ def test_what_has_come_is_used_and_the_rest_is_freed_and_reported(decode: Decode
     req = decode.offer(1, 7)
     decode.must_wait(req)
 
-    decode.incoming.finish(KvReceived(7, 3))
+    decode.remote_kv.finish(KvReceived(7, 3))
 
     assert decode.pool.cached_len(req) == 192
     assert decode.pool.slots.num_used == 192
-    assert decode.sent[-1] == KvMissing(1, 7)
-    assert (decode.incoming.num_wanted, decode.incoming.num_received, decode.incoming.num_given_up) == (256, 192, 64)
+    assert decode.sent[-1] == KvTransferTimeout(1, 7)
+    assert (decode.remote_kv.num_wanted, decode.remote_kv.num_received, decode.remote_kv.num_given_up) == (256, 192, 64)
 
 
 @pytest.mark.parametrize("was_started", [True, False])
-def test_tokens_of_a_cancelled_ticket_are_given_up_only_if_a_prefill_engine_had_the_prompt(
+def test_tokens_of_a_cancelled_transfer_are_given_up_only_if_a_prefill_engine_had_the_prompt(
     decode: Decode, was_started: bool
 ) -> None:
     req = decode.offer(1, 7)
     decode.must_wait(req)
 
-    decode.incoming.cancel(KvCancel(1, 7, was_started))
-    decode.incoming.finish(KvReceived(7, 0))
+    decode.remote_kv.cancel(KvCancel(1, 7, was_started))
+    decode.remote_kv.finish(KvReceived(7, 0))
 
-    assert decode.inbox.cancelled == [7]
+    assert decode.receiver.cancelled == [7]
     assert not decode.must_wait(req)
-    assert decode.incoming.num_given_up == (256 if was_started else 0)
-    assert KvMissing(1, 7) not in decode.sent
+    assert decode.remote_kv.num_given_up == (256 if was_started else 0)
+    assert KvTransferTimeout(1, 7) not in decode.sent
 
 
 def test_nothing_is_reserved_without_room_and_nothing_is_asked_for_if_little_is_missing(decode: Decode) -> None:
@@ -114,22 +114,22 @@ def test_nothing_is_reserved_without_room_and_nothing_is_asked_for_if_little_is_
     assert decode.sent == []
     tiny = decode.offer(3, 9, 60, first=9000)
     assert not decode.must_wait(tiny)
-    assert decode.sent[-1] == KvWanted(3, 9)
+    assert decode.sent[-1] == RemotePrefillRequest(3, 9)
 
 
-def test_a_request_that_comes_back_waits_for_its_new_ticket_only(decode: Decode) -> None:
+def test_a_request_that_comes_back_waits_for_its_new_transfer_only(decode: Decode) -> None:
     first = decode.offer(1, 7)
     decode.must_wait(first)
     decode.drop(first)
-    assert decode.inbox.cancelled == [7]
+    assert decode.receiver.cancelled == [7]
     again = decode.offer(1, 8, first=4000)
     assert decode.must_wait(again)
 
-    decode.incoming.finish(KvReceived(7, 0))  # the old one ends after that
+    decode.remote_kv.finish(KvReceived(7, 0))  # the old one ends after that
 
     assert not decode.queue.is_ready(again)
-    assert KvMissing(1, 7) not in decode.sent  # it was not wanted any more
-    decode.incoming.finish(KvReceived(8, 4))
+    assert KvTransferTimeout(1, 7) not in decode.sent  # it was not wanted any more
+    decode.remote_kv.finish(KvReceived(8, 4))
     assert decode.queue.is_ready(again)
     assert decode.pool.used == 0
 
@@ -140,29 +140,29 @@ def test_counters_never_decrease_when_all_kv_is_lost(decode: Decode) -> None:
 
     decode.pool.reset()
     decode.queue.end_waits()
-    decode.incoming.finish(KvReceived(7, 4))  # of workers that are gone
+    decode.remote_kv.finish(KvReceived(7, 4))  # of workers that are gone
 
-    assert (decode.incoming.num_wanted, decode.incoming.num_received, decode.incoming.num_given_up) == (256, 0, 256)
+    assert (decode.remote_kv.num_wanted, decode.remote_kv.num_received, decode.remote_kv.num_given_up) == (256, 0, 256)
     assert not decode.must_wait(req)
     assert decode.pool.slots.num_used == 0
 
 
-def test_requests_with_the_same_prefix_wait_for_one_ticket(decode: Decode) -> None:
+def test_requests_with_the_same_prefix_wait_for_one_transfer(decode: Decode) -> None:
     first, other, different = decode.offer(1, 7), decode.offer(2, 8, 290), decode.offer(3, 9, first=5000)
 
     assert decode.must_wait(first)
     assert decode.must_wait(other)
     assert decode.must_wait(different)
 
-    assert [message.ticket for message in decode.sent] == [7, 9]
-    assert decode.incoming.num_waiting == 3
-    decode.incoming.finish(KvReceived(7, 4))
+    assert [message.transfer_id for message in decode.sent] == [7, 9]
+    assert decode.remote_kv.num_waiting == 3
+    decode.remote_kv.finish(KvReceived(7, 4))
     assert decode.queue.is_ready(first)
     assert decode.queue.is_ready(other)
     assert not decode.queue.is_ready(different)
 
 
-def test_a_request_computes_its_prompt_if_the_workers_never_end_its_ticket(decode: Decode) -> None:
+def test_a_request_computes_its_prompt_if_the_workers_never_end_its_transfer(decode: Decode) -> None:
     req = decode.offer(1, 7)
     decode.must_wait(req)
     assert decode.queue.next_deadline_s() == TIMEOUT_S + GRACE_S
@@ -171,9 +171,9 @@ def test_a_request_computes_its_prompt_if_the_workers_never_end_its_ticket(decod
 
     assert decode.queue.is_ready(req)
     assert not decode.must_wait(req, now_s=TIMEOUT_S + GRACE_S)
-    assert decode.inbox.cancelled == [7]
-    assert decode.sent[-1] == KvMissing(1, 7)
+    assert decode.receiver.cancelled == [7]
+    assert decode.sent[-1] == KvTransferTimeout(1, 7)
     assert decode.pool.used == 256  # a worker may still write there
-    decode.incoming.finish(KvReceived(7, 0))
-    assert decode.sent[-1] == KvMissing(1, 7)
+    decode.remote_kv.finish(KvReceived(7, 0))
+    assert decode.sent[-1] == KvTransferTimeout(1, 7)
     assert decode.pool.used == 0

@@ -1,4 +1,4 @@
-"""Simulated prefill and decode servers: the schedulers, tickets and choices are those of real engines."""
+"""Simulated prefill and decode servers: the schedulers, transfers and choices are those of real engines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvWanted
-from lightserve.messages.step import KvExpect, KvPush
+from lightserve.messages.cluster import RemotePrefillRequest
+from lightserve.messages.step import KvRecv, KvSend
 from lightserve.router.scheduler import SchedulerLimits
-from lightserve.simulate import __main__ as command, capacity, split as split_command
+from lightserve.simulate import __main__ as command, capacity, disaggregation as disaggregation_command
 from lightserve.simulate.cells import processes
 from lightserve.simulate.gpu import H200
 from lightserve.simulate.kv_transfer import KvTransfers, Links, Split
@@ -41,11 +41,11 @@ def test_decode_servers_compute_only_the_ends_of_prompts() -> None:
     prefill, *decodes = simulation.replicas.values()
     moved = 300 // BLOCK_TOKENS * BLOCK_TOKENS
     assert result.requests == len(result.ttft) == load.count
-    assert result.moved_tokens == prefill.scheduler.only_group.pushes.num_pushed == moved * load.count
+    assert result.moved_tokens == prefill.scheduler.only_group.sends.num_sent == moved * load.count
     assert result.cached_tokens == moved * load.count
-    incoming = [server.incoming for server in decodes]
-    assert sum(one.num_received for one in incoming if one is not None) == moved * load.count
-    assert sum(one.num_recomputed + one.num_given_up for one in incoming if one is not None) == 0
+    remote_kv = [server.remote_kv for server in decodes]
+    assert sum(one.num_received for one in remote_kv if one is not None) == moved * load.count
+    assert sum(one.num_recomputed + one.num_given_up for one in remote_kv if one is not None) == 0
 
 
 def test_kv_that_waits_for_a_seat_is_not_computed_again() -> None:
@@ -56,11 +56,11 @@ def test_kv_that_waits_for_a_seat_is_not_computed_again() -> None:
 
     result = simulation.run()
 
-    incoming = simulation.replicas[2].incoming
-    assert incoming is not None
+    remote_kv = simulation.replicas[2].remote_kv
+    assert remote_kv is not None
     assert result.requests == load.count
-    assert incoming.num_recomputed == 0
-    assert incoming.num_received == 2000 // BLOCK_TOKENS * BLOCK_TOKENS * load.count
+    assert remote_kv.num_recomputed == 0
+    assert remote_kv.num_received == 2000 // BLOCK_TOKENS * BLOCK_TOKENS * load.count
 
 
 def test_short_prompts_make_no_trip() -> None:
@@ -80,7 +80,7 @@ def test_long_prompts_do_not_delay_the_tokens_of_decode_servers() -> None:
     assert divided.itl(0.99) < 1.5 * divided.itl(0.5)
 
 
-def test_decode_servers_relieve_a_prefill_server_that_falls_behind() -> None:
+def test_decode_servers_compute_prompts_of_a_prefill_server_that_falls_behind() -> None:
     """It computes 9 of these prompts a second. Alone it would be 7 s behind in the end."""
     load = Load(fixed(4000), fixed(50), count=150, rate=18.0, max_new_tokens=50)
     simulation = Simulation(Setup("fifo"), load, 3, "prefix", split=Split(ROLES))
@@ -89,11 +89,11 @@ def test_decode_servers_relieve_a_prefill_server_that_falls_behind() -> None:
 
     assert max(result.ttft) < 1.5
     assert 0.4 < result.moved_tokens / result.prompt_tokens < 0.8, "the prefill server has as much to do as it can"
-    incoming = [replica.incoming for replica in simulation.replicas.values()]
-    assert sum(one.num_given_up for one in incoming if one is not None) == 0
+    remote_kv = [replica.remote_kv for replica in simulation.replicas.values()]
+    assert sum(one.num_given_up for one in remote_kv if one is not None) == 0
 
 
-def test_a_prefill_server_that_keeps_up_is_not_relieved() -> None:
+def test_a_prefill_server_that_keeps_up_computes_all_prompts() -> None:
     """All begin with the same rate, until one is measured. So the first prompts come one after the other."""
     load = Load(fixed(4000), fixed(50), count=60, rate=6.0, max_new_tokens=50)
     result = simulate(Setup("fifo"), load, 3, "prefix", split=Split(ROLES))
@@ -121,34 +121,34 @@ def test_what_a_server_sends_and_what_reaches_one_shares_its_link() -> None:
     assert links.send(1, 2, 100.0, now=1.0) == pytest.approx(4.5), "after what reaches 2 already"
 
 
-def test_a_ticket_ends_with_its_last_block_or_at_its_deadline() -> None:
+def test_a_transfer_ends_with_its_last_block_or_at_its_deadline() -> None:
     transfers = KvTransfers(Split(ROLES, bytes_per_s=64.0, latency_s=0.0), token_bytes=1)
     slots = np.zeros(BLOCK_TOKENS, dtype=np.int32)
-    for ticket in (7, 8):
-        transfers.open(KvWanted(ticket, ticket, 0, 2), 1, 0)
-        transfers.expect([KvExpect(ticket, slots, 10.0)], now=0.0)
-        transfers.send([KvPush(ticket, [], 0, slots)], 0, now=0.0)
-    transfers.send([KvPush(7, [], 1, slots)], 0, now=1.0)
+    for transfer_id in (7, 8):
+        transfers.open(RemotePrefillRequest(transfer_id, transfer_id, 0, 2), 1, 0)
+        transfers.expect([KvRecv(transfer_id, slots, 10.0)], now=0.0)
+        transfers.send([KvSend(transfer_id, [], 0, slots)], 0, now=0.0)
+    transfers.send([KvSend(7, [], 1, slots)], 0, now=1.0)
 
     assert not transfers.arrived(2.0)
     assert transfers.next_s == pytest.approx(3.0)
-    assert [(ticket, one.arrived) for ticket, one in transfers.arrived(3.0)] == [(7, 2)]
+    assert [(transfer_id, one.arrived) for transfer_id, one in transfers.arrived(3.0)] == [(7, 2)]
     assert transfers.next_s == pytest.approx(10.0)
-    assert [(ticket, one.arrived) for ticket, one in transfers.arrived(10.0)] == [(8, 1)]
+    assert [(transfer_id, one.arrived) for transfer_id, one in transfers.arrived(10.0)] == [(8, 1)]
 
 
 def test_requests_compute_what_has_not_come_in_time_and_the_servers_are_kept_apart() -> None:
-    """The network is so slow that the first ticket ends after its 10 s."""
+    """The network is so slow that the first transfer ends after its 10 s."""
     load = Load(fixed(2000), fixed(5), count=20, rate=1.0, max_new_tokens=5)
     simulation = Simulation(SMALL, load, 2, "prefix", split=Split(ROLES[:2], bytes_per_s=1e6))
 
     result = simulation.run()
 
-    incoming = simulation.replicas[1].incoming
-    assert incoming is not None
+    remote_kv = simulation.replicas[1].remote_kv
+    assert remote_kv is not None
     assert result.requests == load.count
-    assert incoming.num_given_up > 0
-    assert incoming.num_wanted < 12 * 1984, "the last ones do not ask"
+    assert remote_kv.num_given_up > 0
+    assert remote_kv.num_wanted < 12 * 1984, "the last ones do not ask"
 
 
 def test_a_decode_server_does_not_wait_for_a_prefill_server_that_died() -> None:
@@ -212,14 +212,14 @@ def test_no_failure_loses_a_token_and_skipped_planning_changes_nothing(
 def test_the_command_finds_the_best_split(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--shape llama3-8b --tp 1 --servers 2 --prompt 2000 --output 20 --itl_ms 15 0.1 --seconds 1"
     monkeypatch.setattr(sys, "argv", ["split", *flags.split()])
-    monkeypatch.setattr(split_command, "PRECISION", 2.0)
+    monkeypatch.setattr(disaggregation_command, "PRECISION", 2.0)
     monkeypatch.setattr(capacity, "MIN_RATE", 1.0)
-    monkeypatch.setattr(split_command, "processes", lambda _: processes(1))
+    monkeypatch.setattr(disaggregation_command, "processes", lambda _: processes(1))
 
-    split_command.main()
+    disaggregation_command.main()
 
     header, none, divided, *too_short = capsys.readouterr().out.splitlines()
-    assert header == split_command.HEADER
+    assert header == disaggregation_command.HEADER
     assert none.split()[1] == "none"
     assert divided.split()[1] == "1:1"
     assert "best" in none + divided
@@ -260,6 +260,6 @@ def test_wrong_figures_are_refused(flags: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["split", *flags.split()])
 
     with pytest.raises(SystemExit) as ended:
-        split_command.main()
+        disaggregation_command.main()
 
     assert ended.value.code == 2

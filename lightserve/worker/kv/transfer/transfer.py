@@ -26,54 +26,54 @@ from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.tls import PeerContexts
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.int_arrays import Int32s, int32s
-from lightserve.messages.step import KvExpect, KvPush
+from lightserve.messages.step import KvRecv, KvSend
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.utils.logger import init_logger
-from lightserve.worker.kv.transfer.base import Frame, Incoming, KvMover, Outgoing
-from lightserve.worker.kv.transfer.carrier import ReadableMemory
+from lightserve.worker.kv.transfer.base import Frame, Incoming, KvTransferBackend, Outgoing
 from lightserve.worker.kv.transfer.nixl import NixlMemory
-from lightserve.worker.kv.transfer.sockets import SocketMover
+from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
 from lightserve.worker.kv.transfer.staging import SendStaging, Staging, frame_blocks
+from lightserve.worker.kv.transfer.transport import ReadableMemory
 
 logger = init_logger(__name__)
 
 STAGE_WAIT_S = 10.0  # a frame that comes waits so long for memory; then it is dropped
-EARLY_S = 5.0  # the step that announces a ticket may come later than its first frame
+EARLY_S = 5.0  # the step that announces a transfer may come later than its first frame
 SWITCH_S = 0.0005  # a thread that moves KV would wait 5 ms for the one that launches steps, at every call
-MAX_ENDED = 4096  # tickets whose late frames are dropped at once
-MAX_LOST = 256  # tickets whose further blocks are not sent: prompts that are being computed
+MAX_ENDED = 4096  # transfers whose late frames are dropped at once
+MAX_LOST = 256  # transfers whose further blocks are not sent: prompts that are being computed
 
 
 class KvSender:
     """Of an engine that computes prompts for others. Called by the thread that runs steps."""
 
-    def __init__(self, memory: MemoryManager, platform: Device, mover: KvMover, rank: int) -> None:
+    def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend, rank: int) -> None:
         self._device = memory.buffers[0].device
         self._staging = SendStaging(memory, platform)
-        mover.register(self._staging.chunks)
+        backend.register(self._staging.chunks)
         self._copies = platform.side_copies(self._device)
-        self._mover = mover
+        self._backend = backend
         self._rank = rank
-        self._lost: deque[int] = deque(maxlen=MAX_LOST)  # tickets of which a frame was not sent
+        self._lost: deque[int] = deque(maxlen=MAX_LOST)  # transfers of which a frame was not sent
 
-    def push(self, command: KvPush) -> None:
+    def push(self, command: KvSend) -> None:
         """Send blocks that the steps so far compute. If a receiver is slower than the steps, this waits for it.
 
         What cannot be sent is lost, and the other engine computes it: no step may fail because of another engine, or
         wait for one that takes nothing.
         """
-        if command.ticket in self._lost:
+        if command.transfer_id in self._lost:
             return
         try:
             reason = self._push(command)
         except RuntimeError as error:  # of the device
             reason = str(error)
         if reason is not None:
-            self._lost.append(command.ticket)
+            self._lost.append(command.transfer_id)
             logger.warning("the KV of a prompt is not sent: %s", reason)
 
     @torch.inference_mode()
-    def _push(self, command: KvPush) -> str | None:
+    def _push(self, command: KvSend) -> str | None:
         """Why not all of it was sent."""
         if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
             return f"rank {self._rank} has no peer in the other engine"
@@ -85,7 +85,7 @@ class KvSender:
             blocks = self._staging.take_for(address, len(part))
             if blocks is None:
                 return f"{address} takes nothing, and has its share of the host memory"
-            self._send(address, Frame(command.ticket, command.first + begin, len(part)), part, blocks)
+            self._send(address, Frame(command.transfer_id, command.first + begin, len(part)), part, blocks)
         return None
 
     def _send(self, address: str, frame: Frame, slots: Tensor, blocks: list[int]) -> None:
@@ -95,14 +95,14 @@ class KvSender:
         except RuntimeError:
             done(False)
             raise
-        self._mover.push(address, Outgoing(frame, self._staging.data(blocks), wait, done))
+        self._backend.push(address, Outgoing(frame, self._staging.data(blocks), wait, done))
 
     def _gather(self, slots: Tensor, part: slice, blocks: Tensor) -> None:
         self._staging.kv.gather(slots[part], blocks)
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
+class _Transfer:
     slots: Tensor  # [blocks, BLOCK_TOKENS]
     after: Wait  # the steps before may still use the slots
     deadline_s: float
@@ -117,15 +117,16 @@ class _Ticket:
 
 
 class KvReceiver:
-    """Of a decode engine. The thread that runs steps expects, those of the mover bring, one for the router waits."""
+    """Of a decode engine. The thread that runs steps expects, those of the transfer backend bring, one for the router
+    waits."""
 
-    def __init__(self, memory: MemoryManager, platform: Device, mover: KvMover) -> None:
-        """``mover`` does not listen yet."""
+    def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend) -> None:
+        """``backend`` does not listen yet."""
         self._device = memory.buffers[0].device
         self._staging = Staging(memory, platform)
-        mover.register(self._staging.chunks)
+        backend.register(self._staging.chunks)
         self._copies = platform.side_copies(self._device)
-        self._tickets: dict[int, _Ticket] = {}
+        self._transfers: dict[int, _Transfer] = {}
         self._ended: deque[int] = deque(maxlen=MAX_ENDED)
         self._cancelled: set[int] = set()  # before they were expected
         self._has_changed = threading.Condition()
@@ -133,50 +134,52 @@ class KvReceiver:
     # from the router
 
     @torch.inference_mode()
-    def expect(self, command: KvExpect) -> None:
-        ticket = _Ticket(
+    def expect(self, command: KvRecv) -> None:
+        transfer = _Transfer(
             _by_block(command.slots, self._device), self._copies.mark(), time.monotonic() + command.timeout_s
         )
         with self._has_changed:
-            self._tickets[command.ticket] = ticket
-            ticket.is_over = command.ticket in self._cancelled
-            self._cancelled.discard(command.ticket)
+            self._transfers[command.transfer_id] = transfer
+            transfer.is_over = command.transfer_id in self._cancelled
+            self._cancelled.discard(command.transfer_id)
             self._has_changed.notify_all()
 
-    def cancel(self, number: int) -> None:
-        """Nobody sends what is left of this ticket."""
+    def cancel(self, transfer_id: int) -> None:
+        """Nobody sends what is left of this transfer."""
         with self._has_changed:
-            ticket = self._tickets.get(number)
-            if ticket is not None:
-                ticket.is_over = True
-            elif number not in self._ended:
-                self._cancelled.add(number)
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None:
+                transfer.is_over = True
+            elif transfer_id not in self._ended:
+                self._cancelled.add(transfer_id)
             self._has_changed.notify_all()
 
     def next_received(self) -> list[KvReceived]:
-        """Wait until tickets have ended: all has come, or they were cancelled, or their deadlines have passed."""
+        """Wait until transfers have ended: all has come, or they were cancelled, or their deadlines have passed."""
         with self._has_changed:
             while not (ended := self._take_ended(time.monotonic())):
-                deadline_s = min((ticket.deadline_s for ticket in self._tickets.values()), default=float("inf"))
+                deadline_s = min((transfer.deadline_s for transfer in self._transfers.values()), default=float("inf"))
                 left_s = deadline_s - time.monotonic()
                 self._has_changed.wait(min(max(left_s, 0.001), threading.TIMEOUT_MAX))
             return ended
 
     def _take_ended(self, now_s: float) -> list[KvReceived]:
         ended = []
-        for number, ticket in list(self._tickets.items()):
-            ticket.is_over |= now_s >= ticket.deadline_s or len(ticket.arrived) == len(ticket.slots)
-            if ticket.is_over and not ticket.num_copying:
-                del self._tickets[number]
-                self._ended.append(number)
-                ended.append(KvReceived(number, ticket.num_first))
+        for transfer_id, transfer in list(self._transfers.items()):
+            transfer.is_over |= now_s >= transfer.deadline_s or len(transfer.arrived) == len(transfer.slots)
+            if transfer.is_over and not transfer.num_copying:
+                del self._transfers[transfer_id]
+                self._ended.append(transfer_id)
+                ended.append(KvReceived(transfer_id, transfer.num_first))
         return ended
 
-    # from the mover
+    # from the transfer backend
 
     def begin(self, frame: Frame) -> Incoming | None:
         with self._has_changed:
-            self._has_changed.wait_for(lambda: frame.ticket in self._tickets or frame.ticket in self._ended, EARLY_S)
+            self._has_changed.wait_for(
+                lambda: frame.transfer_id in self._transfers or frame.transfer_id in self._ended, EARLY_S
+            )
             if not self._is_wanted(frame):
                 return None
         blocks = self._staging.take(frame.num_blocks, STAGE_WAIT_S)
@@ -184,31 +187,31 @@ class KvReceiver:
 
     def _end(self, frame: Frame, blocks: Sequence[int], is_whole: bool) -> None:
         with self._has_changed:
-            ticket = self._tickets[frame.ticket] if is_whole and self._is_wanted(frame) else None
-            if ticket is not None:
-                ticket.num_copying += 1
+            transfer = self._transfers[frame.transfer_id] if is_whole and self._is_wanted(frame) else None
+            if transfer is not None:
+                transfer.num_copying += 1
         try:
-            if ticket is not None:
-                self._copy(ticket, frame, blocks)
+            if transfer is not None:
+                self._copy(transfer, frame, blocks)
         finally:
             self._staging.give_back(blocks)
 
     def _is_wanted(self, frame: Frame) -> bool:
-        ticket = self._tickets.get(frame.ticket)
-        return ticket is not None and not ticket.is_over and frame.first + frame.num_blocks <= len(ticket.slots)
+        transfer = self._transfers.get(frame.transfer_id)
+        return transfer is not None and not transfer.is_over and frame.first + frame.num_blocks <= len(transfer.slots)
 
-    def _copy(self, ticket: _Ticket, frame: Frame, blocks: Sequence[int]) -> None:
-        slots = ticket.slots[frame.first : frame.first + frame.num_blocks]
+    def _copy(self, transfer: _Transfer, frame: Frame, blocks: Sequence[int]) -> None:
+        slots = transfer.slots[frame.first : frame.first + frame.num_blocks]
         arrived: range = range(frame.first, frame.first + frame.num_blocks)
         try:
             hosts = [self._staging.kv[block] for block in blocks]
-            self._copies.up(hosts, partial(self._scatter, slots), ticket.after).result()
+            self._copies.up(hosts, partial(self._scatter, slots), transfer.after).result()
         except RuntimeError as error:
             logger.warning("KV of another engine cannot be copied: %s", error)
             arrived = range(0)
         with self._has_changed:
-            ticket.num_copying -= 1
-            ticket.arrived.update(arrived)
+            transfer.num_copying -= 1
+            transfer.arrived.update(arrived)
             self._has_changed.notify_all()
 
     def _scatter(self, slots: Tensor, part: slice, blocks: Tensor) -> None:
@@ -220,14 +223,14 @@ def _by_block(slots: Int32s, device: torch.device) -> Tensor:
     return to_device(int32s(slots).copy(), device).long().view(-1, BLOCK_TOKENS)
 
 
-class KvSplit(NamedTuple):
+class KvTransfer(NamedTuple):
     """What an engine with a role has."""
 
     sender: KvSender | None = None  # of one that computes prompts for others
     receiver: KvReceiver | None = None  # of a decode engine
 
 
-class KvSplitArgs(NamedTuple):
+class KvTransferArgs(NamedTuple):
     role: str
     address: str  # where a decode engine receives
     secret: bytes  # of the cluster, if KV goes over TCP
@@ -241,16 +244,18 @@ def readable_memory(transport: str) -> ReadableMemory | None:
     return NixlMemory() if transport == "nixl" else None
 
 
-def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvSplit:
+def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvTransfer:
     """``identity``: of what computes the KV, and of its layout."""
     if memory.group_sizes:
         raise RuntimeError("a role with a second KV pool passed the table of combinations")
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()
-    mover = SocketMover(identity, args.secret, size, frame_blocks(size), args.tls, readable_memory(args.transport))
+    backend = SocketTransferBackend(
+        identity, args.secret, size, frame_blocks(size), args.tls, readable_memory(args.transport)
+    )
     if args.role in ("prefill", "both"):
-        return KvSplit(sender=KvSender(memory, platform, mover, args.rank))
-    receiver = KvReceiver(memory, platform, mover)
-    mover.listen(args.address, receiver)
-    return KvSplit(receiver=receiver)
+        return KvTransfer(sender=KvSender(memory, platform, backend, args.rank))
+    receiver = KvReceiver(memory, platform, backend)
+    backend.listen(args.address, receiver)
+    return KvTransfer(receiver=receiver)

@@ -1,7 +1,7 @@
 """What prefill and decode engines gain and cost, over HTTP.
 
-    python -m benchmark.cluster.split --move --prompt 8000
-    python -m benchmark.cluster.split --compare --prompt 2000 --streams 8
+    python -m benchmark.cluster.disaggregation --move --prompt 8000
+    python -m benchmark.cluster.disaggregation --compare --prompt 2000 --streams 8
 
 --move starts a prefill and a decode engine on the same device, and a gateway. It shows how long after the end of its
 computation the KV of a prompt has arrived in the decode engine. --compare measures the time between two tokens of

@@ -1,6 +1,6 @@
 """How many of some servers should compute prompts for the others: the load that every split keeps up with.
 
-python -m lightserve.simulate.split --shape llama3-70b --tp 4 --servers 4 --prompt 4000 --output 200 --itl_ms 20 30 50
+python -m lightserve.simulate.disaggregation --shape llama3-70b --tp 4 --servers 4 --prompt 4000 --output 200
 
 Finds the highest rate that the servers keep up with, without roles and with 1, 2, ... prefill servers beside decode
 servers. The cards are the same in every row, and every row has the best of three --itl_target_ms.
@@ -96,7 +96,7 @@ def _row(found: Found, is_best: bool) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightserve.simulate.split",
+        prog="python -m lightserve.simulate.disaggregation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lightserve.worker.kv.transfer.pipe import Pipe, WireError, read, send
+from lightserve.worker.kv.transfer.pipe import KvTransferError, Pipe, read, send
 
 SKIP_BYTES = 1 << 20  # of one read that is dropped
 MAX_INTRODUCTION_BYTES = 1 << 20
@@ -26,12 +26,12 @@ LENGTH = struct.Struct("<I")
 READ, NOT_NEEDED, KEPT = b"R", b"N", b"K"
 
 
-class SendingCarrier(Protocol):
+class SendTransport(Protocol):
     def send(self, header: bytes, blocks: Sequence[memoryview]) -> None:
         """The header goes through the pipe, before the blocks. They may be changed afterwards."""
 
 
-class ReceivingCarrier(Protocol):
+class ReceiveTransport(Protocol):
     def read(self, blocks: Sequence[memoryview]) -> None:
         """Fill them with the blocks of the frame whose header was read."""
 
@@ -41,7 +41,7 @@ class ReceivingCarrier(Protocol):
     def close(self) -> None: ...
 
 
-class PipeCarrier:
+class SocketTransport:
     """They go through the pipe too. It is both ends."""
 
     def __init__(self, pipe: Pipe) -> None:
@@ -67,13 +67,13 @@ class SenderMemory(Protocol):
     """The memory of a sender, at the receiver."""
 
     def read(self, addresses: Sequence[int], blocks: Sequence[memoryview]) -> None:
-        """Waits until nothing writes to the blocks any more, or raises ReadTimeoutError. Raises WireError."""
+        """Waits until nothing writes to the blocks any more, or raises ReadTimeoutError. Raises KvTransferError."""
 
     def close(self) -> None: ...
 
 
 class ReadableMemory(Protocol):
-    """The memory of a mover, which those that it sends to can read. Used by several threads."""
+    """The memory of a transfer backend, which those that it sends to can read. Used by several threads."""
 
     transport: str  # as --kv_transport calls it
 
@@ -84,14 +84,14 @@ class ReadableMemory(Protocol):
         """What a receiver needs to read from here. ``host``: address of this machine that the receiver can reach."""
 
     def open(self, host: str, introduction: bytes) -> SenderMemory:
-        """Of another mover, which can reach this machine at ``host``. Raises WireError."""
+        """Of another transfer backend, which can reach this machine at ``host``. Raises KvTransferError."""
 
     def being_read(self) -> AbstractContextManager[None]:
         """A receiver may read within this context."""
 
 
 class ReadableSender:
-    """A SendingCarrier: the receiver reads the blocks."""
+    """A SendTransport: the receiver reads the blocks."""
 
     def __init__(self, pipe: Pipe, memory: ReadableMemory, host: str) -> None:
         self._pipe = pipe
@@ -107,17 +107,17 @@ class ReadableSender:
         if answer == READ:
             send(self._pipe, KEPT)
         elif answer != NOT_NEEDED:
-            raise WireError(f"the receiver answered {answer!r}")
+            raise KvTransferError(f"the receiver answered {answer!r}")
 
 
 class ReadingReceiver:
-    """A ReceivingCarrier: it reads the blocks."""
+    """A ReceiveTransport: it reads the blocks."""
 
     def __init__(self, pipe: Pipe, memory: ReadableMemory, host: str) -> None:
         self._pipe = pipe
         (size,) = LENGTH.unpack(read(pipe, LENGTH.size))
         if not 0 < size <= MAX_INTRODUCTION_BYTES:
-            raise WireError(f"the introduction of a sender has {size} bytes")
+            raise KvTransferError(f"the introduction of a sender has {size} bytes")
         self._sender = memory.open(host, read(pipe, size))
 
     def read(self, blocks: Sequence[memoryview]) -> None:
@@ -125,7 +125,7 @@ class ReadingReceiver:
         self._sender.read(addresses, blocks)
         send(self._pipe, READ)
         if read(self._pipe, 1) != KEPT:
-            raise WireError("the sender did not keep its blocks")
+            raise KvTransferError("the sender did not keep its blocks")
 
     def skip(self, num_blocks: int, block_bytes: int) -> None:
         read(self._pipe, 8 * num_blocks)
