@@ -77,7 +77,7 @@ class BatchOnly:
     """The workers without a model: the batch of a worker, and tokens of a null worker."""
 
     is_lost = False
-    lower_tiers = kv_receiver = None
+    storage_tiers = kv_receiver = None
 
     def __init__(self, max_len: int) -> None:
         self.batch = InferBatch(ReqManager(MAX_RUNNING, max_len, CPU), max_len, CPU)

@@ -257,11 +257,13 @@ class WorkerConfig:
             raise OptionError("kv_disk_gb and kv_disk_dir need each other: a size and a folder")
         if self.kv_remote is not None:
             check_redis("kv_remote", self.kv_remote)
-        if self.lower_tiers and not self.kv_ram_gb:
-            raise OptionError(f"the KV tier {self.lower_tiers[0]} needs --kv_ram_gb: its KV passes through host memory")
+        if self.storage_tiers and not self.kv_ram_gb:
+            raise OptionError(
+                f"the KV tier {self.storage_tiers[0]} needs --kv_ram_gb: its KV passes through host memory"
+            )
 
     @property
-    def lower_tiers(self) -> tuple[str, ...]:
+    def storage_tiers(self) -> tuple[str, ...]:
         """KV tiers below host memory, the first one first."""
         return (*(["disk"] if self.kv_disk_gb else []), *(["remote"] if self.kv_remote is not None else []))
 

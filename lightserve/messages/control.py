@@ -61,12 +61,12 @@ class PoolingLimits(msgspec.Struct, frozen=True):
         return self.has_kv and not self.needs_whole_prompt
 
 
-class HostKvSize(msgspec.Struct, frozen=True):
+class CpuKvSize(msgspec.Struct, frozen=True):
     """The host memory for evicted KV."""
 
     num_blocks: int
     block_bytes: int  # of all ranks
-    lower_tiers: tuple[str, ...] = ()  # below it
+    storage_tiers: tuple[str, ...] = ()  # below it
 
 
 class KvIdentity(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     kv_groups: tuple[SlidingWindowKv, ...] = ()  # with pools of their own beside that of max_total_token_num
     pooling: PoolingLimits | None = None  # None: the model generates text
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
-    host_kv: HostKvSize | None = None  # None: evicted KV is not kept in host memory
+    cpu_kv: CpuKvSize | None = None  # None: evicted KV is not kept in host memory
     kv_identity: KvIdentity | None = None  # None: it computes no KV
 
 

@@ -115,7 +115,7 @@ METRICS = (
             ("kv_tier_stored_tokens_total", Kind.COUNTER, "Evicted tokens that were stored in this tier."),
             ("kv_tier_hits_total", Kind.COUNTER, "Prompt tokens that were loaded from this tier."),
             (
-                "kv_tier_gated_tokens_total",
+                "kv_tier_recomputed_tokens_total",
                 Kind.COUNTER,
                 "Prompt tokens that were in this tier, and computed because that is faster than to load them.",
             ),

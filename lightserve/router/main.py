@@ -47,8 +47,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
     if child_config.role == "decode":
         groups[0].add_source(RemoteKvSource(groups[0].pool, outbox.send))
-    if engine.host_kv is not None:
-        groups[0].add_source(KvTiers(groups[0].pool, engine.host_kv, await kv_identity(config, engine)))
+    if engine.cpu_kv is not None:
+        groups[0].add_source(KvTiers(groups[0].pool, engine.cpu_kv, await kv_identity(config, engine)))
     scheduler = Scheduler(*groups)
 
     async def connect(generation: int) -> RpycModelClient:

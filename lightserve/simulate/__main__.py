@@ -186,7 +186,7 @@ def tiers_text(result: Result) -> str:
     """Shares of the prompt tokens that were loaded, and that were there and computed sooner."""
     share = 100 / max(result.prompt_tokens, 1)
     return "".join(
-        f"  {tier} {share * hits:.1f} % (+ {share * result.tier_gated[tier]:.1f})"
+        f"  {tier} {share * hits:.1f} % (+ {share * result.tier_recomputed[tier]:.1f})"
         for tier, hits in result.tier_hits.items()
     )
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.control import HostKvSize
+from lightserve.messages.control import CpuKvSize
 from lightserve.messages.step import KvLoad
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv.tiers.tiers import KvTiers
@@ -34,11 +34,11 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """``ram`` holds what leaves the pool. ``lower`` are the stores below it, in their order."""
+    """``ram`` holds what leaves the pool. ``storage`` are the stores below it, in their order."""
 
     token_bytes: int  # of the KV of a token, in all cards
     ram: Store
-    lower: tuple[Store, ...] = ()
+    storage: tuple[Store, ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -94,17 +94,17 @@ class SimulatedTiers:
     def __init__(self, tiers: Tiers, scheduler: Scheduler, shared: dict[str, StoreBlocks]) -> None:
         """``shared``: the stores of all servers, by name."""
         self._tiers = tiers
-        self._stores = [self._blocks_of(store, shared) for store in tiers.lower]
+        self._stores = [self._blocks_of(store, shared) for store in tiers.storage]
         self._free_s: dict[str, float] = {}  # when a tier has nothing more to read
         self._events: list[tuple[float, int, Callable[[], object]]] = []  # a heap
         self._order = itertools.count()
         self._now = 0.0
-        names = tuple(store.name for store in tiers.lower)
-        size = HostKvSize(int(tiers.ram.num_bytes // tiers.block_bytes), tiers.block_bytes, names)
+        names = tuple(store.name for store in tiers.storage)
+        size = CpuKvSize(int(tiers.ram.num_bytes // tiers.block_bytes), tiers.block_bytes, names)
         self._scheduler = scheduler
         self._router = KvTiers(scheduler.only_group.pool, size)
         self._router.use_clock(lambda: self._now)
-        self._router.lower.connect(self, lambda: None)
+        self._router.storage.connect(self, lambda: None)
         scheduler.only_group.add_source(self._router)
 
     def _blocks_of(self, store: Store, shared: dict[str, StoreBlocks]) -> StoreBlocks:
@@ -125,7 +125,7 @@ class SimulatedTiers:
         self._now = now
 
     def observe_step(self, prompt_tokens: int, seconds: float) -> None:
-        self._router.gate.observe_step(prompt_tokens, seconds)
+        self._router.load_policy.observe_step(prompt_tokens, seconds)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """By tier."""
@@ -144,18 +144,18 @@ class SimulatedTiers:
             if store is None:
                 break
             found.append(store)
-        return self._reply(found, self._now + max(store.latency_s for store in self._tiers.lower))
+        return self._reply(found, self._now + max(store.latency_s for store in self._tiers.storage))
 
     def fetch(self, command: KvFetch) -> TimedReply[KvFetched | None]:
         blocks = self._stores[command.store]
         are_valid = [key in blocks for key in command.keys]
-        end_s = self._read_until(self._tiers.lower[command.store], sum(are_valid))
+        end_s = self._read_until(self._tiers.storage[command.store], sum(are_valid))
         return self._reply(KvFetched(are_valid, end_s - self._now), end_s)
 
     def flush(self, command: KvFlush) -> TimedReply[KvFlushed | None]:
         """As fast as the stores read, beside what they read."""
         seconds, written = 0.0, []
-        for store, blocks in zip(self._tiers.lower, self._stores, strict=True):
+        for store, blocks in zip(self._tiers.storage, self._stores, strict=True):
             for key in command.removed:
                 blocks.remove(key)
             written.append(sum([blocks.put(key) for key in command.keys]))

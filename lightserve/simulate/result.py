@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 SUMS = (
     "cpu_s", "steps", "requests", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions", "ttft",
-    "urgent_ttft", "gaps", "gap_counts", "moved_tokens", "tier_hits", "tier_gated",
+    "urgent_ttft", "gaps", "gap_counts", "moved_tokens", "tier_hits", "tier_recomputed",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ class Result:
     preemptions: int = 0
     moved_tokens: int = 0  # whose KV prefill servers sent to decode servers
     tier_hits: Counter[str] = field(default_factory=Counter)  # tokens that were loaded, by tier
-    tier_gated: Counter[str] = field(default_factory=Counter)  # tokens that were there, and computed sooner
+    tier_recomputed: Counter[str] = field(default_factory=Counter)  # tokens that were there, and computed sooner
     ttft: array[float] = field(default_factory=lambda: array("d"))
     urgent_ttft: array[float] = field(default_factory=lambda: array("d"))
     gaps: array[float] = field(default_factory=lambda: array("d"))  # seconds between two tokens of a request

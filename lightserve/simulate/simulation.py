@@ -99,7 +99,7 @@ class Simulation:
         for tiers in (replica.tiers for replica in replicas):
             for name, figures in ({} if tiers is None else tiers.metrics()).items():
                 result.tier_hits[name] += int(figures["hits_total"])
-                result.tier_gated[name] += int(figures["gated_tokens_total"])
+                result.tier_recomputed[name] += int(figures["recomputed_tokens_total"])
 
     def _next_s(self) -> float:
         return min(self._client.next_s, self._next_due_s(), self._next_change_s(), self._transfers.next_s)

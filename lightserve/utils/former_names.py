@@ -11,4 +11,5 @@ METRICS: dict[str, str] = {  # by former name
     "kv_split_sent_tokens_total": "kv_transfer_sent_tokens_total",
     "kv_split_waited_tokens_total": "kv_transfer_waited_tokens_total",
     "kv_split_relieved_tokens_total": "kv_transfer_local_prefill_tokens_total",
+    "kv_tier_gated_tokens_total": "kv_tier_recomputed_tokens_total",
 }

@@ -28,9 +28,9 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
         handlers.append(handler(COMPILE_GRAMMAR, worker.compile_grammar))
     if worker.loras is not None:
         handlers.append(handler(LOAD_LORA, worker.loras.load))
-    if worker.host_tier is not None:
-        handlers.append(handler(WAIT_FOR_LOAD, worker.host_tier.wait))
-    if (tiers := worker.lower_tiers) is not None:
+    if worker.cpu_offload is not None:
+        handlers.append(handler(WAIT_FOR_LOAD, worker.cpu_offload.wait))
+    if (tiers := worker.storage_tiers) is not None:
         handlers += [handler(LOOKUP_KV, tiers.lookup), handler(FETCH_KV, tiers.fetch), handler(FLUSH_KV, tiers.flush)]
     if (receiver := worker.kv_transfer.receiver) is not None:
         handlers.append(handler(RECEIVE_KV, lambda _: receiver.next_received()))

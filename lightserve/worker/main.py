@@ -51,7 +51,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             gpu = _gpu_for_peers(child_config, platform)
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
-            worker.add_host_tier(config, child_config.config.cluster.dp)
+            worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config))
         link = worker.model.hidden_state_link
@@ -73,7 +73,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             launch_lead_s=worker.launch_lead_s,
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
             lora_slots=config.num_loras,
-            host_kv=worker.host_kv,
+            cpu_kv=worker.cpu_kv,
             kv_identity=worker.kv_identity,
         )
     )

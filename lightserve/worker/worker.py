@@ -15,7 +15,7 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.messages.control import HostKvSize, PoolingLimits, SlidingWindowKv, StepLimits
+from lightserve.messages.control import CpuKvSize, PoolingLimits, SlidingWindowKv, StepLimits
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
@@ -26,8 +26,8 @@ from lightserve.utils.progress import Progress
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import make_kv_identity, rank_identity
-from lightserve.worker.kv.offload.host_tier import HostTier, make_host_tier
-from lightserve.worker.kv.offload.lower_tiers import LowerTiers, make_lower_tiers
+from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offload
+from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
 from lightserve.worker.kv.size import kv_size
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
@@ -88,21 +88,23 @@ class ModelWorker:
         self._batch.lora_slots = config.num_loras
         self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
         self._parallel = parallel
-        self.host_tier: HostTier | None = None
-        self.lower_tiers: LowerTiers | None = None
+        self.cpu_offload: CpuOffload | None = None
+        self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
         self._init_steps(source)
         self._resize_kv_pool(config)  # it may run steps
 
-    def add_host_tier(self, config: WorkerConfig, num_engines: int) -> None:
+    def add_cpu_offload(self, config: WorkerConfig, num_engines: int) -> None:
         """Keep evicted KV in host memory, if the operator wants it. ``num_engines`` share --kv_ram_gb."""
         if config.kv_ram_gb and self.pooling is not None:
             raise RuntimeError("a host tier of a pooling model passed the table of combinations")
         with explain_out_of_memory("lower kv_ram_gb"):
-            self.host_tier = make_host_tier(config, self.model.mem_manager, self._platform, self._parallel, num_engines)
+            self.cpu_offload = make_cpu_offload(
+                config, self.model.mem_manager, self._platform, self._parallel, num_engines
+            )
 
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
-        self.lower_tiers = make_lower_tiers(config, self.host_tier, self.kv_identity, rank, num_engines)
+        self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
 
     def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
@@ -112,11 +114,11 @@ class ModelWorker:
         self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
 
     @property
-    def host_kv(self) -> HostKvSize | None:
-        if self.host_tier is None:
+    def cpu_kv(self) -> CpuKvSize | None:
+        if self.cpu_offload is None:
             return None
-        names = () if self.lower_tiers is None else self.lower_tiers.names
-        return self.host_tier.size(self._parallel.tp.size * self._parallel.pp.size, names)
+        names = () if self.storage_tiers is None else self.storage_tiers.names
+        return self.cpu_offload.size(self._parallel.tp.size * self._parallel.pp.size, names)
 
     def _init_steps(self, source: ModelSource) -> None:
         """Create the parts that a step passes after the batch."""
@@ -297,11 +299,11 @@ class ModelWorker:
             self._add(self._batch.kept.whole(new))
         if step.loras and self.loras is not None:
             self.loras.place(step.loras)
-        if self.host_tier is not None:
+        if self.cpu_offload is not None:
             for store in step.stores:
-                self.host_tier.store(store)
+                self.cpu_offload.store(store)
             for load in step.loads:
-                self.host_tier.start_load(load)
+                self.cpu_offload.start_load(load)
         if self.kv_transfer.receiver is not None:
             for recv in step.recvs:
                 self.kv_transfer.receiver.expect(recv)

@@ -84,7 +84,7 @@ class EngineWorker(KvWorker):
         for block, slots in zip(store.blocks.tolist(), store.slots.reshape(-1, BLOCK_TOKENS), strict=True):
             assert block not in being_loaded, "a block is stored where a load reads"
             self.host[block] = [self._kv[slot] for slot in slots]
-            key = tiers.stored._storing[block].block.key
+            key = tiers.offload_queue._storing[block].block.key
             assert self.host[block] == self._blocks[key], "a block is stored that does not hold its tokens"
 
     def _check_written(self) -> None:

@@ -17,7 +17,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.messages.block_hash import block_keys
-from lightserve.messages.control import EngineReady, HostKvSize, HttpProcessLost
+from lightserve.messages.control import CpuKvSize, EngineReady, HttpProcessLost
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.output import BatchTokenIdOut, RouterStats, ToDetokenization, TokenIdOut
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SchedulingParams
@@ -81,7 +81,7 @@ class FakeModel:
         self.compiled.append(asyncio.get_running_loop().create_future())
         return self.compiled[-1]
 
-    lower_tiers = None
+    storage_tiers = None
     kv_receiver = None
 
     def close(self) -> None: ...
@@ -822,7 +822,7 @@ def test_beams_that_opt_out_of_the_cache_are_stored_in_no_tier(tmp_path: Path) -
     """Another server has groups of the same numbers: it would find them in Redis."""
 
     async def scenario(router: Router) -> None:
-        tiers = KvTiers(router.scheduler.only_group.pool, HostKvSize(num_blocks=10, block_bytes=6400))
+        tiers = KvTiers(router.scheduler.only_group.pool, CpuKvSize(num_blocks=10, block_bytes=6400))
         router.scheduler.only_group.add_source(tiers)
         for req_id, use_cache in enumerate((False, True, True, True)):
             scheduling = SchedulingParams(use_cache=use_cache)
@@ -831,7 +831,7 @@ def test_beams_that_opt_out_of_the_cache_are_stored_in_no_tier(tmp_path: Path) -
             await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
 
         def is_stored(token: int, salt: str) -> bool:
-            return block_keys(int32s([token] * 96), f" {salt}", [])[0] in tiers.stored.host
+            return block_keys(int32s([token] * 96), f" {salt}", [])[0] in tiers.offload_queue.host
 
         assert not is_stored(50, "group 9")
         assert is_stored(51, "salt ")

@@ -44,7 +44,7 @@ _NOT_IN_VLLM = {
     "prefix_cache_evicted_tokens_total",
     "kv_tier_stored_tokens_total",
     "kv_tier_hits_total",
-    "kv_tier_gated_tokens_total",
+    "kv_tier_recomputed_tokens_total",
     "kv_tier_late_total",
     "kv_tier_errors_total",
     "kv_tier_used_bytes",

@@ -24,7 +24,7 @@ CACHE = "weights.json"  # in --kv_disk_dir: hashes of files that have not change
 
 async def kv_identity(config: ServerConfig, engine: EngineReady) -> str:
     """Empty if no KV outlives the workers."""
-    if engine.host_kv is None or not engine.host_kv.lower_tiers:
+    if engine.cpu_kv is None or not engine.cpu_kv.storage_tiers:
         return ""
     return await asyncio.to_thread(_identity, config, engine)
 

@@ -15,7 +15,7 @@ from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.messages.cluster import KvCancel
 from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, Step
 from lightserve.messages.worker_calls import KvReceived
-from lightserve.router.kv.tiers.lower import LowerTierClient
+from lightserve.router.kv.tiers.storage import StorageClient
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
@@ -91,7 +91,7 @@ class KvWorkers(WorkerCaller, Protocol):
     """The workers, as far as sources need them."""
 
     @property
-    def lower_tiers(self) -> LowerTierClient | None:
+    def storage_tiers(self) -> StorageClient | None:
         """None: there are no KV tiers below host memory."""
 
     @property

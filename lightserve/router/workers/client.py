@@ -66,7 +66,7 @@ class RpycModelClient:
         for rank, (_, fileno, _) in enumerate(self._ranks):
             self._loop.add_reader(fileno, self._read, rank)
         self._calls = RankCalls({name: ranks for name, ranks in connections.items() if name != RUN.name})
-        self.lower_tiers = LowerTierCalls(self._calls) if self.serves(LOOKUP_KV) else None
+        self.storage_tiers = StorageCalls(self._calls) if self.serves(LOOKUP_KV) else None
         self.kv_receiver = KvReceiverClient(self._calls, list(kv_addresses)) if kv_addresses else None
 
     @classmethod
@@ -139,8 +139,8 @@ class RpycModelClient:
                 future.exception()  # marks it as retrieved: not every future is awaited
 
 
-class LowerTierCalls:
-    """See LowerTierClient."""
+class StorageCalls:
+    """See StorageClient."""
 
     def __init__(self, calls: RankCalls) -> None:
         self._calls = calls

@@ -13,7 +13,7 @@ from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.router import req_queue
 from lightserve.router.kv.radix_cache import common_len
 from lightserve.router.kv.remote_prefill import MIN_COMING_TOKENS, PendingTransfer
-from lightserve.router.kv.tiers.gate import PROBE_S
+from lightserve.router.kv.tiers.load_or_recompute import PROBE_S
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Place
 from lightserve.router.scheduler import waits

@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
-from lightserve.messages.control import HostKvSize, SlidingWindowKv
+from lightserve.messages.control import CpuKvSize, SlidingWindowKv
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
@@ -32,7 +32,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits
 from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
-from test.router.kv.tiers.test_tiers import Disk, LowerClient
+from test.router.kv.tiers.test_tiers import Disk, FakeStorageClient
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import make_req, truth
 from test.router.state_pool import StatePool
@@ -102,7 +102,7 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
 
 def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
     block_bytes = rng.choice([6400, 2**26])  # many blocks or one are stored before they are evicted
-    return KvTiers(pool, HostKvSize(rng.choice([2, 12, 60]), block_bytes, ("disk",) if has_disk else ()))
+    return KvTiers(pool, CpuKvSize(rng.choice([2, 12, 60]), block_bytes, ("disk",) if has_disk else ()))
 
 
 class FakeReceiver:
@@ -293,9 +293,9 @@ class History:
         self.receiver = FakeReceiver()
         if self.remote_kv is not None:
             self.remote_kv.use_receiver(self.receiver)
-        self.client = LowerClient(worker, self.disk)
+        self.client = FakeStorageClient(worker, self.disk)
         if self.tiers is not None:
-            self.tiers.lower.connect(self.client, lambda: None)
+            self.tiers.storage.connect(self.client, lambda: None)
         return worker
 
     # KV from elsewhere
@@ -384,8 +384,8 @@ class History:
             assert not any((remote_kv._open, remote_kv._coming, remote_kv._transfer_of, remote_kv._received))
             assert not any((remote_kv._cancelled, remote_kv._declined))
         if tiers is not None:
-            assert not any((tiers._loads, tiers._load_of, tiers.stored._storing, tiers.stored._leaving))
-            assert not +tiers.stored.host._pins
+            assert not any((tiers._loads, tiers._load_of, tiers.offload_queue._storing, tiers.offload_queue._queued))
+            assert not +tiers.offload_queue.host._pins
         assert all(held == self.blocks[key] for key, held in self.disk.blocks.items())
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.cluster import KvTransferParams, KvTransferTimeout, RemotePrefillRequest
-from lightserve.messages.control import HostKvSize
+from lightserve.messages.control import CpuKvSize
 from lightserve.messages.step import Step, Token, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.radix_cache import Ids, common_len
 from lightserve.router.kv.remote_prefill import RemoteKvSource
-from lightserve.router.kv.tiers.lower import LOOKUP_S
+from lightserve.router.kv.tiers.storage import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import LOOK_AHEAD, make_policy
 from lightserve.router.req import Req
@@ -153,9 +153,9 @@ class Lost:
 
 def test_aborted_requests_leave_no_deadlines_and_hide_none() -> None:
     scheduler = Scheduler(GroupScheduler(KvPool(100_000), LIMITS))
-    tiers = KvTiers(scheduler.only_group.pool, HostKvSize(100, 65_536, ("remote",)))
+    tiers = KvTiers(scheduler.only_group.pool, CpuKvSize(100, 65_536, ("remote",)))
     scheduler.only_group.add_source(tiers)
-    tiers.lower.connect(Lost(), lambda: None)
+    tiers.storage.connect(Lost(), lambda: None)
     for req_id in range(100):
         scheduler.add(make_req(req_id, prompt(req_id, 640)))
         scheduler.next_step(now_s=100.0)
@@ -361,14 +361,14 @@ def test_a_full_engine_loads_the_prefixes_of_waiting_requests_one_after_the_othe
     scheduler = Scheduler(
         GroupScheduler(KvPool(4_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
     )
-    tiers = KvTiers(scheduler.only_group.pool, HostKvSize(100, BLOCK_TOKENS * 100))
+    tiers = KvTiers(scheduler.only_group.pool, CpuKvSize(100, BLOCK_TOKENS * 100))
     scheduler.only_group.add_source(tiers)
     scheduler.add(make_req(0, prompt(0, 20), 200))
     finish(scheduler, scheduler.next_step())
     waiting = [make_req(req_id, prompt(req_id, 300), 4) for req_id in (1, 2)]
     for req in waiting:
-        for key in tiers.stored.keys_of(req, 256):
-            tiers.stored.host.put(key)
+        for key in tiers.offload_queue.keys_of(req, 256):
+            tiers.offload_queue.host.put(key)
         scheduler.add(req)
 
     loads = [scheduler.next_step().loads for _ in range(2)]  # type: ignore[union-attr]
@@ -385,19 +385,19 @@ def test_a_step_hashes_one_waiting_prompt_to_find_that_nothing_is_to_be_loaded(m
     scheduler = Scheduler(
         GroupScheduler(KvPool(40_000), SchedulerLimits(max_running=1, batch_max_tokens=512, chunk_size=512))
     )
-    tiers = KvTiers(scheduler.only_group.pool, HostKvSize(100, BLOCK_TOKENS * 100))
+    tiers = KvTiers(scheduler.only_group.pool, CpuKvSize(100, BLOCK_TOKENS * 100))
     scheduler.only_group.add_source(tiers)
     for req_id in range(11):
         scheduler.add(make_req(req_id, prompt(req_id, 300), 200))
     finish(scheduler, scheduler.next_step())
     hashed: list[int] = []
-    keys_of = tiers.stored.keys_of
+    keys_of = tiers.offload_queue.keys_of
 
     def counted(req: Req, end: int) -> list[bytes]:
         hashed.append(req.req_id)
         return keys_of(req, end)
 
-    monkeypatch.setattr(tiers.stored, "keys_of", counted)
+    monkeypatch.setattr(tiers.offload_queue, "keys_of", counted)
 
     counts = []
     for _ in range(12):

@@ -41,7 +41,7 @@ def make(folder: Path, changes: dict[str, Any] | None = None, **options: Any) ->
     defaults = {"device": "cpu", "data_type": "float32", "load_format": "dummy", "max_total_token_num": 1000}
     config = WorkerConfig(model_dir=str(folder), running_max_req_size=2, **defaults | LONG | options)  # type: ignore[arg-type]
     worker = ModelWorker(config, resolve(str(folder), needs_weights=False), Parallel())
-    worker.add_host_tier(config, 1)
+    worker.add_cpu_offload(config, 1)
     return worker
 
 
@@ -79,7 +79,7 @@ def test_blocks_of_other_angles_are_not_found_in_a_lower_tier(tmp_path: Path) ->
     disk: dict[str, Any] = {"kv_ram_gb": 0.01, "kv_disk_gb": 0.1, "kv_disk_dir": str(tmp_path / "kv")}
     key = b"k" * 32
     short, again, long = (
-        make(tmp_path / "model", **disk, max_req_total_len=length).lower_tiers
+        make(tmp_path / "model", **disk, max_req_total_len=length).storage_tiers
         for length in (ORIGINAL_LEN, ORIGINAL_LEN, 2 * ORIGINAL_LEN)
     )
     assert short is not None

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightserve.common.device import pick_device
-from lightserve.common.kv.host_kv import block_bytes
+from lightserve.common.kv.cpu_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.kv_secret import make_kv_certificate, read_kv_certificate
 from lightserve.links.tls import PeerContexts
@@ -36,7 +36,7 @@ from lightserve.worker.kv.transfer.staging import SendStaging, frame_blocks
 from lightserve.worker.kv.transfer.transfer import KvReceiver, KvSender, readable_memory
 from lightserve.worker.kv.transfer.transport import ReadableMemory
 from test.cluster.tcp_cluster import free_port
-from test.common.test_host_kv import LAYOUTS, filled
+from test.common.test_cpu_kv import LAYOUTS, filled
 from test.waiting import wait_until
 
 SECRET = b"s" * 40

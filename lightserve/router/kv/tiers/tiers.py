@@ -13,16 +13,16 @@ import numpy as np
 
 from lightserve.ipc.worker_calls import WAIT_FOR_LOAD
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.control import HostKvSize
+from lightserve.messages.control import CpuKvSize
 from lightserve.messages.step import KvLoad, Step
 from lightserve.messages.worker_calls import KvLoaded
 from lightserve.router.kv.pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.source import Activity, KvSource, KvTransfers, KvWorkers, LoadContext
-from lightserve.router.kv.tiers.gate import LoadGate, Rate
-from lightserve.router.kv.tiers.host_blocks import HostBlocks
-from lightserve.router.kv.tiers.lower import LowerTiers
-from lightserve.router.kv.tiers.stored_blocks import StoredBlocks
+from lightserve.router.kv.tiers.cpu_block_table import CpuBlockTable
+from lightserve.router.kv.tiers.load_or_recompute import LoadOrRecompute, Rate
+from lightserve.router.kv.tiers.offload_queue import OffloadQueue
+from lightserve.router.kv.tiers.storage import StorageTiers
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
@@ -46,15 +46,15 @@ class KvTiers(KvSource, PoolListener):
     The slots of a load belong to no request. When it ends, they enter the prefix cache, where requests find them.
     """
 
-    def __init__(self, pool: KvPool, size: HostKvSize, identity: str = "") -> None:
+    def __init__(self, pool: KvPool, size: CpuKvSize, identity: str = "") -> None:
         """``identity``: of everything that the KV depends on, besides tokens, salt and adapter."""
-        computing, host = Rate(), HostBlocks(size.num_blocks)
-        self.gate = LoadGate(size.block_bytes // BLOCK_TOKENS, computing)
-        self.lower = LowerTiers(size.lower_tiers, host, size.block_bytes, computing)
+        computing, host = Rate(), CpuBlockTable(size.num_blocks)
+        self.load_policy = LoadOrRecompute(size.block_bytes // BLOCK_TOKENS, computing)
+        self.storage = StorageTiers(size.storage_tiers, host, size.block_bytes, computing)
         max_ahead = max(AHEAD_BYTES // size.block_bytes, 1)
-        self.stored = StoredBlocks(pool.size, self.lower, identity, max_ahead)
+        self.offload_queue = OffloadQueue(pool.size, self.storage, identity, max_ahead)
         self.num_loaded = 0  # tokens
-        self.num_gated = 0  # tokens that were found, and computed because that is faster
+        self.num_recomputed = 0  # tokens that were found, and computed because that is faster
         self.num_late = 0  # requests that did not wait until the end of their loads
         self._pool = pool
         self._block_bytes = size.block_bytes
@@ -64,27 +64,27 @@ class KvTiers(KvSource, PoolListener):
         self._started: list[KvLoad] = []  # that the next step begins
         self._wake: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
-        pool.add_listener(self.stored)
+        pool.add_listener(self.offload_queue)
         pool.add_listener(self)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Of the simulator, whose time is not that of the machine."""
-        self._clock = self.lower.clock = clock
+        self._clock = self.storage.clock = clock
 
     def connect(self, workers: KvWorkers, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self.lower.connect(workers.lower_tiers, wake)
+        self.storage.connect(workers.storage_tiers, wake)
 
     def begin_step(self) -> None:
-        self.stored.begin_step()
+        self.offload_queue.begin_step()
 
     def take(self, transfers: KvTransfers, activity: Activity) -> None:
         """The step stores, and then loads."""
         if activity is Activity.COMPUTING:
-            self.stored.store_ahead()
+            self.offload_queue.write_back()
         elif activity is Activity.IDLE:
-            self.stored.store_idle()
-        transfers.stores += self.stored.take_stores()
+            self.offload_queue.store_idle()
+        transfers.stores += self.offload_queue.take_stores()
         transfers.loads += self._started
         self._started = []
 
@@ -97,10 +97,10 @@ class KvTiers(KvSource, PoolListener):
         self._wake()
 
     def on_completed(self, transfers: KvTransfers) -> None:
-        self.stored.finish_stores(transfers.stores)
+        self.offload_queue.finish_stores(transfers.stores)
 
     def observe_step(self, prompt_tokens: int, seconds: float) -> None:
-        self.gate.observe_step(prompt_tokens, seconds)
+        self.load_policy.observe_step(prompt_tokens, seconds)
 
     def on_steps_failed(self) -> None:
         self.on_reset()
@@ -118,9 +118,9 @@ class KvTiers(KvSource, PoolListener):
         """
         if req.loads_checked == req.num_admissions or not req.uses_tiers:
             return None
-        if context.is_prefetch and (self._loads or self.lower.is_reading):
+        if context.is_prefetch and (self._loads or self.storage.is_reading):
             return None
-        return self._wait_for_lower(req, context.now_s) or self._wait_for_load(req, context)
+        return self._wait_for_storage(req, context.now_s) or self._wait_for_load(req, context)
 
     def finish(self, load_id: int, reply: KvLoaded | None) -> None:
         """A load has ended; None: the workers are lost."""
@@ -128,9 +128,9 @@ class KvTiers(KvSource, PoolListener):
             return
         load = self._loads.pop(load_id)
         if reply.is_valid:
-            self.gate.observe_load(len(load.prefix.slots), reply.seconds, self._clock())
+            self.load_policy.observe_load(len(load.prefix.slots), reply.seconds, self._clock())
         self._load_of = {key: other for key, other in self._load_of.items() if other is not load}
-        host = self.stored.host
+        host = self.offload_queue.host
         is_kept = [host.get(key) for key in load.keys] == load.blocks  # if not, it was discarded meanwhile
         is_valid = reply.is_valid and is_kept
         host.unpin(load.blocks)
@@ -145,14 +145,14 @@ class KvTiers(KvSource, PoolListener):
     def metrics(self) -> dict[str, dict[str, float]]:
         """By tier."""
         ram = {
-            "stored_tokens_total": self.stored.num_stored,
+            "stored_tokens_total": self.offload_queue.num_stored,
             "hits_total": self.num_loaded,
-            "gated_tokens_total": self.num_gated,
+            "recomputed_tokens_total": self.num_recomputed,
             "late_total": self.num_late,
-            "used_bytes": len(self.stored.host) * self._block_bytes,
-            "load_bytes_per_second": self.gate.bytes_per_second,
+            "used_bytes": len(self.offload_queue.host) * self._block_bytes,
+            "load_bytes_per_second": self.load_policy.bytes_per_second,
         }
-        return {"ram": ram} | {tier.name: tier.metrics() for tier in self.lower.tiers}
+        return {"ram": ram} | {tier.name: tier.metrics() for tier in self.storage.tiers}
 
     def _wait_for_load(self, req: Req, context: LoadContext) -> Wait | None:
         """For the load that brings the next tokens of a request, which may be another's; None: it computes them."""
@@ -160,7 +160,7 @@ class KvTiers(KvSource, PoolListener):
         keys = self._keys_after(req, cached)
         if keys and keys[0] in self._load_of:
             return self._load_of[keys[0]].wait
-        found = list(itertools.takewhile(self.stored.host.__contains__, keys))
+        found = list(itertools.takewhile(self.offload_queue.host.__contains__, keys))
         begin = cached // BLOCK_TOKENS * BLOCK_TOKENS
         end = begin + len(found) * BLOCK_TOKENS
         if end - cached >= MIN_TOKENS and not context.has_room(end):
@@ -168,25 +168,25 @@ class KvTiers(KvSource, PoolListener):
         req.loads_checked = req.num_admissions
         if end - cached < MIN_TOKENS:
             return None
-        if not self.gate.allows(end - cached, self._queued_tokens, context.now_s):
-            self.num_gated += end - cached
+        if not self.load_policy.allows(end - cached, self._queued_tokens, context.now_s):
+            self.num_recomputed += end - cached
             return None
         return self._start(req, found, begin, cached, context.now_s).wait
 
     def _keys_after(self, req: Req, cached: int) -> list[bytes]:
         """Of the blocks of a request that are not in the pool, if so many tokens are."""
-        return self.stored.keys_of(req, len(cacheable(req)))[cached // BLOCK_TOKENS :]
+        return self.offload_queue.keys_of(req, len(cacheable(req)))[cached // BLOCK_TOKENS :]
 
-    def _wait_for_lower(self, req: Req, now_s: float) -> Wait | None:
+    def _wait_for_storage(self, req: Req, now_s: float) -> Wait | None:
         if req.lora_id is not None:
             return None
 
         def missing() -> list[bytes]:
-            host = self.stored.host
+            host = self.offload_queue.host
             keys = self._keys_after(req, self._pool.cached_len(req))[: host.size]  # the first ones must not make room
             return list(itertools.dropwhile(host.__contains__, keys))
 
-        return self.lower.wait_of(req, missing, now_s)
+        return self.storage.wait_of(req, missing, now_s)
 
     @property
     def _queued_tokens(self) -> int:
@@ -194,9 +194,10 @@ class KvTiers(KvSource, PoolListener):
 
     def _start(self, req: Req, found: list[bytes], begin: int, cached: int, now_s: float) -> Load:
         end = begin + len(found) * BLOCK_TOKENS
-        blocks = self.stored.host.pin(found)  # first: the slots may come from an eviction, which needs host memory
+        # pinned first: the slots may come from an eviction, which needs host memory
+        blocks = self.offload_queue.host.pin(found)
         prefix = self._pool.start_load(req, begin, end)
-        wait = Wait(self.gate.deadline_s(end - cached, now_s), self._on_late)
+        wait = Wait(self.load_policy.deadline_s(end - cached, now_s), self._on_late)
         load = Load(prefix, found, blocks, end - cached, wait)
         load_id = next(self._ids)
         self._loads[load_id] = load

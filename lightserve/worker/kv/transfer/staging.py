@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import Device
-from lightserve.common.kv.host_kv import HostKv, block_bytes
+from lightserve.common.kv.cpu_kv import CpuKv, block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
 
@@ -32,7 +32,7 @@ class Staging:
         size = block_bytes(memory.layout, BLOCK_TOKENS)
         count = frame_blocks(size) * STAGED_FRAMES
         self.chunks: list[Tensor] = []
-        self.kv = HostKv(memory, count, BLOCK_TOKENS, lambda nbytes: self._new_chunk(platform, nbytes))
+        self.kv = CpuKv(memory, count, BLOCK_TOKENS, lambda nbytes: self._new_chunk(platform, nbytes))
         self._free = list(range(count - 1, -1, -1))
         self._has_freed = threading.Condition()
 

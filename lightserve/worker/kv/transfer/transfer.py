@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightserve.common.device import Device, to_device
 from lightserve.common.device.base import Wait
-from lightserve.common.kv.host_kv import block_bytes
+from lightserve.common.kv.cpu_kv import block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.tls import PeerContexts
 from lightserve.messages.block_hash import BLOCK_TOKENS

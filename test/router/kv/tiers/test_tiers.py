@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import pytest
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
-from lightserve.messages.control import HostKvSize
+from lightserve.messages.control import CpuKvSize
 from lightserve.messages.step import KvLoad, ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv.source import LoadContext
-from lightserve.router.kv.tiers.lower import LOOKUP_S
+from lightserve.router.kv.tiers.storage import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.req import Req
 from test.router.scheduler.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
@@ -89,7 +89,7 @@ class HasHost(Protocol):
     host: dict[int, list[int | None]]  # by block
 
 
-class LowerClient:
+class FakeStorageClient:
     """Of one worker. Replies come in the order of the commands, when the test wants."""
 
     def __init__(self, worker: HasHost, disk: Disk) -> None:
@@ -134,7 +134,7 @@ class TierServer(Server):
     ) -> None:
         scheduler = make(num_slots, **limits)
         self._disk = disk
-        size = HostKvSize(num_blocks, BLOCK_TOKENS * 100, () if disk is None else ("disk",))
+        size = CpuKvSize(num_blocks, BLOCK_TOKENS * 100, () if disk is None else ("disk",))
         self.tiers = KvTiers(scheduler.only_group.pool, size)
         scheduler.only_group.add_source(self.tiers)
         super().__init__(scheduler, depth)
@@ -142,8 +142,8 @@ class TierServer(Server):
     def _new_worker(self) -> TierWorker:
         worker = TierWorker(self)
         if self._disk is not None:
-            self.client = LowerClient(worker, self._disk)
-            self.tiers.lower.connect(self.client, lambda: None)
+            self.client = FakeStorageClient(worker, self._disk)
+            self.tiers.storage.connect(self.client, lambda: None)
         return worker
 
     @property
@@ -345,7 +345,7 @@ def test_the_steps_of_a_beam_search_hash_only_what_is_new(monkeypatch: pytest.Mo
         hashed.append(len(keys) - len(known))
         return keys
 
-    monkeypatch.setattr("lightserve.router.kv.tiers.stored_blocks.block_keys", counted)
+    monkeypatch.setattr("lightserve.router.kv.tiers.offload_queue.block_keys", counted)
     server = TierServer(4000)
     ids = prompt(1000, 1000)
     server.serve([make_req(0, ids, 1, seed=0, may_be_parent=True)])
@@ -444,7 +444,9 @@ def test_blocks_of_an_adapter_stay_in_the_process() -> None:
     server.serve([one(0, prompt(1000), lora_id=0), one(1, prompt(2000)), one(2, prompt(3000))])
 
     keys = {
-        key for req in (one(1, prompt(2000)), one(2, prompt(3000))) for key in server.tiers.stored.keys_of(req, 300)
+        key
+        for req in (one(1, prompt(2000)), one(2, prompt(3000)))
+        for key in server.tiers.offload_queue.keys_of(req, 300)
     }
     assert set(disk.blocks) <= keys
 

@@ -20,15 +20,15 @@ def worker(folder: str) -> ModelWorker:
 @pytest.mark.parametrize(("size", "words"), [(1e-7, "holds no block of 64 tokens"), (1e6, "GiB are free; lower it")])
 def test_a_size_that_cannot_be_is_refused(worker: ModelWorker, size: float, words: str) -> None:
     with pytest.raises(ServerError, match=words):
-        worker.add_host_tier(WorkerConfig(kv_ram_gb=size), 1)
+        worker.add_cpu_offload(WorkerConfig(kv_ram_gb=size), 1)
 
 
 def test_engines_and_ranks_share_the_memory(worker: ModelWorker) -> None:
     sizes = []
     for num_engines in (1, 2):
-        worker.add_host_tier(WorkerConfig(kv_ram_gb=0.01), num_engines)
-        assert worker.host_kv is not None
-        sizes.append(worker.host_kv.num_blocks)
+        worker.add_cpu_offload(WorkerConfig(kv_ram_gb=0.01), num_engines)
+        assert worker.cpu_kv is not None
+        sizes.append(worker.cpu_kv.num_blocks)
 
     assert sizes[0] // 2 == sizes[1]
 

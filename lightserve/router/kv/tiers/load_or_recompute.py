@@ -32,7 +32,7 @@ class Rate:
         return units / self.per_second
 
 
-class LoadGate:
+class LoadOrRecompute:
     """Of one tier. All amounts are tokens; ``bytes_per_token`` is the same for all of them."""
 
     def __init__(self, bytes_per_token: int, computing: Rate | None = None) -> None:

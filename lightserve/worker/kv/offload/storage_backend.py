@@ -16,7 +16,7 @@ from lightserve.worker.kv.offload.block_store.base import BlockStore
 from lightserve.worker.kv.offload.block_store.disk import DiskStore
 from lightserve.worker.kv.offload.block_store.frame import BlockError
 from lightserve.worker.kv.offload.block_store.redis import RedisStore
-from lightserve.worker.kv.offload.host_tier import HostTier
+from lightserve.worker.kv.offload.cpu_offload import CpuOffload
 
 logger = init_logger(__name__)
 
@@ -24,10 +24,10 @@ READERS = 4  # one core hashes 1 GB/s, slower than a disk reads
 LOGGED_ERRORS = 5  # then only the metric counts them
 
 
-class LowerTiers:
+class StorageBackend:
     """Each method may be called by a thread of its own."""
 
-    def __init__(self, host: HostTier, stores: Sequence[BlockStore]) -> None:
+    def __init__(self, host: CpuOffload, stores: Sequence[BlockStore]) -> None:
         self._host = host
         self._stores = stores
         self._readers = ThreadPoolExecutor(READERS, "kv-readers")
@@ -85,11 +85,11 @@ class LowerTiers:
             logger.warning("KV tier %s: %s", store.name, error)
 
 
-def make_lower_tiers(
-    config: WorkerConfig, host: HostTier | None, kv_identity: KvIdentity, rank: int, num_engines: int
-) -> LowerTiers | None:
+def make_storage_backend(
+    config: WorkerConfig, host: CpuOffload | None, kv_identity: KvIdentity, rank: int, num_engines: int
+) -> StorageBackend | None:
     """None without a tier below host memory. The weights are part of the router's keys."""
-    if host is None or not config.lower_tiers:
+    if host is None or not config.storage_tiers:
         return None
     identity = rank_identity(kv_identity, rank)
     stores: list[BlockStore] = []
@@ -98,4 +98,4 @@ def make_lower_tiers(
         stores.append(DiskStore(Path(config.kv_disk_dir), group, share, identity, num_engines))
     if config.kv_remote is not None:
         stores.append(RedisStore(config.kv_remote, identity))
-    return LowerTiers(host, stores)
+    return StorageBackend(host, stores)

@@ -11,26 +11,26 @@ from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.step import KvStore
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.slots import Slots
-from lightserve.router.kv.tiers.lower import MAX_FLUSH, LowerTiers
-from lightserve.router.kv.tiers.pool_blocks import PoolBlock, PoolBlocks
+from lightserve.router.kv.tiers.pool_block_table import PoolBlock, PoolBlockTable
+from lightserve.router.kv.tiers.storage import MAX_FLUSH, StorageTiers
 from lightserve.router.req import Req
 
 RECENT = 0.5  # of the pool's blocks: so many that were computed last are not stored ahead of their eviction
 
 
-class Leaving(NamedTuple):
+class OffloadedBlock(NamedTuple):
     """A block that a step stores."""
 
     block: PoolBlock
-    place: int  # of host memory
+    cpu_block: int  # of host memory
     stays_in_pool: bool = False
 
 
-class StoredBlocks(PoolListener):
+class OffloadQueue(PoolListener):
     def __init__(
         self,
         num_slots: int,
-        lower: LowerTiers,
+        storage: StorageTiers,
         identity: str = "",
         max_ahead: int = 0,
     ) -> None:
@@ -38,22 +38,22 @@ class StoredBlocks(PoolListener):
 
         ``max_ahead``: blocks that a step stores before they are evicted.
         """
-        self.host = lower.host
+        self.host = storage.host
         self._max_ahead = max_ahead
         self._num_recent = int(num_slots // BLOCK_TOKENS * RECENT)
         self.num_stored = 0  # tokens
         self._num_stores = 0
         self._identity = identity
-        self._lower = lower
-        self._pool = PoolBlocks(num_slots)
-        self._leaving: list[Leaving] = []  # blocks that the next step stores
-        self._storing: dict[int, Leaving] = {}  # that steps in flight store, by place
+        self._storage = storage
+        self._pool = PoolBlockTable(num_slots)
+        self._queued: list[OffloadedBlock] = []  # blocks that the next step stores
+        self._storing: dict[int, OffloadedBlock] = {}  # that steps in flight store, by place
         self._new: deque[PoolBlock] = deque(maxlen=2 * num_slots // BLOCK_TOKENS + 1)  # the oldest first
         self._planned: list[PoolBlock] = []  # newer ones, which the step that is being planned may compute
 
     @property
     def has_stores(self) -> bool:
-        return bool(self._leaving)
+        return bool(self._queued)
 
     def keys_of(self, req: Req, end: int) -> list[bytes]:
         """The keys of all whole blocks before ``end``."""
@@ -87,60 +87,62 @@ class StoredBlocks(PoolListener):
 
     def store_idle(self) -> None:
         """Store some blocks that stay in the pool, for the tiers below: they would be lost with the worker."""
-        lower = self._lower
-        if lower.client is None or lower.is_flushing or self._storing:
+        storage = self._storage
+        if storage.client is None or storage.is_flushing or self._storing:
             return
-        while self._new and len(self._leaving) < MAX_FLUSH:
+        while self._new and len(self._queued) < MAX_FLUSH:
             block = self._new.popleft()
-            if block not in self._pool or block.is_local or lower.is_saved(block.key):
+            if block not in self._pool or block.is_local or storage.is_saved(block.key):
                 continue
             if block.key in self.host:
-                lower.save(block.key)
+                storage.save(block.key)
             else:
                 self._store(block, stays_in_pool=True)
 
-    def store_ahead(self) -> None:
+    def write_back(self) -> None:
         """Store some of the oldest blocks with the next step: a load that evicts them later does not wait for that."""
-        most = len(self._leaving) + self._max_ahead
-        while len(self._new) > self._num_recent and len(self._leaving) < most:
+        most = len(self._queued) + self._max_ahead
+        while len(self._new) > self._num_recent and len(self._queued) < most:
             block = self._new.popleft()
             if block not in self._pool:
                 continue
             if block.key not in self.host:
                 self._store(block, stays_in_pool=True)
-            elif not block.is_local and not self._lower.is_saved(block.key):
-                self._lower.save(block.key)
+            elif not block.is_local and not self._storage.is_saved(block.key):
+                self._storage.save(block.key)
 
     def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
-        place = self.host.put(block.key)
-        if place is None:
+        cpu_block = self.host.put(block.key)
+        if cpu_block is None:
             return
         self.host.pin([block.key])  # until the step is back: nothing else may use the place before
-        self._leaving.append(Leaving(block, place, stays_in_pool))
+        self._queued.append(OffloadedBlock(block, cpu_block, stays_in_pool))
         self.num_stored += BLOCK_TOKENS
 
     def take_stores(self) -> list[KvStore]:
         """What the next step stores."""
-        leaving, self._leaving = self._leaving, []
-        if not leaving:
+        queued, self._queued = self._queued, []
+        if not queued:
             return []
-        self._storing |= {one.place: one for one in leaving}
-        slots = np.concatenate([one.block.slots for one in leaving])
+        self._storing |= {offloaded.cpu_block: offloaded for offloaded in queued}
+        slots = np.concatenate([offloaded.block.slots for offloaded in queued])
         self._num_stores += 1
-        return [KvStore(slots, np.array([one.place for one in leaving], dtype=np.int32), self._num_stores)]
+        return [
+            KvStore(slots, np.array([offloaded.cpu_block for offloaded in queued], dtype=np.int32), self._num_stores)
+        ]
 
     def finish_stores(self, stores: list[KvStore]) -> None:
         """The step that stores these is back."""
         if stores and self._storing:
-            self._lower.last_store = max(store.store_id for store in stores)
-        for place in (place for store in stores for place in store.blocks.tolist()):
-            stored = self._storing.pop(place, None)
-            if stored is None:  # all KV was lost meanwhile
+            self._storage.last_store = max(store.store_id for store in stores)
+        for cpu_block in (cpu_block for store in stores for cpu_block in store.blocks.tolist()):
+            offloaded = self._storing.pop(cpu_block, None)
+            if offloaded is None:  # all KV was lost meanwhile
                 continue
-            key = stored.block.key
-            self.host.unpin([place])
-            if not stored.block.is_local and self.host.get(key) == place:
-                self._lower.save(key, stored.stays_in_pool)
+            key = offloaded.block.key
+            self.host.unpin([cpu_block])
+            if not offloaded.block.is_local and self.host.get(key) == cpu_block:
+                self._storage.save(key, offloaded.stays_in_pool)
 
     def on_freed(self, slots: Slots) -> None:
         self._pool.take(slots)
@@ -150,7 +152,7 @@ class StoredBlocks(PoolListener):
         for key in keys:
             self.host.remove(key)
         if req.lora_id is None:
-            self._lower.discard(keys)
+            self._storage.discard(keys)
 
     def on_steps_failed(self) -> None:
         """What is stored may contain what they should have computed."""
@@ -159,8 +161,8 @@ class StoredBlocks(PoolListener):
     def on_reset(self) -> None:
         self.host.clear()
         self._pool.clear()
-        self._leaving.clear()
+        self._queued.clear()
         self._storing.clear()
         self._new.clear()
         self._planned.clear()
-        self._lower.clear()
+        self._storage.clear()

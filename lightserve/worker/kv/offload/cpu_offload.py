@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import Device, to_device
-from lightserve.common.kv.host_kv import HostKv, block_bytes
+from lightserve.common.kv.cpu_kv import CpuKv, block_bytes
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.control import HostKvSize
+from lightserve.messages.control import CpuKvSize
 from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvLoad, KvStore
 from lightserve.messages.worker_calls import KvLoaded
@@ -27,19 +27,19 @@ logger = init_logger(__name__)
 MAX_SHARE = 0.9  # of the free RAM
 
 
-class HostTier:
+class CpuOffload:
     """One thread runs steps, and so stores and starts loads. Another waits for loads."""
 
     def __init__(self, memory: MemoryManager, num_blocks: int, platform: Device, device: torch.device) -> None:
         self._device = device
         self._copies = platform.side_copies(device)
-        self._kv = HostKv(memory, num_blocks, BLOCK_TOKENS, lambda size: platform.host_memory((size,), torch.uint8))
+        self._kv = CpuKv(memory, num_blocks, BLOCK_TOKENS, lambda size: platform.host_memory((size,), torch.uint8))
         self._loads: dict[int, Future[float]] = {}
         self._last_store = 0
         self._has_changed = threading.Condition()
 
-    def size(self, ranks: int, lower_tiers: tuple[str, ...] = ()) -> HostKvSize:
-        return HostKvSize(len(self._kv), self._kv.block_bytes * ranks, lower_tiers)
+    def size(self, ranks: int, storage_tiers: tuple[str, ...] = ()) -> CpuKvSize:
+        return CpuKvSize(len(self._kv), self._kv.block_bytes * ranks, storage_tiers)
 
     def data(self, block: int) -> memoryview:
         """The bytes of a block that no copy is using."""
@@ -85,9 +85,9 @@ class HostTier:
         return to_device(int32s(slots).copy(), self._device).long().view(-1, BLOCK_TOKENS)
 
 
-def make_host_tier(
+def make_cpu_offload(
     config: WorkerConfig, memory: MemoryManager, platform: Device, parallel: Parallel, num_engines: int
-) -> HostTier | None:
+) -> CpuOffload | None:
     """None without --kv_ram_gb."""
     if not config.kv_ram_gb:
         return None
@@ -107,4 +107,4 @@ def make_host_tier(
             f"kv_ram_gb={config.kv_ram_gb:g}: this rank needs {own_bytes / 2**30:.1f} GiB of host memory, and "
             f"{free_ram() / 2**30:.1f} GiB are free; lower it"
         )
-    return HostTier(memory, num_blocks, platform, device)
+    return CpuOffload(memory, num_blocks, platform, device)

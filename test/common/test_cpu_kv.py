@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lightserve.common.device import pick_device
-from lightserve.common.kv.host_kv import HostKv, block_bytes
+from lightserve.common.kv.cpu_kv import CpuKv, block_bytes
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.step import KvLoad, KvStore
-from lightserve.worker.kv.offload.host_tier import HostTier
+from lightserve.worker.kv.offload.cpu_offload import CpuOffload
 
 SIZE, NUM_BLOCKS = 400, 3
 LAYOUTS = {
@@ -49,7 +49,7 @@ def check_round_trip(layout: KvLayout, device_name: str) -> None:
     platform = pick_device(device_name)
     device = platform.torch_device(0)
     memory = filled(layout, device)
-    tier = HostTier(memory, NUM_BLOCKS, platform, device)
+    tier = CpuOffload(memory, NUM_BLOCKS, platform, device)
     order = torch.randperm(SIZE)
     source, target = order[: 2 * BLOCK_TOKENS], order[2 * BLOCK_TOKENS : 4 * BLOCK_TOKENS]
     others = order[4 * BLOCK_TOKENS :]
@@ -87,7 +87,7 @@ def test_more_copies_down_than_the_ring_has_places_and_a_busy_stream() -> None:
     memory = MemoryManager(64 * BLOCK_TOKENS, LAYOUTS["bfloat16"], device)
     (buffer,) = memory.buffers
     buffer.copy_(torch.randn(buffer.shape))
-    tier = HostTier(memory, 64, platform, device)
+    tier = CpuOffload(memory, 64, platform, device)
     expected = buffer[:, :-1].cpu()
     slots = torch.arange(64 * BLOCK_TOKENS).int().numpy()
     square = torch.randn(4096, 4096, device=device)
@@ -105,7 +105,7 @@ def test_more_copies_down_than_the_ring_has_places_and_a_busy_stream() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_bytes_of_a_block_follow_from_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    host = HostKv(
+    host = CpuKv(
         filled(layout, torch.device("cpu")), 2, BLOCK_TOKENS, lambda size: torch.empty(size, dtype=torch.uint8)
     )
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
-from lightserve.router.kv.tiers.gate import LoadGate, Rate
-from lightserve.router.kv.tiers.host_blocks import HostBlocks
+from lightserve.router.kv.tiers.cpu_block_table import CpuBlockTable
+from lightserve.router.kv.tiers.load_or_recompute import LoadOrRecompute, Rate
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
@@ -37,7 +37,7 @@ class Reply(Protocol[T_co]):
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
 
 
-class LowerTierClient(Protocol):
+class StorageClient(Protocol):
     """A reply is None if the workers are lost. It never comes before its callback is added."""
 
     def lookup(self, command: KvLookup) -> Reply[list[int] | None]: ...
@@ -52,10 +52,10 @@ class Tier:
     """One of the tiers, and what is counted of it."""
 
     name: str
-    gate: LoadGate
+    load_policy: LoadOrRecompute
     num_stored: int = 0  # tokens
     num_fetched: int = 0
-    num_gated: int = 0
+    num_recomputed: int = 0
     num_late: int = 0
     num_errors: int = 0
     used_bytes: int = 0
@@ -65,24 +65,24 @@ class Tier:
         return {
             "stored_tokens_total": self.num_stored,
             "hits_total": self.num_fetched,
-            "gated_tokens_total": self.num_gated,
+            "recomputed_tokens_total": self.num_recomputed,
             "late_total": self.num_late,
             "errors_total": self.num_errors,
             "used_bytes": self.used_bytes,
-            "load_bytes_per_second": self.gate.bytes_per_second,
+            "load_bytes_per_second": self.load_policy.bytes_per_second,
         }
 
 
 @dataclass(slots=True, eq=False)
-class LowerTiers:
+class StorageTiers:
     """Without ``names`` there are none: nothing is looked up, and nothing written."""
 
     names: Sequence[str]
-    host: HostBlocks
+    host: CpuBlockTable
     block_bytes: int
     computing: Rate
     wake: Callable[[], None] = lambda: None  # something has changed for waiting requests
-    client: LowerTierClient | None = None  # None: the workers are lost
+    client: StorageClient | None = None  # None: the workers are lost
     clock: Callable[[], float] = time.monotonic
     tiers: list[Tier] = field(init=False)
     last_store: int = 0  # that is known to be made by a rank
@@ -98,7 +98,7 @@ class LowerTiers:
 
     def __post_init__(self) -> None:
         per_token = self.block_bytes // BLOCK_TOKENS
-        self.tiers = [Tier(name, LoadGate(per_token, self.computing)) for name in self.names]
+        self.tiers = [Tier(name, LoadOrRecompute(per_token, self.computing)) for name in self.names]
 
     def clear(self) -> None:
         """The workers are lost, and host memory with them. What was written is still there, also what was to go."""
@@ -115,7 +115,7 @@ class LowerTiers:
         for tier in self.tiers:
             tier.queued = 0
 
-    def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
+    def connect(self, client: StorageClient | None, wake: Callable[[], None]) -> None:
         self.client, self.wake = client if self.tiers else None, wake
         self._flush_next()
 
@@ -137,7 +137,7 @@ class LowerTiers:
         req.max_missing = len(keys)
         return self._look_up(self.client, keys, now_s)
 
-    def _look_up(self, client: LowerTierClient, keys: list[bytes], now_s: float) -> Wait:
+    def _look_up(self, client: StorageClient, keys: list[bytes], now_s: float) -> Wait:
         wait = Wait(now_s + LOOKUP_S, self._on_late)
         self._num_lookups += 1
         reply = client.lookup(KvLookup(keys))
@@ -175,14 +175,14 @@ class LowerTiers:
     def _start_fetch(self, store: int, keys: list[bytes]) -> Wait | None:
         tier, now_s = self.tiers[store], self.clock()
         tokens = len(keys) * BLOCK_TOKENS
-        if not tier.gate.allows(tokens, tier.queued, now_s):
-            tier.num_gated += tokens
+        if not tier.load_policy.allows(tokens, tier.queued, now_s):
+            tier.num_recomputed += tokens
             return None
         blocks = self.host.reserve(len(keys))
         keys = keys[: len(blocks)]
         if not keys or self.client is None:
             return None
-        wait = Wait(tier.gate.deadline_s(tokens, now_s), self._on_late)
+        wait = Wait(tier.load_policy.deadline_s(tokens, now_s), self._on_late)
         self._fetching |= dict.fromkeys(keys, wait)
         tier.queued += len(keys) * BLOCK_TOKENS
         command = KvFetch(self.last_store, store, keys, blocks)
@@ -199,7 +199,7 @@ class LowerTiers:
         tier.queued -= len(command.keys) * BLOCK_TOKENS
         tier.num_errors += len(command.keys) - count
         tier.num_fetched += count * BLOCK_TOKENS
-        tier.gate.observe_load(len(command.keys) * BLOCK_TOKENS, fetched.seconds, self.clock())
+        tier.load_policy.observe_load(len(command.keys) * BLOCK_TOKENS, fetched.seconds, self.clock())
         for key, block, is_valid in zip(command.keys, command.blocks, are_valid, strict=True):
             del self._fetching[key]
             is_wanted = is_valid and key not in self._discarded

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 
-class HostBlocks:
+class CpuBlockTable:
     def __init__(self, size: int) -> None:
         self.size = size
         self.clear()

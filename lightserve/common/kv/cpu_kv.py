@@ -54,7 +54,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class HostKv:
+class CpuKv:
     """``num_blocks`` blocks of ``block_tokens`` tokens each, in chunks of memory that ``alloc`` returns."""
 
     def __init__(self, memory: MemoryManager, num_blocks: int, block_tokens: int, alloc: Alloc) -> None:

@@ -24,7 +24,7 @@ class PoolBlock(NamedTuple):
         return self.slots.item(-1)
 
 
-class PoolBlocks:
+class PoolBlockTable:
     def __init__(self, num_slots: int) -> None:
         self._is_last = np.zeros(num_slots, dtype=np.bool_)  # whether a block ends in this slot
         self._blocks: dict[int, PoolBlock] = {}  # by that slot

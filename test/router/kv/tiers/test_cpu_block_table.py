@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from lightserve.router.kv.tiers.host_blocks import HostBlocks
+from lightserve.router.kv.tiers.cpu_block_table import CpuBlockTable
 
 
-def filled(*keys: bytes) -> HostBlocks:
-    host = HostBlocks(len(keys))
+def filled(*keys: bytes) -> CpuBlockTable:
+    host = CpuBlockTable(len(keys))
     for key in keys:
         host.put(key)
     return host
