@@ -26,7 +26,7 @@ from lightserve.cluster.nodes.link import NodeLink
 from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
 from lightserve.config.parse import parse_server
 from lightserve.ipc.process import ChildConfig
-from lightserve.links.curve import AllowedKeys, SeldomLog, first_node_socket
+from lightserve.links.curve import AllowedKeys, RateLimitedLog, first_node_socket
 from lightserve.links.keys import generate, read_node_key
 from lightserve.messages.nodes import NODE_PROTOCOL, NodeHello, StartRank
 from lightserve.utils import net
@@ -69,7 +69,7 @@ async def measure(folder: Path) -> None:
     launcher.bind(child_config.path("nodes"))
     launcher.listen()
     launcher.setblocking(False)
-    allowed = AllowedKeys(frozenset([z85.decode(zmq.curve_public(secret))]), SeldomLog(init_logger(__name__)))
+    allowed = AllowedKeys(frozenset([z85.decode(zmq.curve_public(secret))]), RateLimitedLog(init_logger(__name__)))
     first = FirstNode(child_config, first_node_socket(HOST, port, secret), launcher, {})
     tasks = [asyncio.create_task(work) for work in (allowed.run(), first.run())]
     node = NodeLink((HOST, port), secret, Echo().connect)

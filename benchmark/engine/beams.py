@@ -27,7 +27,7 @@ from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.ipc.codec import encode, make_decode
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import ToDetokenization, ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.messages.step import Step, StepResult
@@ -109,7 +109,7 @@ class BatchOnly:
     def _update(self, step: Step) -> None:
         self.batch.free(step)
         for new in step.new:
-            self.batch.add(self.batch.kept.whole(new))
+            self.batch.add(self.batch.retained.whole(new))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -131,7 +131,7 @@ class LocalServer:
     """The managers of all processes, connected within this one."""
 
     def __init__(self, max_len: int, workers: BatchOnly | None = None, num_stages: int = 1) -> None:
-        self.engine = EngineReady(MAX_RUNNING * max_len, max_len, 32_000, pipeline_depth=num_stages)
+        self.engine = EngineInfo(MAX_RUNNING * max_len, max_len, 32_000, pipeline_depth=num_stages)
         self.workers = workers or BatchOnly(max_len)
         limits = SchedulerLimits(MAX_RUNNING, 1 << 20, None, num_stages=num_stages)
         self.scheduler = Scheduler(GroupScheduler(KvPool(self.engine.max_total_token_num), limits))
@@ -141,7 +141,7 @@ class LocalServer:
         client: Any = self.workers
         self.router = RouterManager(self.scheduler, client, self.engine, to_router, to_detokenization, RouterConfig())
         self.http = HttpServerManager(0, to_router, to_http)
-        self.http.engine_ready(self.engine)
+        self.http.engine_info(self.engine)
         self._detokenization = DetokenizationManager(None, to_detokenization, to_router, [to_http])
 
     @asynccontextmanager

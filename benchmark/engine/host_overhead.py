@@ -33,8 +33,8 @@ from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Step
 from lightserve.router.kv.pool import KvPool
+from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.policy import make_policy
-from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -69,7 +69,7 @@ class Host:
         limits = SchedulerLimits(running, MAX_STEP_TOKENS, MAX_STEP_TOKENS)
         self.scheduler = Scheduler(GroupScheduler(KvPool(pool), limits, make_policy(policy)))
         self.times: dict[str, list[float]] = defaultdict(list)
-        self._reporter = Reporter(self.scheduler, EncodingSender())  # type: ignore[arg-type]
+        self._output_processor = OutputProcessor(self.scheduler, EncodingSender())  # type: ignore[arg-type]
         self._batch = InferBatch(ReqManager(running, longest, CPU), pool, CPU)
         self._sampler = Sampler(VOCAB_SIZE, CPU, self._batch.last_ids, gather=lambda local: local)
         self._collector = StepCollector()
@@ -152,7 +152,7 @@ class Host:
             result = RUN.decode_reply(reply)
         with self.timed("report"):
             self.scheduler.complete_step()
-            self._reporter.report(result)
+            self._output_processor.report(result)
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> Any:

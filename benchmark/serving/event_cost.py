@@ -25,7 +25,7 @@ from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.ipc.channel import Receiver, Sender
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import Admission, BatchStrOut, StrOut, ToHttpserver
 from lightserve.messages.params import FinishReason
 from lightserve.messages.request import GenerateReq, ToRouter
@@ -108,7 +108,7 @@ async def cost_us(case: Case, tokenizer: Tokenizer, tokens: int) -> float:
     """Microseconds of CPU time per token."""
     engine = _Engine()
     manager = HttpServerManager(0, cast(Sender[ToRouter], engine), cast(Receiver[ToHttpserver], engine))
-    manager.engine_ready(EngineReady(CONTEXT_LEN, CONTEXT_LEN, tokenizer.num_ids, pipeline_depth=1))
+    manager.engine_info(EngineInfo(CONTEXT_LEN, CONTEXT_LEN, tokenizer.num_ids, pipeline_depth=1))
     app = build_app(ServerContext(case.config, "model", manager, tokenizer))
     words = [*case.around[:1], *itertools.islice(itertools.cycle(WORDS), tokens), *case.around[1:]]
     running = asyncio.create_task(manager.run())

@@ -158,7 +158,9 @@ class Dispatcher:
             return
         if message.parent is not None:  # an engine may not know it; one that does sends its workers only what follows
             if message.parent not in self._prompts:
-                self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, message.orphaned)]))
+                self._to_detokenization.send(
+                    BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, message.unknown_parent)])
+                )
                 return
             message = message.after(self._prompts[message.parent])
         if message.is_group_open:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from lightserve.cluster.disaggregation import KvExchange
 from lightserve.cluster.dispatcher import Dispatcher
-from lightserve.links.curve import SeldomLog
+from lightserve.links.curve import RateLimitedLog
 from lightserve.links.engines_file import EnginesFile
 from lightserve.links.gateway_link import GatewayLink, LinkLostError
 from lightserve.links.keys import GatewayKeys
 from lightserve.messages.cluster import LINK_PROTOCOL, EngineHello, GatewayHello
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -39,7 +39,7 @@ class RemoteEngines:
         addresses: Sequence[str] | EnginesFile,
         keys: GatewayKeys,
         model_digest: str,
-        on_ready: Callable[[EngineReady], None],
+        on_ready: Callable[[EngineInfo], None],
     ) -> None:
         self._dispatcher = dispatcher
         self._addresses = addresses
@@ -86,7 +86,7 @@ class RemoteEngines:
         del self._dispatcher.addresses[engine.number]
 
     async def _keep_connected(self, number: int, address: str) -> None:
-        log = SeldomLog(logger)
+        log = RateLimitedLog(logger)
         while True:
             try:
                 await self._connect(number, address)

@@ -26,7 +26,7 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.validation_errors import listed
 from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.ipc.channel import Receiver, Sender
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
 from lightserve.messages.output import (
     AdapterCard,
@@ -86,7 +86,7 @@ class HttpServerManager:
         self.state = EngineState.LOADING
         self.stats: RouterStats | None = None
         self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
-        self._limits: EngineReady | None = None
+        self._limits: EngineInfo | None = None
         self._unavailable_reason = "the model is loading"
         self._to_router = to_router
         self._from_detokenization = from_detokenization
@@ -98,7 +98,7 @@ class HttpServerManager:
         self.queries = RouterQueries(http_process, to_router)
 
     @property
-    def limits(self) -> EngineReady:
+    def limits(self) -> EngineInfo:
         if self._limits is None:
             raise UnavailableError(self._unavailable_reason)
         return self._limits
@@ -121,7 +121,7 @@ class HttpServerManager:
             else:
                 self.queries.resolve(message)
 
-    def engine_ready(self, limits: EngineReady) -> None:
+    def engine_info(self, limits: EngineInfo) -> None:
         """Accept requests."""
         self._limits = limits
         self._last_heartbeat_s = time.monotonic()
@@ -250,8 +250,8 @@ class HttpServerManager:
                 parent=None if one.parent is None else generation.parent_ids[one.parent],
                 owner=generation.log.owner,
             )
-            said = generation.said_ids.get(index)
-            self._to_router.send(request if said is None else ContinueReq(request, said))
+            sent_ids = generation.sent_token_ids.get(index)
+            self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
@@ -296,7 +296,7 @@ class Generation:
         self.log = log
         self.req_ids: list[int] = []
         self.parent_ids: list[int] = []  # the sequences before those of the last ``continue_with``
-        self.said_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
+        self.sent_token_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
         self._manager = manager
         self._unread: list[tuple[int, StrOut]] = []
         self._has_unread = asyncio.Event()
@@ -382,7 +382,7 @@ class Generation:
         """The client has these tokens, from another server. The request came ``age_s`` ago, and starts after this."""
         self.log.arrived_s -= age_s
         for index, out in outs:
-            self.said_ids.setdefault(index, []).append(out.token.id)
+            self.sent_token_ids.setdefault(index, []).append(out.token.id)
             self._count(index, out)
 
     @property

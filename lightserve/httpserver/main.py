@@ -25,7 +25,7 @@ from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_ex
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.tls import server_context
-from lightserve.messages.control import Drain, Drained, EngineDied, EngineReady, Ready
+from lightserve.messages.control import Drain, Drained, EngineDied, EngineInfo, Ready
 from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
@@ -134,8 +134,8 @@ async def _handle_launcher(
     async with asyncio.TaskGroup() as tasks:
         while True:
             message = await launcher.recv()
-            if isinstance(message, EngineReady):
-                manager.engine_ready(message)
+            if isinstance(message, EngineInfo):
+                manager.engine_info(message)
             elif isinstance(message, EngineDied):
                 manager.engine_died(message.message)
             elif isinstance(message, Drain):

@@ -94,7 +94,7 @@ def try_send(socket: AsyncSocket, frames: list[bytes]) -> bool:
 class AllowedKeys:
     """Answers ZMQ's question, whether a client with this public key may connect (ZAP, ZeroMQ RFC 27)."""
 
-    def __init__(self, keys: frozenset[bytes], log: SeldomLog, source: str = ALLOWED_GATEWAYS) -> None:
+    def __init__(self, keys: frozenset[bytes], log: RateLimitedLog, source: str = ALLOWED_GATEWAYS) -> None:
         """``source``: the file of the keys."""
         self._keys = keys
         self._source = source
@@ -119,7 +119,7 @@ class AllowedKeys:
         return [ZAP_VERSION, request_id, *status, b"", b""]
 
 
-class SeldomLog:
+class RateLimitedLog:
     """Warnings that somebody else can cause: one a minute."""
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -138,7 +138,9 @@ class SeldomLog:
 
 
 async def log_failed_handshakes(
-    socket: AsyncSocket, log: SeldomLog, found: str = "it has not this engine's public key, or is no LightServe gateway"
+    socket: AsyncSocket,
+    log: RateLimitedLog,
+    found: str = "it has not this engine's public key, or is no LightServe gateway",
 ) -> None:
     """Clients with a wrong key of this server, without a key, or that do not speak ZMQ. ``AllowedKeys`` logs others."""
     failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

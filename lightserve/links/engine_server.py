@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode
-from lightserve.links.curve import MAX_MESSAGE_BYTES, AsyncSocket, SeldomLog, try_send
+from lightserve.links.curve import MAX_MESSAGE_BYTES, AsyncSocket, RateLimitedLog, try_send
 from lightserve.links.request_ids import MAX_SESSIONS, engine_id
 from lightserve.links.translation import for_engine, for_gateways, for_other_clock, own_timelines
 from lightserve.messages.cluster import (
@@ -69,7 +69,7 @@ class EngineServer:
         self._numbers = itertools.count()
         self._is_draining = False
         self._past: dict[str, list[int]] = {}  # sessions of each gateway that is connected
-        self._log = SeldomLog(logger)
+        self._log = RateLimitedLog(logger)
 
     async def recv(self) -> ToEngine:
         return await self._inbox.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats
 from lightserve.messages.request import AbortReq, GenerateReq, GetTimelines, ReleaseParents, StartProfile, StopProfile
 
@@ -115,7 +115,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag=True):
     epoch: int  # how many times the router was replaced
     model_digest: str
     weights_digest: str  # all engines of a gateway must compute with the same weights
-    ready: EngineReady
+    ready: EngineInfo
     role: str = "normal"  # --role
     kv_transport: str = ""  # how it sends and receives KV: --kv_transport and --cluster_tls
 

@@ -84,7 +84,7 @@ class KvIdentity(msgspec.Struct, frozen=True):
     is_deterministic: bool = False
 
 
-class EngineReady(msgspec.Struct, frozen=True, tag=True):
+class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
     max_total_token_num: int  # tokens the KV pool holds
@@ -176,7 +176,7 @@ class RankExited(msgspec.Struct, frozen=True, tag=True):
 
 
 FromChild = (
-    StartupPhase | StartupProgress | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong | RankExited
+    StartupPhase | StartupProgress | Ready | EngineInfo | ChildFailed | Drained | WorkersLost | Pong | RankExited
 )
 
-ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping
+ToChild = EngineInfo | NewWorkers | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping

@@ -35,7 +35,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
         return msgspec.structs.replace(self, prompt_ids=np.concatenate((parent_ids, int32s(self.prompt_ids))))
 
     @property
-    def orphaned(self) -> str:
+    def unknown_parent(self) -> str:
         """What its client is told if the parent is not known."""
         return f"the request continues {self.parent}, which is not known"
 

@@ -12,8 +12,8 @@ from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32s, Int64s, i
 from lightserve.messages.params import SamplingParams, StoppingParams
 
 
-class ParentPart(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of a request is that of another one, which the workers keep: see Step.kept."""
+class ForkPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a request is that of another one, which the workers keep: see Step.retain."""
 
     req_id: int
     num_tokens: int  # at least one token of the request follows
@@ -36,7 +36,7 @@ class NewReq(msgspec.Struct, frozen=True):
     stopping: StoppingParams = StoppingParams()
     group_slots: tuple[Int32s, ...] = ()  # what it holds in each KV group: of a window, slots of the last cached tokens
     lora_slot: int = -1  # of its adapter; -1: it uses none
-    parent: ParentPart | None = None
+    parent: ForkPrefix | None = None
 
     @property
     def num_cached(self) -> int:
@@ -118,8 +118,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     chunks: list[StepRow]  # of prompts; a chunk may have one token
     new: list[NewReq] = []
     free: list[int] = []
-    kept: list[int] = []  # of ``free``: later requests may name them as parents
-    dropped: list[int] = []  # of the requests that are kept: none will name them any more
+    retain: list[int] = []  # of ``free``: later requests may name them as parents
+    release: list[int] = []  # of the requests that are kept: none will name them any more
     group_slots: tuple[Int32s, ...] = ()  # by KV group; of a window: of all tokens of the rows, in their order
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens, one request after the other

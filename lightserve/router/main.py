@@ -13,7 +13,7 @@ from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.links.endpoint import EngineEndpoint
 from lightserve.messages.cluster import ToEngine
-from lightserve.messages.control import Drain, Drained, EngineReady, HttpProcessLost, NewWorkers, Ready, WorkersLost
+from lightserve.messages.control import Drain, Drained, EngineInfo, HttpProcessLost, NewWorkers, Ready, WorkersLost
 from lightserve.messages.request import ToRouter
 from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
@@ -37,8 +37,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     has_dispatcher = config.cluster.dp > 1 or config.cluster.listen is not None
     policy = make_policy(config.router.router_policy)  # a wrong name fails the start before the weights are loaded
     engine = await launcher.recv()
-    if not isinstance(engine, EngineReady):
-        raise TypeError(f"the first message must be EngineReady, not {engine!r}")
+    if not isinstance(engine, EngineInfo):
+        raise TypeError(f"the first message must be EngineInfo, not {engine!r}")
     server = None if config.cluster.listen is None else EngineEndpoint(child_config, engine)
     inbox: Any
     outbox: Any
@@ -79,7 +79,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             tasks.create_task(server.run())
 
 
-def _new_group(engine: EngineReady, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
+def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
     tokens = engine.max_total_token_num
     pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
     return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
@@ -92,7 +92,7 @@ def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:
     return [child_config.kv_address(rank, generation) for rank in range(child_config.config.worker.num_ranks)]
 
 
-def _pin_static_prompts(manager: RouterManager, config: ServerConfig, engine: EngineReady) -> None:
+def _pin_static_prompts(manager: RouterManager, config: ServerConfig, engine: EngineInfo) -> None:
     prompts = load_static_prompts(config)
     check_room(prompts, engine)
     if prompts:

@@ -1,7 +1,8 @@
 """The router: it receives requests, ends them when they are aborted or late, and sends heartbeats.
 
 A request passes these files in order: manager.py accepts it and queues it in scheduler/, step_loop.py sends the steps
-that the scheduler plans through workers/client.py to the workers, and reporter.py sends the tokens to the detokenizer.
+that the scheduler plans through workers/client.py to the workers, and output_processor.py sends the tokens to the
+detokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightserve.errors import LightserveError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.messages.cluster import DispatchedReq, KvCacheEvents, KvCancel, MovedReqs, ToEngine
-from lightserve.messages.control import EngineReady, HttpProcessLost
+from lightserve.messages.control import EngineInfo, HttpProcessLost
 from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import ToDetokenization
 from lightserve.messages.params import FinishReason
@@ -43,8 +44,8 @@ from lightserve.router.lora.registry import RegisteredAdapter
 from lightserve.router.observability.profile_control import ProfileControl
 from lightserve.router.observability.stats import RouterMetrics, ThroughputLog
 from lightserve.router.observability.timeline import Timeline, TimelineRing
+from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.pinned_prompts import PinnedPrompts
-from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
@@ -62,7 +63,7 @@ class RouterManager:
         self,
         scheduler: Scheduler,
         model: ModelClient,
-        engine: EngineReady,
+        engine: EngineInfo,
         inbox: Receiver[ToRouter] | Receiver[ToEngine],
         to_detokenization: Sender[ToDetokenization],
         config: RouterConfig,
@@ -73,16 +74,16 @@ class RouterManager:
         self._inbox = inbox
         self._to_detokenization = to_detokenization
         self._config = config
-        self._reporter = Reporter(scheduler, to_detokenization)
+        self._output_processor = OutputProcessor(scheduler, to_detokenization)
         self._lost_http_processes: set[int] = set()
         self.timelines = TimelineRing(config.debug_requests)
-        self.steps = StepLoop(scheduler, model, engine, self._reporter)
-        self.adapters = AdapterControl(scheduler, self._reporter, to_detokenization)
+        self.steps = StepLoop(scheduler, model, engine, self._output_processor)
+        self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
-        return self._reporter.metrics
+        return self._output_processor.metrics
 
     async def run(self, log: ThroughputLog) -> None:
         """Serve until cancelled. If the workers die, requests wait until ``use_workers``."""
@@ -101,12 +102,12 @@ class RouterManager:
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """Compute these prompts, and keep them in the prefix cache."""
-        self._reporter.pinned = PinnedPrompts(self._scheduler, prompts)
+        self._output_processor.pinned = PinnedPrompts(self._scheduler, prompts)
         self._compute_pinned()
 
     def _compute_pinned(self) -> None:
-        if self._reporter.pinned is not None:
-            self._reporter.pinned.compute(self._make_internal, time.monotonic())
+        if self._output_processor.pinned is not None:
+            self._output_processor.pinned.compute(self._make_internal, time.monotonic())
             self.steps.wake()
 
     def _make_internal(self, message: GenerateReq) -> Req:
@@ -119,9 +120,9 @@ class RouterManager:
         self._lost_http_processes.add(lost.process)
         self._lost_http_processes.discard(lost.successor)
         for req in self._scheduler.drop(lambda req: http_process_of(req.req_id) == lost.process):
-            self._reporter.abort(req, FinishReason.ABORT)
+            self._output_processor.abort(req, FinishReason.ABORT)
         for group in self._scheduler.groups:
-            group.parents.release([one for one in group.parents if http_process_of(one) == lost.process])
+            group.fork_points.release([one for one in group.fork_points if http_process_of(one) == lost.process])
         self.metrics.values["http_process_restarts_total"] += 1
         self.steps.wake()
 
@@ -155,7 +156,7 @@ class RouterManager:
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for group in self._scheduler.groups:
-            group.parents.release(message.req_ids)
+            group.fork_points.release(message.req_ids)
         self.steps.wake()
 
     def report_cached_blocks(self, send: Callable[[KvCacheEvents], None]) -> CachedBlocks:
@@ -163,7 +164,7 @@ class RouterManager:
         pool = self._scheduler.only_group.pool
         blocks = CachedBlocks(pool.size)
         pool.add_listener(blocks)
-        self._reporter.publish_events(blocks, send)
+        self._output_processor.publish_events(blocks, send)
         return blocks
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
@@ -179,7 +180,7 @@ class RouterManager:
             req = self._scheduler.abort(req_id)
             if req is not None:
                 req.timeline.paused("moved", req.output_len)
-        self._reporter.confirm_moved(message.req_ids)
+        self._output_processor.confirm_moved(message.req_ids)
         self.steps.wake()
 
     def _accept_from_http(self, message: GenerateReq | ContinueReq) -> None:
@@ -193,10 +194,10 @@ class RouterManager:
         if message.parent is None:
             self._accept(message)
             return
-        found = (group.parents.tokens_of(message.parent) for group in self._scheduler.groups)
+        found = (group.fork_points.tokens_of(message.parent) for group in self._scheduler.groups)
         begin = next((token_ids for token_ids in found if token_ids is not None), None)
         if begin is None:  # it stays known until the HTTP process releases it
-            self._reporter.refuse(message.req_id, message.orphaned, 500)
+            self._output_processor.refuse(message.req_id, message.unknown_parent, 500)
             return
         self._accept(message.after(begin))
 
@@ -228,7 +229,7 @@ class RouterManager:
         if dispatched is not None:  # the dispatcher has announced it
             self._prepare_dispatched(req, dispatched)
         elif self._pooling is None:  # otherwise there is no text
-            self._reporter.announce(message.req_id, message.params.text, list(output_ids))
+            self._output_processor.register(message.req_id, message.params.text, list(output_ids))
         req.timeline = timeline
         timeline.queued()
         self._queue(req, adapter)
@@ -258,7 +259,7 @@ class RouterManager:
         )
 
     def _refuse(self, message: GenerateReq, timeline: Timeline, reason: str, status: int) -> None:
-        self._reporter.refuse(message.req_id, reason, status)
+        self._output_processor.refuse(message.req_id, reason, status)
         timeline.refused(reason)
 
     def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
@@ -266,7 +267,7 @@ class RouterManager:
         if dispatched.runs_alone:
             self._scheduler.only_group.isolation.require(req)
         if dispatched.target is not None:
-            req.may_be_parent = False  # the engine that wants its KV computes it
+            req.can_fork = False  # the engine that wants its KV computes it
         req.target, req.kv_transfer_params = dispatched.target, dispatched.kv_transfer_params
 
     def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
@@ -274,7 +275,7 @@ class RouterManager:
 
         It is queued before its adapter is loaded: if that fails, the request fails too.
         """
-        self._scheduler.hold(req)
+        self._scheduler.defer(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
         loading = None if adapter is None else self.adapters.load(adapter)
@@ -286,7 +287,7 @@ class RouterManager:
         if waits:
             waits[0].add_done_callback(lambda _: self._release_after(req, waits))
             return
-        self._scheduler.release(req)
+        self._scheduler.make_ready(req)
         self.steps.wake()
 
     def _make_req(self, message: GenerateReq, adapter: RegisteredAdapter | None) -> Req:
@@ -310,7 +311,7 @@ class RouterManager:
             salt=lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
-            may_be_parent=message.is_group_open,
+            can_fork=message.is_group_open,
             boundaries=self._boundaries_of(message),
         )
 
@@ -321,7 +322,7 @@ class RouterManager:
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
         if req is not None:  # None: it has ended meanwhile
-            self._reporter.abort(req, message.reason)
+            self._output_processor.abort(req, message.reason)
             self.steps.wake()
 
     async def _watch_deadlines(self) -> None:
@@ -332,14 +333,14 @@ class RouterManager:
     def _fail_expired(self, now_s: float) -> None:
         expired = self._scheduler.drop(lambda req: req.is_expired(now_s))
         if expired:
-            self._reporter.fail(expired, 504, _timeout_message)
+            self._output_processor.fail(expired, 504, _timeout_message)
             self.steps.wake()
 
     async def _send_heartbeats(self, log: ThroughputLog) -> None:
         """Send the metrics every second, and log a throughput line at the configured interval."""
         while True:
             self.steps.check_workers()
-            self._reporter.send_heartbeat(self.steps.step_age_s(), self.steps.has_workers)
+            self._output_processor.send_heartbeat(self.steps.step_age_s(), self.steps.has_workers)
             if line := log.line(time.monotonic()):
                 logger.info(line)
             await asyncio.sleep(HEARTBEAT_S)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from lightserve.errors import OptionError
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
@@ -25,7 +25,7 @@ LEAST_OWN = 2  # tokens that a request adds: one of its prompt, and one of outpu
 ONE_TOKEN = GenerationParams.of(max_new_tokens=1, seed=0, temperature=0.0)
 
 
-def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineReady) -> None:
+def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineInfo) -> None:
     """Requests must have room beside the pinned prompts, also the longest one."""
     tokens, pool = sum(map(len, prompts.values())), engine.max_total_token_num
     if not tokens:
@@ -59,7 +59,7 @@ class StaticPrompt(NamedTuple):
 
 
 class PinnedPrompts:
-    """Makes requests of its own, with negative ids. The reporter tells nobody of them but this."""
+    """Makes requests of its own, with negative ids. The output processor tells nobody of them but this."""
 
     def __init__(self, scheduler: Scheduler, prompts: Mapping[str, Sequence[int]]) -> None:
         self._scheduler = scheduler

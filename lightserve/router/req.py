@@ -74,8 +74,8 @@ class Req(ReqProgress):
     shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
     lora_id: int | None = None  # its adapter
     is_internal: bool = False  # the router's own: no client waits for it
-    parent: int | None = None  # an ended request whose tokens it begins with: see parents.py
-    may_be_parent: bool = False  # later requests may name it so
+    parent: int | None = None  # an ended request whose tokens it begins with: see fork_points.py
+    can_fork: bool = False  # later requests may name it so
     boundaries: ChunkBoundaries = NO_BOUNDARIES  # of the chunks in which its prompt is computed
 
     finish_reason: FinishReason | None = None

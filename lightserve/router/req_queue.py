@@ -58,7 +58,7 @@ class ReqQueue:
         self._policy = policy
         self._entries: dict[int, QueuedReq] = {}  # all, by id
         self._ready: list[QueuedReq] = []  # by place
-        self._held = Wait()  # until ``release``
+        self._deferred = Wait()  # until ``make_ready``
         self._deadlines: list[tuple[float, int, Wait]] = []  # a heap; some of the waits are over
         self._count = itertools.count()
         self.num_tokens = 0  # prompt tokens of all requests
@@ -82,23 +82,23 @@ class ReqQueue:
     def add_preempted(self, req: Req) -> None:
         self._put(req, (BEGUN, req.arrived_s, next(self._count)))
 
-    def hold(self, req: Req) -> None:
-        """Add a request that is blocked until ``release``."""
+    def defer(self, req: Req) -> None:
+        """Add a request that is blocked until ``make_ready``."""
         self.add(req)
-        self.block(req, self._held)
+        self.block(req, self._deferred)
 
-    def release(self, req: Req) -> None:
+    def make_ready(self, req: Req) -> None:
         """Let a held request be admitted. It may have ended meanwhile."""
         entry = self._entries.get(req.req_id)
-        if entry is not None and entry.wait is self._held:
+        if entry is not None and entry.wait is self._deferred:
             self.unblock(entry)
 
-    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+    def defer_again(self, predicate: Callable[[Req], bool]) -> list[Req]:
         """Hold requests of the queue, and return them."""
-        held = [req for req in self if is_meant(req)]
-        for req in held:
-            self.block(req, self._held)
-        return held
+        deferred = [req for req in self if predicate(req)]
+        for req in deferred:
+            self.block(req, self._deferred)
+        return deferred
 
     def block(self, req: Req, wait: Wait) -> None:
         """The request is not ready before the event or its deadline."""
@@ -131,7 +131,7 @@ class ReqQueue:
     def end_waits(self) -> None:
         """All events have happened, except that held requests are released."""
         for entry in self._entries.values():
-            if entry.wait is not None and entry.wait is not self._held:
+            if entry.wait is not None and entry.wait is not self._deferred:
                 self.unblock(entry)
 
     def clear(self) -> None:

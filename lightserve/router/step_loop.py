@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.router.kv.source import KvSource
-from lightserve.router.reporter import Reporter
+from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
@@ -34,13 +34,15 @@ class InFlightStep(NamedTuple):
 
 
 class StepLoop:
-    def __init__(self, scheduler: Scheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
+    def __init__(
+        self, scheduler: Scheduler, model: ModelClient, engine: EngineInfo, output_processor: OutputProcessor
+    ) -> None:
         self.pacer = StepPacer(engine.launch_lead_s)
         self.has_workers = True  # if not, requests wait for new ones
         self._scheduler = scheduler
         self._model = model
         self._engine = engine
-        self._reporter = reporter
+        self._output_processor = output_processor
         self._wake = asyncio.Event()
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._timer: asyncio.TimerHandle | None = None  # for the next step
@@ -65,7 +67,7 @@ class StepLoop:
             self._fill_pipeline()
             if not self._process_result():
                 if not self._in_flight:
-                    self._reporter.report(StepResult())  # aborted requests do not wait for a step
+                    self._output_processor.report(StepResult())  # aborted requests do not wait for a step
                 self._wake.clear()
                 await self._wake.wait()
 
@@ -144,7 +146,7 @@ class StepLoop:
         return True
 
     def _plan(self, now: float) -> Step | None:
-        scheduler, metrics = self._scheduler, self._reporter.metrics
+        scheduler, metrics = self._scheduler, self._output_processor.metrics
         preemptions, evicted = scheduler.num_preemptions, _num_evicted(scheduler)
         step = scheduler.next_step(now)
         metrics.preempted(scheduler.num_preemptions - preemptions)
@@ -173,7 +175,7 @@ class StepLoop:
         prompt_tokens = count - step.num_decodes
         sending_s = time.monotonic() - now
         self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens, sending_s))
-        self._reporter.metrics.step(count)
+        self._output_processor.metrics.step(count)
         for source in self._sources:
             source.on_sent(step, self._model)
 
@@ -193,7 +195,7 @@ class StepLoop:
             timeline.prefill(first.sent_s, now, tokens)
         result = first.result.result()
         self.pacer.record_lead(first.kind, first.sending_s + result.launch_s)
-        self._reporter.report(result)
+        self._output_processor.report(result)
         if self.recorder is not None:
             self._record(self.recorder, first, now)
         return True
@@ -215,8 +217,8 @@ class StepLoop:
         self._in_flight.clear()
         self._model.request_restart(reason, caused_by_request=crashing_request is not None)
         if crashing_request is not None:
-            self._reporter.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
-        self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
+            self._output_processor.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
+        self._output_processor.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
 
 
 def _next_deadline_s(scheduler: Scheduler) -> float | None:

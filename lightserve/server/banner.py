@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lightserve.config import ClusterConfig, HttpConfig
-from lightserve.messages.control import EngineReady, StartupPhase
+from lightserve.messages.control import EngineInfo, StartupPhase
 from lightserve.server.checks import ModelInfo
 from lightserve.utils.logger import fields, init_logger, is_json
 from lightserve.utils.terminal import CLEAR_LINE, Style
@@ -53,7 +53,7 @@ def _print(text: str, style: Style) -> None:
 def banner(
     url: str,
     model: ModelInfo,
-    engine: EngineReady,
+    engine: EngineInfo,
     http: HttpConfig,
     phases: Mapping[str, Sequence[StartupPhase]],
     cluster: ClusterConfig = ONE_ENGINE,

@@ -22,7 +22,7 @@ from lightserve.ipc.process import STOP_SIGNALS, ChildConfig
 from lightserve.messages.control import (
     ChildFailed,
     Drained,
-    EngineReady,
+    EngineInfo,
     FromChild,
     Ping,
     Pong,
@@ -67,7 +67,7 @@ class ChildProcess:
         self.pid = process.pid
         self.ready = asyncio.Event()
         self.drained = asyncio.Event()
-        self.engine: EngineReady | None = None  # set when a model worker is ready
+        self.engine: EngineInfo | None = None  # set when a model worker is ready
         self.phases: list[StartupPhase] = []
         self.show_progress: Callable[[StartupProgress], None] | None = None  # of its startup
         self.exit_message: str | None = None  # the child's own error, or the reason why the launcher killed it
@@ -162,7 +162,7 @@ class ChildProcess:
                     self.show_progress(message)
             case Ready():
                 self.ready.set()
-            case EngineReady():
+            case EngineInfo():
                 self.engine = message
                 self.ready.set()
             case Drained():

@@ -14,7 +14,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.ipc.process import ChildConfig
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.remote_rank import RemoteRank
@@ -59,7 +59,7 @@ class EngineProcesses:
         self.workers: list[ChildProcess] = []
         self.generation = 0  # how many times the workers were replaced
         self.ready_s = 0.0  # when all processes of the server were ready
-        self.engine: EngineReady | None = None  # from the first workers, once all processes are ready
+        self.engine: EngineInfo | None = None  # from the first workers, once all processes are ready
         self._group = group
         self._config = config
         self._run_dir = run_dir
@@ -139,20 +139,20 @@ class EngineProcesses:
         await self.start_router()
         return True
 
-    async def wait_ready(self) -> EngineReady:
+    async def wait_ready(self) -> EngineInfo:
         """Wait until workers and router are ready for requests."""
         engine = await self.wait_workers_ready()
         self.router.send(engine)
         await self.router.ready.wait()
         return engine
 
-    async def wait_workers_ready(self) -> EngineReady:
+    async def wait_workers_ready(self) -> EngineInfo:
         """Wait for the ready message of every rank. All ranks send the same one. --eos_id replaces its end tokens."""
         for worker in self.workers:
             await worker.ready.wait()
         engine = self.workers[0].engine
         if engine is None:
-            raise TypeError("a model worker must send EngineReady, not Ready")
+            raise TypeError("a model worker must send EngineInfo, not Ready")
         eos_ids = tuple(self._config.router.eos_id)
         return msgspec.structs.replace(engine, eos_token_ids=eos_ids) if eos_ids else engine
 

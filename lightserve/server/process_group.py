@@ -13,7 +13,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.ipc.process import ChildConfig
-from lightserve.messages.control import Drain, EngineJoined, EngineLost, EngineReady, HttpProcessLost, ToChild
+from lightserve.messages.control import Drain, EngineInfo, EngineJoined, EngineLost, HttpProcessLost, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
 from lightserve.server.start_display import StartDisplay
@@ -47,7 +47,7 @@ async def _wait_drained(children: Sequence[ChildProcess], timeout_s: float) -> b
     return True
 
 
-def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
+def joined_ready(engines: Sequence[EngineInfo]) -> EngineInfo:
     """The limits of several engines as one: any of them can take the longest request."""
     return msgspec.structs.replace(
         engines[0],
@@ -131,7 +131,7 @@ class ProcessGroup:
             sock.listen(self._config.worker.num_ranks)
             await self.start_child("nodes", self._modules.nodes, self._child_config(listen_fd=sock.fileno()))
 
-    async def wait_ready(self) -> EngineReady:
+    async def wait_ready(self) -> EngineInfo:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""
         found = [await engine.wait_ready() for engine in self.engines]
         for child in self.children:
@@ -146,10 +146,10 @@ class ProcessGroup:
         self.is_ready = True
         return ready
 
-    def _remote_ready(self) -> EngineReady:
+    def _remote_ready(self) -> EngineInfo:
         """Of the first remote engine that has joined."""
         if self.dispatcher is None or self.dispatcher.engine is None:
-            raise TypeError("the dispatcher of a gateway must send EngineReady, not Ready")
+            raise TypeError("the dispatcher of a gateway must send EngineInfo, not Ready")
         return self.dispatcher.engine
 
     def announce(self, engine: EngineProcesses) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightserve.common.device import copy_to_host
 from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
 from lightserve.messages.step import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
-from lightserve.worker.batch.infer_batch import PlainRows, Sampled, SampledRow, StepUpdates, TokenUpdate
+from lightserve.worker.batch.infer_batch import Sampled, SampledRow, StepUpdates, TokenOnlyRows, TokenUpdate
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
@@ -98,17 +98,17 @@ class StepCollector:
 
     def _result_of(self, step: PendingStep) -> StepResult:
         (ids, step_counts), plain = step.token_ids(), step.sampled.plain
-        others = OtherResults.of(step.sampled.others, ids, step.logprobs())
+        with_details = OtherResults.of(step.sampled.with_details, ids, step.logprobs())
         columns, last_ids = _plain_columns(plain, ids, step_counts)
         has_token = last_ids >= 0
         without = zip(plain.req_ids[~has_token].tolist(), last_ids[~has_token].tolist(), strict=True)
-        failed = others.failed + [_failure(req_id, token_id) for req_id, token_id in without]
+        failed = with_details.failed + [_failure(req_id, token_id) for req_id, token_id in without]
         taken_ids = np.maximum(columns.token_ids, 0)  # as ops.place_tokens takes them
-        self._updates.append(StepUpdates(others.updates, plain, taken_ids, int32s(columns.counts)))
+        self._updates.append(StepUpdates(with_details.updates, plain, taken_ids, int32s(columns.counts)))
         columns = columns.where(has_token)
-        if others.plain:
-            columns = joined_columns([columns, TokenColumns.of(others.plain)])
-        return StepResult(others.detailed, failed, plain=columns)
+        if with_details.plain:
+            columns = joined_columns([columns, TokenColumns.of(with_details.plain)])
+        return StepResult(with_details.detailed, failed, plain=columns)
 
 
 class OtherResults(NamedTuple):
@@ -148,13 +148,13 @@ class OtherResults(NamedTuple):
             self.plain.append((req.req_id, [token.id, *forced_ids]))
 
 
-def _plain_columns(plain: PlainRows, ids: Int64Array, counts: Int64Array | None) -> tuple[TokenColumns, Int32Array]:
+def _plain_columns(plain: TokenOnlyRows, ids: Int64Array, counts: Int64Array | None) -> tuple[TokenColumns, Int32Array]:
     """The tokens of requests without details, and the last one of each. Only that one may be none."""
     if counts is None:
-        last_ids: Int32Array = ids[plain.places].astype(np.int32)
+        last_ids: Int32Array = ids[plain.indices].astype(np.int32)
         return TokenColumns(plain.req_ids, last_ids), last_ids
-    counts = counts[plain.places]
-    rows = np.arange(counts.sum()) + np.repeat(plain.places - np.cumsum(counts) + counts, counts)
+    counts = counts[plain.indices]
+    rows = np.arange(counts.sum()) + np.repeat(plain.indices - np.cumsum(counts) + counts, counts)
     token_ids: Int32Array = ids[rows].astype(np.int32)
     return TokenColumns(plain.req_ids, token_ids, counts.astype(np.int32)), token_ids[np.cumsum(counts) - 1]
 

@@ -14,7 +14,7 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
-from lightserve.messages.control import EngineReady, StartupPhase, StartupProgress
+from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
@@ -60,7 +60,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
     launcher.send(
-        EngineReady(
+        EngineInfo(
             max_total_token_num=worker.max_total_token_num,
             max_req_total_len=worker.longest_request,
             kv_groups=worker.kv_groups,

@@ -296,7 +296,7 @@ class ModelWorker:
     def _update_batch(self, step: Step) -> None:
         self._batch.free(step)
         for new in step.new:
-            self._add(self._batch.kept.whole(new))
+            self._add(self._batch.retained.whole(new))
         if step.loras and self.loras is not None:
             self.loras.place(step.loras)
         if self.cpu_offload is not None:

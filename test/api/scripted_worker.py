@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.step import Step, StepResult, Token, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -82,7 +82,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     context_len = config.max_req_total_len or CONTEXT_LEN
     pool_len = config.max_total_token_num or 8 * context_len
     launcher.send(
-        EngineReady(
+        EngineInfo(
             max_total_token_num=pool_len,
             max_req_total_len=min(context_len, pool_len),
             vocab_size=tokenizer.num_ids,

@@ -52,7 +52,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 async def assert_nothing_is_left(server: LocalServer) -> None:
     batch = server.workers.batch
-    await until(lambda: not (len(batch.kept) or batch._reqs or len(server.scheduler.only_group.parents)))
+    await until(lambda: not (len(batch.retained) or batch._reqs or len(server.scheduler.only_group.fork_points)))
     assert server.scheduler.num_running == server.scheduler.num_waiting == server.scheduler.only_group.pool.used == 0
     assert server.http.running_requests == 0
 
@@ -88,7 +88,7 @@ def test_a_beam_search_that_is_aborted_leaves_nothing_behind() -> None:
         async with server.running():
             search = asyncio.create_task(server.search(LENGTH, PARAMS))
             await until(lambda: len(server.workers.samples) == 5)
-            assert len(server.workers.batch.kept)
+            assert len(server.workers.batch.retained)
             search.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await search

@@ -17,7 +17,7 @@ from lightserve.ipc.channel import make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.cluster import FromEngine, ToEngine
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import BatchTokenIdOut, RouterStats, ToDetokenization
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq, ToRouter
@@ -142,7 +142,7 @@ class LocalEngine:
         limits = SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=128)
         self.to_engine, self.from_engine = Channel(ToEngine), Channel(FromEngine)
         self.scheduler = Scheduler(GroupScheduler(self.pool, limits))
-        ready = EngineReady(pool, pool, 32_000, 1)
+        ready = EngineInfo(pool, pool, 32_000, 1)
         inbox: Any = self.to_engine
         outbox: Any = self.from_engine
         self.role = role

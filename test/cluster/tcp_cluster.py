@@ -16,12 +16,12 @@ import msgspec
 
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.config import RouterConfig
-from lightserve.links.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
+from lightserve.links.curve import AllowedKeys, RateLimitedLog, engine_socket, log_failed_handshakes
 from lightserve.links.engine_server import EngineServer
 from lightserve.links.engines_file import EnginesFile
 from lightserve.links.keys import EngineKeys, GatewayKeys, generate, read_engine_keys, read_gateway_keys
 from lightserve.messages.cluster import LINK_PROTOCOL, EngineHello
-from lightserve.messages.control import EngineReady, KvIdentity
+from lightserve.messages.control import EngineInfo, KvIdentity
 from lightserve.router.observability.stats import ThroughputLog
 from lightserve.utils.logger import init_logger
 from test.cluster.local_cluster import POOL, LocalCluster, LocalEngine, SeededModel
@@ -52,9 +52,9 @@ def takes_connections(url: str) -> bool:
     return True
 
 
-def ready_of(**kv: Any) -> EngineReady:
+def ready_of(**kv: Any) -> EngineInfo:
     identity = KvIdentity(tp=1, pp=1, version="1", model="a model", computed="in float32", layout="a layout")
-    return EngineReady(POOL, POOL, 32_000, 1, kv_identity=msgspec.structs.replace(identity, **kv))
+    return EngineInfo(POOL, POOL, 32_000, 1, kv_identity=msgspec.structs.replace(identity, **kv))
 
 
 def hello_of(name: str, epoch: int, **changes: Any) -> EngineHello:
@@ -73,7 +73,7 @@ class TcpEngine(LocalEngine):
         self.link = EngineServer(self.socket, hello)
         self.manager._inbox = self.link  # type: ignore[assignment]
         self.manager._to_detokenization = self.link  # type: ignore[assignment]
-        self.manager._reporter._to_detokenization = self.link  # type: ignore[assignment]
+        self.manager._output_processor._to_detokenization = self.link  # type: ignore[assignment]
         self.link.on_join = self.manager.report_cached_blocks(self.link.send).all_blocks
         self.tasks = [
             asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0))),
@@ -96,14 +96,14 @@ class TcpCluster:
         self.engines: dict[int, TcpEngine] = {}
         self.epochs = [0, 0]
         self.tasks: list[asyncio.Task[None]] = []
-        self.ready: list[EngineReady] = []
-        self.allowed = AllowedKeys(self.engine_keys.gateways, SeldomLog(logger))
+        self.ready: list[EngineInfo] = []
+        self.allowed = AllowedKeys(self.engine_keys.gateways, RateLimitedLog(logger))
 
     def start(self, number: int, **changes: Any) -> TcpEngine:
         hello = hello_of(f"engine-{number}", self.epochs[number], **changes)
         engine = self.engines[number] = TcpEngine(self.addresses[number], self.engine_keys, hello, self.config)
         self.epochs[number] += 1
-        self.tasks.append(asyncio.create_task(log_failed_handshakes(engine.socket, SeldomLog(logger))))
+        self.tasks.append(asyncio.create_task(log_failed_handshakes(engine.socket, RateLimitedLog(logger))))
         return engine
 
     def kill(self, number: int) -> None:

@@ -321,16 +321,16 @@ def test_a_request_of_another_gateway_goes_on_after_its_tokens_whatever_dies() -
         params = GenerationParams.of(max_new_tokens=LONG, seed=7)
         cluster.inbox.send(GenerateReq(0, [5, 6], params, time.monotonic()))
         await cluster.until(lambda: cluster.has_ended(0))
-        said = cluster.tokens[0][:5]
+        sent_ids = cluster.tokens[0][:5]
 
-        cluster.inbox.send(ContinueReq(GenerateReq(1, [5, 6], params, time.monotonic()), said))
+        cluster.inbox.send(ContinueReq(GenerateReq(1, [5, 6], params, time.monotonic()), sent_ids))
         await cluster.until(lambda: len(cluster.tokens[1]) > 2)
         placed = cluster.placement.engine_of(1)
         assert placed is not None
         cluster.kill_router(placed.number)
         await cluster.until(lambda: cluster.has_ended(1))
 
-        assert said + cluster.tokens[1] == cluster.tokens[0]
+        assert sent_ids + cluster.tokens[1] == cluster.tokens[0]
 
     check(scenario, pool=16384)
 
@@ -360,7 +360,9 @@ def test_a_request_continues_its_parent_in_any_engine(policy: str) -> None:
             500,
             "the request continues 77, which is not known",
         )
-        await until(lambda: not any(len(engine.scheduler.only_group.parents) for engine in cluster.engines.values()))
+        await until(
+            lambda: not any(len(engine.scheduler.only_group.fork_points) for engine in cluster.engines.values())
+        )
         assert not cluster.dispatcher._prompts
 
     check(scenario, policy=policy)
@@ -385,7 +387,9 @@ def test_the_requests_of_an_http_process_that_died_end_in_all_engines() -> None:
         assert not cluster.announced[second | 10]
         engines = cluster.engines.values()
         await until(
-            lambda: all(engine.pool.used == 0 and not len(engine.scheduler.only_group.parents) for engine in engines)
+            lambda: all(
+                engine.pool.used == 0 and not len(engine.scheduler.only_group.fork_points) for engine in engines
+            )
         )
         assert not cluster.dispatcher._prompts
         assert cluster.dispatcher.metrics.values["http_process_restarts_total"] == 1

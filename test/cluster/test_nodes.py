@@ -25,7 +25,7 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.links.curve import (
     MAX_NODE_MESSAGE_BYTES,
     AllowedKeys,
-    SeldomLog,
+    RateLimitedLog,
     first_node_socket,
     gateway_socket,
 )
@@ -193,7 +193,7 @@ class Link:
         generate(folder / "keys")
         self.secret = read_node_key(str(folder / "keys"))
         self.port = free_port()
-        log = SeldomLog(logger)
+        log = RateLimitedLog(logger)
         self.allowed = AllowedKeys(frozenset([z85.decode(zmq.curve_public(self.secret))]), log, "node.secret")
         place = ("--nnodes=2", "--master_addr=127.0.0.1", f"--cluster_keys={folder / 'keys'}", "--node_timeout=1")
         config = parse_server(("--tp=2", *place))

@@ -14,7 +14,7 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.ipc.channel import Receiver, Sender
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import (
     AdapterReply,
     Admission,
@@ -41,7 +41,7 @@ from lightserve.messages.request import (
 from lightserve.messages.step import ReqFailed, Token
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
-LIMITS = EngineReady(
+LIMITS = EngineInfo(
     max_total_token_num=4096, max_req_total_len=1024, vocab_size=49152, pipeline_depth=1, step_timeout_s=240.0
 )
 
@@ -158,7 +158,7 @@ async def engine(
     from_detokenization: Receiver[ToHttpserver] = Receiver(f"ipc://{run_dir}/http", ToHttpserver)
     to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
     manager = HttpServerManager(0, to_router, from_detokenization)
-    manager.engine_ready(LIMITS)
+    manager.engine_info(LIMITS)
     tasks = [asyncio.create_task(fake.run()), asyncio.create_task(manager.run())]
     try:
         created = int(time.time())

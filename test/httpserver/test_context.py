@@ -21,7 +21,7 @@ from test.traced_memory import kept_bytes
 def test_a_text_with_a_token_that_the_embedding_lacks_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with engine(tmp_path, spell("x"), small_tokenizer()) as (context, _):
-            context.manager.engine_ready(msgspec.structs.replace(LIMITS, vocab_size=8))
+            context.manager.engine_info(msgspec.structs.replace(LIMITS, vocab_size=8))
             assert max(await context.encode("aede")) < 8
             with pytest.raises(InvalidRequestError, match="the text has the token id 9; the model has 8 embeddings"):
                 await context.encode("aede1")

@@ -21,7 +21,7 @@ from lightserve.cluster.inflight_request import open_request
 from lightserve.ipc.channel import make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.links import engine_server, gateway_link
-from lightserve.links.curve import MAX_MESSAGE_BYTES, SeldomLog, engine_socket
+from lightserve.links.curve import MAX_MESSAGE_BYTES, RateLimitedLog, engine_socket
 from lightserve.links.engine_server import EngineServer
 from lightserve.links.engines_file import EnginesFile, write_engines_file
 from lightserve.links.gateway_link import GatewayLink, LinkLostError
@@ -29,7 +29,7 @@ from lightserve.links.keys import GatewayKeys
 from lightserve.links.request_ids import engine_id, gateway_id, session_of
 from lightserve.links.translation import for_other_clock
 from lightserve.messages.cluster import LINK_PROTOCOL, DispatchedReq, EngineToGateway, GatewayHello, MovedReqs
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, TimelineEvent, Timelines, TokenIdOut
 from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
 from lightserve.messages.request import REQ_ID_BITS, AbortReq, GenerateReq, GetTimelines, ReleaseParents
@@ -292,9 +292,9 @@ def test_a_gateway_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ("changes", "found"),
     [
         ({"weights_digest": "others"}, "it has other weights (others) than the engine before (weights)"),
-        ({"ready": EngineReady(POOL, POOL // 2, 32_000, 1)}, "its longest request has 2,048 tokens"),
+        ({"ready": EngineInfo(POOL, POOL // 2, 32_000, 1)}, "its longest request has 2,048 tokens"),
         ({"ready": ready_of(model="with long factors")}, "its positions have other angles"),
-        ({"ready": EngineReady(POOL, POOL, 100, 1)}, "its vocab_size is 100, that of the engine before 32000"),
+        ({"ready": EngineInfo(POOL, POOL, 100, 1)}, "its vocab_size is 100, that of the engine before 32000"),
         ({"engine_id": "engine-0"}, "it is the same engine as"),
         ({"protocol": 99}, "it accepted a gateway with another protocol or model"),
     ],
@@ -460,7 +460,7 @@ def test_what_strangers_cause_is_logged_once_a_minute(
 ) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    log = SeldomLog(logging.getLogger("lightserve.test"))
+    log = RateLimitedLog(logging.getLogger("lightserve.test"))
     with logged_to(caplog):
         for second in range(130):
             now_s = 100.0 + second

@@ -17,7 +17,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.messages.block_hash import block_keys
-from lightserve.messages.control import CpuKvSize, EngineReady, HttpProcessLost
+from lightserve.messages.control import CpuKvSize, EngineInfo, HttpProcessLost
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.output import BatchTokenIdOut, RouterStats, ToDetokenization, TokenIdOut
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SchedulingParams
@@ -30,7 +30,7 @@ from lightserve.messages.request import (
     ReleaseParents,
     ToRouter,
 )
-from lightserve.messages.step import ParentPart, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
+from lightserve.messages.step import ForkPrefix, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.router.chunk_boundaries import ChunkBoundaries
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.tiers.tiers import KvTiers
@@ -187,7 +187,7 @@ class Router:
         inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
         from_router: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
-        engine = EngineReady(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
+        engine = EngineInfo(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
         config = RouterConfig(max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens)
         limits = SchedulerLimits(max_running=MAX_RUNNING, batch_max_tokens=64, chunk_size=64)
         scheduler, model = Scheduler(GroupScheduler(KvPool(200), limits)), FakeModel(end_after)
@@ -853,13 +853,13 @@ def test_a_request_continues_the_prompt_of_its_parent_until_that_is_released(tmp
         router.send(msgspec.structs.replace(child, req_id=3))
         await router.until(lambda: any(batch.failed for batch in router.batches))
 
-        assert entered.parent == ParentPart(1, 20, 20)
+        assert entered.parent == ForkPrefix(1, 20, 20)
         assert len(entered.token_ids) == 1
         [failure] = [failure for batch in router.batches for failure in batch.failed]
         assert (failure.req_id, failure.status) == (3, 500)
         assert failure.message == "the request continues 1, which is not known"
-        await router.until(lambda: any(step.dropped for step in router.model.steps))
-        assert [req_id for step in router.model.steps for req_id in step.dropped] == [1, 2]
+        await router.until(lambda: any(step.release for step in router.model.steps))
+        assert [req_id for step in router.model.steps for req_id in step.release] == [1, 2]
 
     check(scenario, tmp_path)
 
@@ -916,7 +916,7 @@ def test_parents_of_an_http_process_that_died_are_released(tmp_path: Path) -> No
 
         router.manager.abort_http_process(HttpProcessLost(1, successor=3))
 
-        assert [*router.scheduler.only_group.parents] == [1]
+        assert [*router.scheduler.only_group.fork_points] == [1]
 
     check(scenario, tmp_path)
 

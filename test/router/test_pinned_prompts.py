@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightserve.errors import OptionError
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Step, StepRow, Token, TokenOut
@@ -137,8 +137,8 @@ def test_every_attention_group_pins_all_prompts_and_new_workers_compute_them_aga
     assert [group.pool.pinned_tokens for group in scheduler.groups] == [30] * 3
 
 
-def engine(pool: int, longest: int) -> EngineReady:
-    return EngineReady(pool, longest, vocab_size=100, pipeline_depth=1)
+def engine(pool: int, longest: int) -> EngineInfo:
+    return EngineInfo(pool, longest, vocab_size=100, pipeline_depth=1)
 
 
 def test_pins_leave_room_for_requests() -> None:

@@ -38,11 +38,11 @@ def test_a_request_comes_back_to_its_place() -> None:
 def test_a_held_request_has_the_place_of_its_arrival() -> None:
     queue, _ = queue_of(0)
     held, later = make_req(1, [1]), make_req(2, [1])
-    queue.hold(held)
+    queue.defer(held)
     queue.add(later)
     assert order(queue) == [0, 2]
 
-    queue.release(held)
+    queue.make_ready(held)
 
     assert order(queue) == [0, 1, 2]
 
@@ -119,7 +119,7 @@ def test_a_request_that_waits_for_one_thing_after_the_other_has_the_last_deadlin
 def test_after_a_crash_only_held_requests_stay_blocked() -> None:
     queue, reqs = queue_of(0, 1)
     held = make_req(2, [1])
-    queue.hold(held)
+    queue.defer(held)
     queue.block(reqs[0], Wait(5.0))
 
     queue.end_waits()

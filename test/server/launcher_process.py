@@ -33,7 +33,7 @@ WORKER = """
     def main(child_config, launcher):
         launcher.send(StartupPhase("weights", 0.25))
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        launcher.send(EngineReady(**figures, dtype_and_device="in float16 on a fake"))
+        launcher.send(EngineInfo(**figures, dtype_and_device="in float16 on a fake"))
         signal.pause()
     run_child("model worker", main)
 """

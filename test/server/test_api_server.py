@@ -52,10 +52,8 @@ def test_all_processes_become_ready_in_order_and_the_banner_is_printed(tmp_path:
         assert "HTTP processes 2 " in output
         assert "model worker 1 weights 0.25 s" in output
         assert "has no tokenizer: prompts must be token ids" in output
-        assert server.received("router") == ["EngineReady"]
-        wait_until(
-            lambda: server.received("httpserver").count("EngineReady") == 2, "both HTTP processes get the limits"
-        )
+        assert server.received("router") == ["EngineInfo"]
+        wait_until(lambda: server.received("httpserver").count("EngineInfo") == 2, "both HTTP processes get the limits")
         assert server.received("httpserver").count(f"port {port}") == 2
         assert sorted(server.children().values()) == [
             "ls-detokenizer",
@@ -195,7 +193,7 @@ def test_the_processes_that_a_child_started_end_with_it(tmp_path: Path) -> None:
     worker = """
         def main(child_config, launcher):
             subprocess.Popen(["sleep", "1000"])
-            launcher.send(EngineReady(max_total_token_num=1, max_req_total_len=1, vocab_size=1, pipeline_depth=1))
+            launcher.send(EngineInfo(max_total_token_num=1, max_req_total_len=1, vocab_size=1, pipeline_depth=1))
             signal.pause()
         run_child("model worker", main)
     """

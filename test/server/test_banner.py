@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lightserve.config import ClusterConfig, HttpConfig
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.server.banner import banner, print_banner, print_error
 from lightserve.server.checks import ModelInfo
 from lightserve.utils.logger import FORMAT_VARIABLE, JsonFormatter
@@ -18,7 +18,7 @@ from test.model_files.test_progress import Terminal
 
 URL = "http://127.0.0.1:8000"
 MODEL = ModelInfo("tiny", "LlamaForCausalLM", "")
-ENGINE = EngineReady(max_total_token_num=4096, max_req_total_len=1024, vocab_size=100, pipeline_depth=1)
+ENGINE = EngineInfo(max_total_token_num=4096, max_req_total_len=1024, vocab_size=100, pipeline_depth=1)
 
 
 @pytest.mark.parametrize("no_web", [False, True])

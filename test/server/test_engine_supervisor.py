@@ -26,7 +26,7 @@ WORKER = """
         if child_config.index == 0:
             Path(child_config.engine_path("tp")).touch(exist_ok=False)
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        launcher.send(EngineReady(**figures))
+        launcher.send(EngineInfo(**figures))
         signal.pause()
     run_child("model worker", main)
 """

@@ -78,9 +78,9 @@ def test_an_http_process_that_dies_is_replaced_on_its_port_and_the_router_is_inf
         wait_until(lambda: len(received(server, 0)) == 4, "the new one knows the engine")
         assert received(server, 0) == [
             f"process 0 on port {port}",
-            "EngineReady",
+            "EngineInfo",
             f"process {count} on port {port}",
-            "EngineReady",
+            "EngineInfo",
         ]
         assert server.received("router") == [f"HttpProcessLost(process=0, successor={count})"]
         assert "lightserve: httpserver 0 died (signal 9); restarting it" in server.stderr()

@@ -20,7 +20,7 @@ LOADING_WORKER = """
         launcher.send(StartupProgress("weights", 10, 10, "items", 1.0, 2.0, "finished"))
         launcher.send(StartupProgress("CUDA graphs", 3, 3, "items", 1.0, 0.5, "finished"))
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        launcher.send(EngineReady(**figures, dtype_and_device="in float16 on a fake"))
+        launcher.send(EngineInfo(**figures, dtype_and_device="in float16 on a fake"))
         signal.pause()
     run_child("model worker", main)
 """

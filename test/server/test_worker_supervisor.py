@@ -31,7 +31,7 @@ WORKER = """
             Path(__file__).with_name("broken_once").unlink()
             raise RuntimeError("no memory is left yet")
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        launcher.send(EngineReady(**figures, kv_groups=(SlidingWindowKv(size=300, window=64, kept=127),)))
+        launcher.send(EngineInfo(**figures, kv_groups=(SlidingWindowKv(size=300, window=64, kept=127),)))
         signal.pause()
     run_child("model worker", main)
 """
@@ -71,7 +71,7 @@ def test_a_worker_that_dies_is_replaced_by_one_of_the_same_size_and_the_router_i
         kill_worker(server)
 
         server.wait_for_output(IS_BACK)
-        wait_until(lambda: server.received("router") == ["EngineReady", "NewWorkers"], "the router is informed")
+        wait_until(lambda: server.received("router") == ["EngineInfo", "NewWorkers"], "the router is informed")
         assert "lightserve: model worker 0 died (signal 9); restarting the workers" in server.stderr()
         first, second = (
             ("rank 0 of 1, None tokens", "None windowed tokens"),
@@ -79,7 +79,7 @@ def test_a_worker_that_dies_is_replaced_by_one_of_the_same_size_and_the_router_i
         )
         assert server.received("worker") == [*first, *second]
         assert "4,096 tokens; 300 in layers with a window of 64 tokens" in server.stderr()
-        assert server.received("httpserver")[1:] == ["EngineReady"]
+        assert server.received("httpserver")[1:] == ["EngineInfo"]
         assert sorted(server.children().values()) == ["ls-detokenizer", "ls-httpserver", "ls-router", "ls-worker"]
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0

@@ -20,7 +20,7 @@ from lightserve.offline.llm import LLM, Generation
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.scheduler import GroupScheduler, Scheduler
-from lightserve.worker.batch.infer_batch import PlainRows, Sampled
+from lightserve.worker.batch.infer_batch import Sampled, TokenOnlyRows
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.rpc import GetResult
@@ -224,7 +224,7 @@ def test_drafts_have_slots_of_the_windowed_pool_too(
 
 
 def test_a_request_without_a_token_after_its_drafts_fails() -> None:
-    plain = PlainRows(int64s([0, 2]), int64s([4, 5]), int64s([1, 2]), int64s([40, 50]), drafts=int64s([1, 2]))
+    plain = TokenOnlyRows(int64s([0, 2]), int64s([4, 5]), int64s([1, 2]), int64s([40, 50]), drafts=int64s([1, 2]))
     tokens = torch.tensor([7, ops.NO_TOKEN, 8, 9, ops.NO_TOKEN])
     collector = StepCollector()
 

@@ -191,8 +191,8 @@ def distributions(run: Run) -> str:
         latency, histogram = run.latencies[name], run.histograms[name]
         title = f"Distribution of {name.upper()}"
         marks = [("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99)]
-        said = f"{words}: " + ", ".join(f"{mark} {number(value)} ms" for mark, value in marks)
-        plot = Plot(title, said, "ms", "% of values", marks=marks)
+        caption = f"{words}: " + ", ".join(f"{mark} {number(value)} ms" for mark, value in marks)
+        plot = Plot(title, caption, "ms", "% of values", marks=marks)
         figures.append(figure(title, histogram_plot(plot, histogram.edges, histogram.counts, STYLES[name])))
     return f'<div class="plots">{"".join(figures)}</div>' if figures else ""
 
@@ -206,7 +206,7 @@ def over_time(run: Run) -> str:
     figures = []
     for title, unit, values, style in plots:
         points = [((i + 0.5) * series.step_s, value) for i, value in enumerate(values)]
-        said = f"Over {run.seconds:.1f} seconds; highest value {number(max(values, default=0.0))}."
-        plot = Plot(title, said, "seconds", unit, [Line(unit, points, style, has_area=True)], x_high=run.seconds)
+        caption = f"Over {run.seconds:.1f} seconds; highest value {number(max(values, default=0.0))}."
+        plot = Plot(title, caption, "seconds", unit, [Line(unit, points, style, has_area=True)], x_high=run.seconds)
         figures.append(figure(title, line_plot(plot)))
     return f'<div class="plots">{"".join(figures)}</div>'

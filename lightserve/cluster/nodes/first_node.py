@@ -23,7 +23,7 @@ from lightserve.config import ServerConfig
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.ipc.process import EXIT_CONFIG_ERROR, ChildConfig
-from lightserve.links.curve import AsyncSocket, SeldomLog, try_send
+from lightserve.links.curve import AsyncSocket, RateLimitedLog, try_send
 from lightserve.messages.cluster import Heartbeat
 from lightserve.messages.control import ChildFailed, RankExited
 from lightserve.messages.nodes import (
@@ -74,7 +74,7 @@ class FirstNode:
         self._by_peer: dict[bytes, Session] = {}
         self._has_joined = asyncio.Condition()
         self._store_port = 0
-        self._log = SeldomLog(logger)
+        self._log = RateLimitedLog(logger)
         self._tasks: asyncio.TaskGroup
 
     @property

@@ -59,7 +59,7 @@ class StreamedGeneration(AbstractAsyncContextManager[AsyncIterator[Outs]], Recor
 class StreamRecorder(Protocol):
     """Keeps the events of a stream, so that its client can come back for them: see httpserver/resume."""
 
-    said: Outs  # tokens of which the client has the events: another process had the stream before
+    sent_outs: Outs  # tokens of which the client has the events: another process had the stream before
 
     def discard(self) -> None:
         """The response is no stream of events."""
@@ -236,9 +236,9 @@ class Events:
 
 async def _replay(recorder: StreamRecorder, writer: EventWriter) -> None:
     """Bring the writer to where the client is. It may be a long way: others must not wait for all of it."""
-    said, recorder.said = recorder.said, []
-    for at in range(0, len(said), REPLAYED):
-        writer.write(said[at : at + REPLAYED])
+    sent_outs, recorder.sent_outs = recorder.sent_outs, []
+    for at in range(0, len(sent_outs), REPLAYED):
+        writer.write(sent_outs[at : at + REPLAYED])
         await asyncio.sleep(0)
 
 

@@ -174,9 +174,9 @@ class Collected(_Output):
 
     def body(self) -> JsonObject:
         calls = self._whole + self._whole_calls(None)
-        said = self._spec.layout.fields("".join(self._content), "".join(self._thinking), calls)
+        content_fields = self._spec.layout.fields("".join(self._content), "".join(self._thinking), calls)
         head = {"model": self._spec.model, "created_at": timestamp()}
-        return {**head, **said, **_given(logprobs=self._all_logprobs), **self._end()}
+        return {**head, **content_fields, **_given(logprobs=self._all_logprobs), **self._end()}
 
 
 class LineWriter(_Output):
@@ -204,8 +204,8 @@ class LineWriter(_Output):
         return b"".join(lines)
 
     def end(self) -> bytes:
-        said = self._spec.layout.fields("", "", [])
-        return _line({"model": self._spec.model, "created_at": timestamp(), **said, **self._end()})
+        content_fields = self._spec.layout.fields("", "", [])
+        return _line({"model": self._spec.model, "created_at": timestamp(), **content_fields, **self._end()})
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return _line({"error": error_object(error, request_id)["error"]["message"]})
@@ -238,8 +238,8 @@ class LineWriter(_Output):
             elif isinstance(delta, Reasoning):
                 thinking += delta.text
         calls += self._whole_calls(None) if out.finish_reason is not None else []
-        said = self._spec.layout.fields(content, thinking, calls)
-        return self._line(head, said | _given(logprobs=self._logprobs(out)))
+        content_fields = self._spec.layout.fields(content, thinking, calls)
+        return self._line(head, content_fields | _given(logprobs=self._logprobs(out)))
 
     def _line(self, head: bytes, fields: JsonObject) -> bytes:
         return head + b'",' + orjson.dumps({**fields, "done": False})[1:] + b"\n"
@@ -247,8 +247,10 @@ class LineWriter(_Output):
 
 def loaded_response(layout: Layout, model: str) -> Response:
     """What a request without a prompt gets."""
-    said = layout.fields("", "", [])
-    return json_response({"model": model, "created_at": timestamp(), **said, "done": True, "done_reason": "load"})
+    content_fields = layout.fields("", "", [])
+    return json_response(
+        {"model": model, "created_at": timestamp(), **content_fields, "done": True, "done_reason": "load"}
+    )
 
 
 def token_logprobs(tokenizer: Tokenizer, k: int) -> Callable[[StrOut], JsonObject]:

@@ -124,7 +124,7 @@ class Follower:
 
     async def _take_over(self) -> None:
         """Read first: a stream that belongs to this process must run here."""
-        said, last = await self._read_all()
+        sent_outs, last = await self._read_all()
         if last is not None and last.is_end:
             return
         ((encoded_head, body),) = await self._call((b"HMGET", self._keys.head, b"head", b"body"))
@@ -135,7 +135,7 @@ class Follower:
         if not await self._take(b"" if last is None else last.id):
             return
         self._journal.counts.taken_over += 1
-        recording = TakenOverRecording(self._journal, self._id, head, said, 0 if last is None else last.last)
+        recording = TakenOverRecording(self._journal, self._id, head, sent_outs, 0 if last is None else last.last)
         self._continued = self._start_again(head, body, recording)
 
     def _check_position(self, head: Head, last: Entry | None) -> None:
@@ -155,14 +155,14 @@ class Follower:
 
     async def _read_all(self) -> tuple[Outs, Entry | None]:
         """All tokens of the stream, and its last entry."""
-        said: Outs = []
+        sent_outs: Outs = []
         last: Entry | None = None
         while True:
             (found,) = await self._call(self._read_after(FIRST_ENTRY if last is None else last.id))
             entries = _entries(found)
             if not entries:
-                return said, last
-            said += [out for entry in entries for out in entry.outs]
+                return sent_outs, last
+            sent_outs += [out for entry in entries for out in entry.outs]
             last = entries[-1]
 
     async def _take(self, last_entry: bytes) -> bool:

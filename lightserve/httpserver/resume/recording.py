@@ -32,7 +32,7 @@ class Recording(ABC):
 
     def __init__(self, journal: Journal, stream_id: bytes) -> None:
         self.keys = Keys.of(stream_id)
-        self.said: Outs = []
+        self.sent_outs: Outs = []
         self._id = stream_id
         self._journal = journal
         self._number = 0  # of the last event
@@ -171,18 +171,18 @@ class NewRecording(Recording):
 
 
 class TakenOverRecording(Recording):
-    """Of a stream whose process has died: it goes on after the tokens ``said`` and the event with this number."""
+    """Of a stream whose process has died: it goes on after the tokens ``sent_outs`` and the event with this number."""
 
-    def __init__(self, journal: Journal, stream_id: bytes, head: Head, said: Outs, number: int) -> None:
+    def __init__(self, journal: Journal, stream_id: bytes, head: Head, sent_outs: Outs, number: int) -> None:
         super().__init__(journal, stream_id)
-        self.said = said
+        self.sent_outs = sent_outs
         self._taken = head
         self._number = number
 
     def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None:
         generation.fix_seeds(self._taken.seeds)
         age_s = unix_s(time.monotonic()) - self._taken.started_s  # by the clocks of two machines
-        generation.continue_after(self.said, max(age_s, 0.0))
+        generation.continue_after(self.sent_outs, max(age_s, 0.0))
         self._is_written = True
         self._journal.open(self)
         self._expire()

@@ -13,7 +13,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.links.digest import weights_digest
-from lightserve.messages.control import EngineReady
+from lightserve.messages.control import EngineInfo
 from lightserve.model_files.lora.paths import adapter_files
 from lightserve.model_files.source import resolve
 
@@ -22,14 +22,14 @@ HASHERS = 8  # files that are read at once
 CACHE = "weights.json"  # in --kv_disk_dir: hashes of files that have not changed since
 
 
-async def kv_identity(config: ServerConfig, engine: EngineReady) -> str:
+async def kv_identity(config: ServerConfig, engine: EngineInfo) -> str:
     """Empty if no KV outlives the workers."""
     if engine.cpu_kv is None or not engine.cpu_kv.storage_tiers:
         return ""
     return await asyncio.to_thread(_identity, config, engine)
 
 
-def _identity(config: ServerConfig, engine: EngineReady) -> str:
+def _identity(config: ServerConfig, engine: EngineInfo) -> str:
     worker = config.worker
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto")
     files = [] if worker.load_format == "dummy" else source.weight_files()

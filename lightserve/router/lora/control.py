@@ -12,7 +12,7 @@ from lightserve.messages.output import AdapterCard, AdapterReply, ToDetokenizati
 from lightserve.messages.request import AdapterQuery, LoadAdapter, UnloadAdapter
 from lightserve.router.lora.loader import AdapterLoader
 from lightserve.router.lora.registry import AdapterRegistry, RegisteredAdapter, not_found
-from lightserve.router.reporter import Reporter
+from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 
@@ -20,9 +20,11 @@ DISABLED = "this server has no LoRA adapters; start it with --lora_modules or --
 
 
 class AdapterControl:
-    def __init__(self, scheduler: Scheduler, reporter: Reporter, replies: Sender[ToDetokenization]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, output_processor: OutputProcessor, replies: Sender[ToDetokenization]
+    ) -> None:
         self._scheduler = scheduler
-        self._reporter = reporter
+        self._output_processor = output_processor
         self._replies = replies
         self._registry = AdapterRegistry([], None)
         self._loader: AdapterLoader | None = None  # None: the workers take no adapters
@@ -41,7 +43,7 @@ class AdapterControl:
             return []
         self._loader.use_workers(workers)
         queues = [group.queue for group in self._scheduler.groups]
-        return [req for queue in queues for req in queue.hold_again(lambda req: req.lora_id is not None)]
+        return [req for queue in queues for req in queue.defer_again(lambda req: req.lora_id is not None)]
 
     def find(self, name: str) -> RegisteredAdapter | None:
         """The adapter that a request names; None: the base model."""
@@ -109,7 +111,7 @@ class AdapterControl:
         failed = self._scheduler.drop(lambda req: req.lora_id == adapter.lora_id)
         if failed:
             shown = f"the adapter {adapter.name!r} cannot be used: {adapter.for_client(reason)}"
-            self._reporter.fail(failed, 400, lambda _: shown)
+            self._output_processor.fail(failed, 400, lambda _: shown)
 
 
 def _error_reply(query_id: int, error: LightserveError) -> AdapterReply:

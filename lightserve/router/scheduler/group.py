@@ -14,10 +14,10 @@ import numpy.typing as npt
 from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, int64s
 from lightserve.messages.step import NewReq, Step, TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
+from lightserve.router.fork_points import ForkPoints
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.sends import KvSends
 from lightserve.router.kv.source import Activity, KvSource, StepPart
-from lightserve.router.parents import Parents
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
@@ -57,7 +57,7 @@ class GroupScheduler:
         self.preemption = Preemption(self.batch, self.queue, policy)
         self.planner = StepPlanner(self.queue, self.batch, self.chunking, self.preemption, limits)
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
-        self.parents = Parents()
+        self.fork_points = ForkPoints()
         self.sends = KvSends()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
@@ -71,7 +71,7 @@ class GroupScheduler:
     def plan(self, now_s: float) -> GroupStep | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
-        admitted = {req: self.parents.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
+        admitted = {req: self.fork_points.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
         for part in self.parts:
             part.begin_step()
         planned = self.planner.plan()
@@ -98,15 +98,15 @@ class GroupScheduler:
 
     def _as_step(self, planned: PlannedStep, admitted: dict[Req, NewReq]) -> Step:
         new, free = self.batch.take_new_and_freed(admitted)
-        kept, dropped = self.parents.take_kept_and_dropped(free)
+        retain, release = self.fork_points.take_retained_and_released(free)
         loras = self.loras.take_copies()
         planned.loras.extend(place.lora_id for place in loras)
         return Step(
             planned.chunks(),
             [admitted[req] for req in new],
             free,
-            kept=kept,
-            dropped=dropped,
+            retain=retain,
+            release=release,
             group_slots=planned.group_slots,
             decode_ids=planned.req_ids[: planned.num_decodes],
             decode_slots=planned.slots[: planned.decodes.num_slots],
@@ -123,7 +123,7 @@ class GroupScheduler:
     @property
     def _has_to_free(self) -> bool:
         """Whether the workers hold or keep something that is not needed any more."""
-        return self.batch.has_rows_to_free or self.parents.has_drops
+        return self.batch.has_rows_to_free or self.fork_points.has_releases
 
     def complete(self, step: PlannedStep, seconds: float | None) -> None:
         """The step is back: the KV that it computed is certain. ``seconds``: how long it took, if that is known."""
@@ -191,8 +191,8 @@ class GroupScheduler:
         """The request has got its last token."""
         if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
             self._estimate.observe(req.output_len)
-        if req.may_be_parent:
-            self.parents.add(req, is_in_workers=req in self.batch)
+        if req.can_fork:
+            self.fork_points.add(req, is_in_workers=req in self.batch)
         self.drop(req)
 
     def drop(self, req: Req) -> None:
@@ -220,7 +220,7 @@ class GroupScheduler:
         ]
         self.pool.roll_back(slots, group_slots)
         self.batch.clear()
-        self.parents.clear()
+        self.fork_points.clear()
 
     def reset(self) -> None:
         """Drop all requests and all KV. The workers have freed all requests."""
@@ -228,14 +228,14 @@ class GroupScheduler:
         self.batch.clear()
         self.isolation.reset()
         self.sends.clear()
-        self.parents.clear()
+        self.fork_points.clear()
         self.pool.reset()
 
     def recover_from_crash(self, steps: Sequence[PlannedStep]) -> Req | None:
         """The workers died while they computed these steps: see ``Scheduler.recover_from_crash``."""
         in_flight = {req_id for step in steps for req_id in step.req_ids.tolist()}
         self.pool.reset()
-        self.parents.lose_workers()
+        self.fork_points.lose_workers()
         self.queue.end_waits()
         for req in self.batch.clear():
             self.queue.add_preempted(req)

@@ -81,20 +81,21 @@ class Scheduler:
     def add(self, req: Req, group: GroupScheduler | None = None) -> None:
         """``group``: None: any."""
         group = group or self._choose_group(req)
-        group.parents.give_keys(req)
+        group.fork_points.give_keys(req)
         group.queue.add(req)
         self._wait_for_tokens(req, group)
 
-    def hold(self, req: Req) -> None:
-        """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
+    def defer(self, req: Req) -> None:
+        """Queue a request that may not be admitted before ``make_ready``: the workers prepare its grammar or
+        adapter."""
         group = self._choose_group(req)
-        group.parents.give_keys(req)
-        group.queue.hold(req)
+        group.fork_points.give_keys(req)
+        group.queue.defer(req)
 
-    def release(self, req: Req) -> None:
+    def make_ready(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
         for group in self.groups:
-            group.queue.release(req)
+            group.queue.make_ready(req)
             if group.queue.is_ready(req):
                 self._wait_for_tokens(req, group)
 

@@ -17,8 +17,8 @@ from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.messages.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import NewReq, Step
 from lightserve.worker.batch.infer_req import InferReq
-from lightserve.worker.batch.kept_reqs import KeptReqs
 from lightserve.worker.batch.req_columns import ReqColumns
+from lightserve.worker.batch.retained_reqs import RetainedReqs
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
 from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
 from lightserve.worker.lora import write_groups
@@ -39,31 +39,31 @@ SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
 TokenUpdate = tuple[InferReq, list[int], bool]
 
 
-class PlainRows(NamedTuple):
+class TokenOnlyRows(NamedTuple):
     """The requests of a step whose tokens are returned without details, in columns."""
 
-    places: Int64Array  # rows of the step's logits; the first of a request with drafts
+    indices: Int64Array  # rows of the step's logits; the first of a request with drafts
     rows: Int64Array  # of the batch
-    entries: Int64Array  # ReqColumns.entry
+    generations: Int64Array  # ReqColumns.entry
     req_ids: Int64Array
     drafts: Int64Array = NO_INT64  # that the step computes; empty: none
 
 
-NO_PLAIN_ROWS = PlainRows(NO_INT64, NO_INT64, NO_INT64, NO_INT64)
+NO_TOKEN_ONLY_ROWS = TokenOnlyRows(NO_INT64, NO_INT64, NO_INT64, NO_INT64)
 
 
 class Sampled(NamedTuple):
     """The requests of a step that get a token. Unfinished prompts get none."""
 
-    others: Sequence[SampledRow]
-    plain: PlainRows = NO_PLAIN_ROWS
+    with_details: Sequence[SampledRow]
+    plain: TokenOnlyRows = NO_TOKEN_ONLY_ROWS
 
 
 class StepUpdates(NamedTuple):
     """The tokens of a step, for the thread that launches steps."""
 
-    others: Sequence[TokenUpdate]
-    plain: PlainRows
+    with_details: Sequence[TokenUpdate]
+    plain: TokenOnlyRows
     plain_token_ids: Int32Array
     plain_counts: Int32Array = NO_INT32  # tokens of each request, if the step has drafts; empty: one
 
@@ -112,7 +112,7 @@ class PackedStep:
     @property
     def logit_reqs(self) -> list[InferReq]:
         """The request of each row of logits."""
-        return self.reqs if self.drafts is None else [self.reqs[place] for place in self.drafts.logit_reqs.tolist()]
+        return self.reqs if self.drafts is None else [self.reqs[index] for index in self.drafts.logit_reqs.tolist()]
 
     def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
         """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
@@ -155,9 +155,9 @@ class InferBatch:
         self.columns = ReqColumns(req_manager.max_reqs)
         self._num_entered = 0
         self._reqs: dict[int, InferReq] = {}  # by id
-        self._at: dict[int, InferReq] = {}  # by row
+        self._req_by_row: dict[int, InferReq] = {}  # by row
         self._row_of: dict[int, int] = {}  # by id
-        self.kept = KeptReqs()
+        self.retained = RetainedReqs()
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
         self._has_kv = has_kv
@@ -194,7 +194,7 @@ class InferBatch:
 
     def _enter(self, req: InferReq) -> None:
         columns, row = self.columns, req.row
-        self._reqs[req.req_id] = self._at[row] = req
+        self._reqs[req.req_id] = self._req_by_row[row] = req
         self._row_of[req.req_id] = row
         self._num_entered += 1
         columns.known.take(row)  # of a request that left
@@ -225,14 +225,14 @@ class InferBatch:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
         for step in updates:
             self._apply_plain(step.plain, step.plain_token_ids, step.plain_counts)
-            for req, token_ids, is_constrained in step.others:
+            for req, token_ids, is_constrained in step.with_details:
                 req.add_known(token_ids)
                 req.total_len += len(token_ids) - 1
                 req.is_constrained = is_constrained
 
-    def _apply_plain(self, plain: PlainRows, token_ids: Int32Array, counts: Int32Array) -> None:
+    def _apply_plain(self, plain: TokenOnlyRows, token_ids: Int32Array, counts: Int32Array) -> None:
         columns = self.columns
-        is_here = columns.entry[plain.rows] == plain.entries
+        is_here = columns.entry[plain.rows] == plain.generations
         rows = plain.rows[is_here]
         if len(counts):
             token_ids, counts = token_ids[np.repeat(is_here, counts)], counts[is_here]
@@ -240,7 +240,7 @@ class InferBatch:
         else:
             token_ids = token_ids[is_here]
         for row in columns.known.full(rows, counts if len(counts) else 1):
-            self._at[row].flush()
+            self._req_by_row[row].flush()
         columns.known.append(rows, token_ids, counts)
         columns.known_len[rows] += counts if len(counts) else 1
         columns.last_known[rows] = token_ids[np.cumsum(counts) - 1] if len(counts) else token_ids
@@ -250,32 +250,32 @@ class InferBatch:
         columns, rows = self.columns, packed.rows
         is_sampled = columns.cache_len[rows] == columns.total_len[rows]
         is_plain = is_sampled & (columns.is_plain[rows] > 0)
-        places = np.flatnonzero(is_plain)
-        own = rows[places]
+        indices = np.flatnonzero(is_plain)
+        own = rows[indices]
         columns.total_len[own] += 1
-        others = [
-            (place, packed.reqs[place], packed.reqs[place].add_sampled())
-            for place in np.flatnonzero(is_sampled & ~is_plain).tolist()
+        with_details = [
+            (index, packed.reqs[index], packed.reqs[index].add_sampled())
+            for index in np.flatnonzero(is_sampled & ~is_plain).tolist()
         ]
-        plain = PlainRows(places, own, columns.entry[own], columns.req_id[own])
+        plain = TokenOnlyRows(indices, own, columns.entry[own], columns.req_id[own])
         if packed.drafts is None:
-            return Sampled(others, plain)
+            return Sampled(with_details, plain)
         first = packed.drafts.first_rows
-        with_rows = [(int(first[place]), req, chunks) for place, req, chunks in others]
-        return Sampled(with_rows, plain._replace(places=first[places], drafts=packed.drafts.drafts[places]))
+        with_rows = [(int(first[index]), req, chunks) for index, req, chunks in with_details]
+        return Sampled(with_rows, plain._replace(indices=first[indices], drafts=packed.drafts.drafts[indices]))
 
     def free(self, step: Step) -> None:
         """Remove the requests that leave with this step, and keep what later ones may begin with."""
-        for req_id in step.kept:
-            self.kept.add(self._reqs[req_id])
+        for req_id in step.retain:
+            self.retained.add(self._reqs[req_id])
         for req_id in step.free:
             self.remove(req_id)
-        self.kept.drop(step.dropped)
+        self.retained.release(step.release)
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # it may be unknown if the step that brought it failed
         if req is not None:
-            del self._at[req.row], self._row_of[req_id]
+            del self._req_by_row[req.row], self._row_of[req_id]
             req.move_to(ReqColumns(1), 0)  # a step in flight may still give it a token
             self.columns.entry[req.row] = 0
             self._req_manager.free(req.row)
@@ -284,9 +284,9 @@ class InferBatch:
     def clear(self) -> None:
         """Remove all requests, also one whose ``add`` was interrupted."""
         self._reqs.clear()
-        self._at.clear()
+        self._req_by_row.clear()
         self._row_of.clear()
-        self.kept.clear()
+        self.retained.clear()
         self.columns.entry[:] = 0
         self._prefixes = SharedPrefixes()
         self._req_manager.free_all()
@@ -297,30 +297,30 @@ class InferBatch:
         ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts or drafts keeps its
         shape, because no captured step computes them.
         """
-        taken = self._rows_of(step)
-        self._record_prompts(taken)
-        taken, groups = self._arrange(taken)
-        rows, q_len = taken.rows, taken.q_len
+        step_rows = self._rows_of(step)
+        self._record_prompts(step_rows)
+        step_rows, groups = self._arrange(step_rows)
+        rows, q_len = step_rows.rows, step_rows.q_len
         reqs = self._reqs_at(rows)
-        count = len(taken.slots)
+        count = len(step_rows.slots)
         start = np.cumsum(q_len) - q_len
-        prompt_targets = self._prompt_targets(taken, start)
-        shape = self._shape(taken, bool(groups))
-        shape = shape if prompt_targets or taken.counts is not None else captured_shape(shape)
+        prompt_targets = self._prompt_targets(step_rows, start)
+        shape = self._shape(step_rows, bool(groups))
+        shape = shape if prompt_targets or step_rows.counts is not None else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
         ready = self.columns.cache_len[rows]
         tokens: dict[str, Values] = {
             "row": np.repeat(rows, q_len),
             "position": np.arange(count) + np.repeat(ready - start, q_len),
-            "slot": taken.slots if self._has_kv else np.arange(count),
-            "token_id": self._token_ids(taken, start),
+            "slot": step_rows.slots if self._has_kv else np.arange(count),
+            "token_id": self._token_ids(step_rows, start),
         }
         computed: dict[str, Values] = {
             "row": rows,
             "start": start,
             "seq_len": ready + q_len,
-            "ready_len": ready if taken.counts is None else ready_len(rows, self.columns),
+            "ready_len": ready if step_rows.counts is None else ready_len(rows, self.columns),
             "temperature": self.columns.temperature[rows],
             "seed": self.columns.seed[rows],
         }
@@ -330,10 +330,10 @@ class InferBatch:
         if columns.lora_groups is not None:
             lora_slots = np.repeat(self.columns.lora_slot[rows], q_len)
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
-        for view, slots in zip(columns.group_slots, taken.group_slots, strict=True):
+        for view, slots in zip(columns.group_slots, step_rows.group_slots, strict=True):
             view[:count] = slots
 
-        drafts = None if taken.counts is None else DraftInput.planned(taken.counts, rows, q_len, self.columns)
+        drafts = None if step_rows.counts is None else DraftInput.planned(step_rows.counts, rows, q_len, self.columns)
         self.columns.cache_len[rows] += q_len if drafts is None else q_len - drafts.drafts
         return PackedStep(inputs, shape, reqs, rows, prompt_targets, drafts)
 
@@ -353,70 +353,70 @@ class InferBatch:
         return StepRows(rows, q_len, slots, group_slots, int32s(step.token_ids), counts)
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
-        return list(map(self._at.__getitem__, rows.tolist()))
+        return list(map(self._req_by_row.__getitem__, rows.tolist()))
 
-    def _shape(self, taken: StepRows, has_groups: bool) -> StepShape:
-        has_decodes, has_prompts = bool((taken.q_len == 1).any()), bool((taken.q_len > 1).any())
+    def _shape(self, step_rows: StepRows, has_groups: bool) -> StepShape:
+        has_decodes, has_prompts = bool((step_rows.q_len == 1).any()), bool((step_rows.q_len > 1).any())
         if not self._has_kv:
             has_decodes, has_prompts = False, True
-        num_slots = self.lora_slots if self._has_lora(taken.rows) else 0
-        return StepShape(len(taken.slots), len(taken.rows), has_decodes, has_prompts, has_groups, num_slots)
+        num_slots = self.lora_slots if self._has_lora(step_rows.rows) else 0
+        return StepShape(len(step_rows.slots), len(step_rows.rows), has_decodes, has_prompts, has_groups, num_slots)
 
     def _has_lora(self, rows: Int64Array) -> bool:
         return self.lora_slots > 0 and bool((self.columns.lora_slot[rows] >= 0).any())
 
-    def _prompt_targets(self, taken: StepRows, start: Int64Array) -> list[PromptTargets]:
+    def _prompt_targets(self, step_rows: StepRows, start: Int64Array) -> list[PromptTargets]:
         found = []
-        for place in np.flatnonzero(self.columns.is_plain[taken.rows] == 0).tolist():
-            req = self._at[int(taken.rows[place])]
-            targets = req.prompt_targets(int(taken.q_len[place]))
+        for index in np.flatnonzero(self.columns.is_plain[step_rows.rows] == 0).tolist():
+            req = self._req_by_row[int(step_rows.rows[index])]
+            targets = req.prompt_targets(int(step_rows.q_len[index]))
             if targets:
-                found.append(PromptTargets(req, int(start[place]), targets))
+                found.append(PromptTargets(req, int(start[index]), targets))
         return found
 
-    def _token_ids(self, taken: StepRows, start: Int64Array) -> Int32Array | Int64Array:
+    def _token_ids(self, step_rows: StepRows, start: Int64Array) -> Int32Array | Int64Array:
         """The ids of the tokens to compute. The last one of a request may be in flight, and drafts are not known."""
-        if len(taken.token_ids):
-            return taken.token_ids
-        columns, rows = self.columns, taken.rows
-        ids = np.full(len(taken.slots), LAST_SAMPLED, dtype=np.int64)
+        if len(step_rows.token_ids):
+            return step_rows.token_ids
+        columns, rows = self.columns, step_rows.rows
+        ids = np.full(len(step_rows.slots), LAST_SAMPLED, dtype=np.int64)
         ready = columns.cache_len[rows]
         uncomputed = columns.known_len[rows] - ready  # known tokens
         is_last = uncomputed == 1
         ids[start[is_last]] = columns.last_known[rows[is_last]]
-        for place in np.flatnonzero((uncomputed > 0) & ~is_last).tolist():
-            begin, count = int(ready[place]), int(taken.q_len[place])
-            known = self._at[int(rows[place])].token_ids[begin : begin + count]
-            first = int(start[place])
+        for index in np.flatnonzero((uncomputed > 0) & ~is_last).tolist():
+            begin, count = int(ready[index]), int(step_rows.q_len[index])
+            known = self._req_by_row[int(rows[index])].token_ids[begin : begin + count]
+            first = int(start[index])
             ids[first : first + len(known)] = known
         return ids
 
-    def _record_prompts(self, taken: StepRows) -> None:
+    def _record_prompts(self, step_rows: StepRows) -> None:
         """Record the slots of prompts. Other requests may share them from the next step on."""
-        left = self.columns.leading_len[taken.rows] - self.columns.cache_len[taken.rows]
-        places = np.flatnonzero(left > 0).tolist()
-        ends = np.cumsum(taken.q_len) if places else NO_INT64
-        for place in places:
-            req, end = self._at[int(taken.rows[place])], int(ends[place])
-            slots = taken.slots[end - int(taken.q_len[place]) : end][: int(left[place])]
+        left = self.columns.leading_len[step_rows.rows] - self.columns.cache_len[step_rows.rows]
+        indices = np.flatnonzero(left > 0).tolist()
+        ends = np.cumsum(step_rows.q_len) if indices else NO_INT64
+        for index in indices:
+            req, end = self._req_by_row[int(step_rows.rows[index])], int(ends[index])
+            slots = step_rows.slots[end - int(step_rows.q_len[index]) : end][: int(left[index])]
             begin = req.cache_len
             req.leading_slots[begin : begin + len(slots)] = slots
-            if len(slots) == left[place] and self.shares_prefixes:
+            if len(slots) == left[index] and self.shares_prefixes:
                 self._prefixes.add(req, req.leading_slots)
 
-    def _arrange(self, taken: StepRows) -> tuple[StepRows, list[SharedRows]]:
+    def _arrange(self, step_rows: StepRows) -> tuple[StepRows, list[SharedRows]]:
         """The rows of a step, with decodes that share a prefix next to each other and in front, and their groups."""
-        if not self.shares_prefixes or not self._prefixes.may_have_groups or self._has_lora(taken.rows):
-            return taken, []  # no captured step has both adapters and shared prefixes
-        if taken.counts is not None:
-            return taken, []  # few decodes of such a step have one token
-        places = np.flatnonzero(taken.q_len == 1)
-        if len(places) < MIN_MEMBERS:
-            return taken, []
-        order, groups = self._prefixes.arrange(self._reqs_at(taken.rows[places]))
-        if len(places) < FEW_REQUESTS and sum(group.saved for group in groups) < MIN_SAVED_BY_FEW:
-            return taken, []
-        return (taken.arranged(places[order]), groups) if groups else (taken, groups)
+        if not self.shares_prefixes or not self._prefixes.may_have_groups or self._has_lora(step_rows.rows):
+            return step_rows, []  # no captured step has both adapters and shared prefixes
+        if step_rows.counts is not None:
+            return step_rows, []  # few decodes of such a step have one token
+        indices = np.flatnonzero(step_rows.q_len == 1)
+        if len(indices) < MIN_MEMBERS:
+            return step_rows, []
+        order, groups = self._prefixes.arrange(self._reqs_at(step_rows.rows[indices]))
+        if len(indices) < FEW_REQUESTS and sum(group.saved for group in groups) < MIN_SAVED_BY_FEW:
+            return step_rows, []
+        return (step_rows.arranged(indices[order]), groups) if groups else (step_rows, groups)
 
     def padding(self, shape: StepShape) -> np.ndarray:
         """The input of a step that computes only padding."""

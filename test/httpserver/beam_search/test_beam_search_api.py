@@ -49,7 +49,7 @@ def toy(req: GenerateReq) -> list[StrOut | ReqFailed]:
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("run")) as server:
-        server.context.manager.engine_ready(msgspec.structs.replace(LIMITS, eos_token_ids=(END,)))
+        server.context.manager.engine_info(msgspec.structs.replace(LIMITS, eos_token_ids=(END,)))
         yield server
 
 

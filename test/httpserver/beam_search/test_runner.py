@@ -58,7 +58,7 @@ def check(
 ) -> None:
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), engine(run_dir, script, None) as (context, fake):
-            context.manager.engine_ready(LIMITS_WITH_END)
+            context.manager.engine_info(LIMITS_WITH_END)
             await scenario(context, fake)
 
     asyncio.run(run())

@@ -115,7 +115,7 @@ def test_a_suffix_is_filled_with_the_tokens_of_the_model(
     tmp_path_factory: pytest.TempPathFactory, tokens: tuple[str, str, str]
 ) -> None:
     with running(tmp_path_factory.mktemp("run"), filling_tokenizer(*tokens)) as coder:
-        coder.context.manager.engine_ready(msgspec.structs.replace(LIMITS, vocab_size=LIMITS.vocab_size + len(tokens)))
+        coder.context.manager.engine_info(msgspec.structs.replace(LIMITS, vocab_size=LIMITS.vocab_size + len(tokens)))
         body = whole(generate(coder, prompt="def f():", suffix="return x", stream=False))
         shown = whole(coder.post("/api/show", {"model": "tiny"}))["capabilities"]
         text = text_of(coder)

@@ -94,7 +94,7 @@ def test_a_long_stream_is_taken_over_with_all_its_tokens(tmp_path: Path) -> None
 
         (head, body, recording) = stream.continued[0]
         assert (head, body) == (HEAD, b"{}")
-        assert [out.token.id for _, out in recording.said] == list(range(1, LONG + 1))
+        assert [out.token.id for _, out in recording.sent_outs] == list(range(1, LONG + 1))
         assert await stream.process() == journal.token
         assert events.count(b"data: ") == 3
         assert journal.counts.taken_over == 1
@@ -174,7 +174,7 @@ def test_a_stream_without_an_event_in_the_journal_can_go_on(tmp_path: Path) -> N
 
         await follower._take_over()
 
-        assert stream.continued[0][2].said == []
+        assert stream.continued[0][2].sent_outs == []
         follower.close()
 
     check_stream(tmp_path, scenario)

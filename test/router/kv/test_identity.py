@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lightserve.config.parse import parse_server
-from lightserve.messages.control import CpuKvSize, EngineReady, KvIdentity
+from lightserve.messages.control import CpuKvSize, EngineInfo, KvIdentity
 from lightserve.router.kv.identity import CACHE, file_hashes, kv_identity
 from test.server.launcher_process import tiny_model
 
@@ -20,7 +20,7 @@ def test_stored_kv_has_the_identity_of_what_the_workers_compute(tmp_path: Path, 
     config = parse_server([str(tiny_model(tmp_path)), "--load_format=dummy"])
 
     def identity(kv: KvIdentity) -> str:
-        ready = EngineReady(1000, 1000, 1000, 1, cpu_kv=CpuKvSize(1, 64, ("disk",)), kv_identity=kv)
+        ready = EngineInfo(1000, 1000, 1000, 1, cpu_kv=CpuKvSize(1, 64, ("disk",)), kv_identity=kv)
         return asyncio.run(kv_identity(config, ready))
 
     other = {int: 2, str: "another", bool: True}[type(getattr(KV, field))]

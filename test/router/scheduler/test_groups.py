@@ -35,8 +35,8 @@ class Server:
     def _new_workers(self) -> list[KvWorker]:
         return [KvWorker(group, self._poison) for group in self.scheduler.groups]
 
-    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
-        return [req for group in self.scheduler.groups for req in group.queue.hold_again(is_meant)]
+    def defer_again(self, predicate: Callable[[Req], bool]) -> list[Req]:
+        return [req for group in self.scheduler.groups for req in group.queue.defer_again(predicate)]
 
     def step(self) -> bool:
         """Whether anything was done."""
@@ -57,7 +57,7 @@ class Server:
         return True
 
     def _process(self, outs: list[TokenOut]) -> None:
-        """As the reporter does it: in columns if possible."""
+        """As the output processor does it: in columns if possible."""
         tokens = TokenColumns.of([(out.req_id, [out.token.id]) for out in outs])
         is_known = self.scheduler.process_plain(tokens)
         assert sum(self.scheduler.observe_gaps(tokens.req_ids[is_known], 0.0)[1]) == is_known.sum()
@@ -205,13 +205,13 @@ def begin_and_crash(num_reqs: int) -> Server:
 
 def test_other_groups_go_on_while_a_suspect_is_held() -> None:
     server = begin_and_crash(1)
-    held = server.hold_again(lambda req: True)
+    held = server.defer_again(lambda req: True)
     others = [make_req(10 + i, [30 + i, 2]) for i in range(NUM_GROUPS)]
 
     server.run(others)
 
     assert all(req.finish_reason is not None for req in others)
-    server.scheduler.release(held[0])
+    server.scheduler.make_ready(held[0])
     server.rounds.clear()
     server.step()
     assert [step.num_rows for step in server.rounds] == [1]
@@ -220,7 +220,7 @@ def test_other_groups_go_on_while_a_suspect_is_held() -> None:
 def test_a_suspect_runs_alone_while_that_of_another_group_is_held() -> None:
     """Both groups have other requests, which are not computed beside a suspect."""
     server = begin_and_crash(NUM_GROUPS)
-    held = server.hold_again(lambda req: req.req_id == 0)
+    held = server.defer_again(lambda req: req.req_id == 0)
     for i in range(NUM_GROUPS):
         server.scheduler.add(endless(10 + i))
 
@@ -232,7 +232,7 @@ def test_a_suspect_runs_alone_while_that_of_another_group_is_held() -> None:
     alone = [ids for ids in rounds if not suspects.isdisjoint(ids)][: NUM_GROUPS - 1]
     assert sorted(alone) == [[1], [2]]
     assert any(10 in ids for ids in rounds), "the group of the held one goes on"
-    server.scheduler.release(held[0])
+    server.scheduler.make_ready(held[0])
     server.rounds.clear()
     while server.scheduler.is_isolating_crash:
         server.step()
@@ -256,10 +256,10 @@ def test_the_duration_of_a_step_counts_for_the_group_with_the_most_tokens() -> N
 def test_a_held_request_starts_after_its_release() -> None:
     server = Server()
     req = make_req(0, [1, 2, 3])
-    server.scheduler.hold(req)
+    server.scheduler.defer(req)
     before = server.scheduler.num_blocked, server.scheduler.next_step()
 
-    server.scheduler.release(req)
+    server.scheduler.make_ready(req)
     server.run([])
 
     assert before == (1, None)

@@ -158,14 +158,14 @@ class History:
     def continue_beam(self) -> None:
         """A sequence of one token, which continues another one or begins."""
         if not self.parents or self.rng.random() < 0.2:
-            self.add([*self.rng.choice(self.prompts), 1], 1, **self.random_kind(), may_be_parent=True)
+            self.add([*self.rng.choice(self.prompts), 1], 1, **self.random_kind(), can_fork=True)
             return
         number, parent = self.rng.choice(list(self.parents.items()))
         fields = {"salt": parent.salt, "lora_id": parent.lora_id, "is_private": parent.is_private}
         for _ in range(self.rng.randrange(1, 4)):
             ids = [*parent.prompt_ids.tolist(), *self.random_ids(3)]
             if len(ids) <= self.longest:
-                self.add(ids, 1, **fields, parent=number, may_be_parent=True)
+                self.add(ids, 1, **fields, parent=number, can_fork=True)
 
     def add(self, ids: list[int], max_new_tokens: int, **fields: Any) -> None:
         number, rng = next(self.numbers), self.rng
@@ -180,7 +180,7 @@ class History:
         if not req.is_private and req.lora_id is None:
             self.split(req)
         if rng.random() < 0.1:
-            self.scheduler.hold(req)
+            self.scheduler.defer(req)
             self.held.append(req)
         else:
             self.scheduler.add(req)
@@ -221,14 +221,14 @@ class History:
     def end(self, req: Req) -> None:
         del self.open[req.req_id]
         assert req.output_ids == self.text_of(req)
-        if req.may_be_parent:
+        if req.can_fork:
             self.parents[req.req_id] = req
 
     def drop(self, req: Req | None) -> None:
         """It ends without its text."""
         if req is not None:
             del self.open[req.req_id]
-            self.scheduler.only_group.parents.release([req.req_id])
+            self.scheduler.only_group.fork_points.release([req.req_id])
 
     # what happens to them
 
@@ -244,13 +244,13 @@ class History:
 
     def release_held(self) -> None:
         if self.held:
-            self.scheduler.release(self.held.pop(self.rng.randrange(len(self.held))))
+            self.scheduler.make_ready(self.held.pop(self.rng.randrange(len(self.held))))
 
     def release_parent(self) -> None:
         if self.parents:
             number = self.rng.choice(list(self.parents))
             del self.parents[number]
-            self.scheduler.only_group.parents.release([number])
+            self.scheduler.only_group.fork_points.release([number])
 
     def preempt(self) -> None:
         if self.scheduler.num_running:
@@ -359,7 +359,7 @@ class History:
             for event in (self.release_held, self.finish_load, self.reply, self.finish_ticket, self.plan, self.deliver):
                 event()
         assert not self.open, "requests do not end"
-        self.scheduler.only_group.parents.release(list(self.parents))
+        self.scheduler.only_group.fork_points.release(list(self.parents))
         while self.worker.loads or self.worker.recvs or self.client.replies or self.in_flight or self.has_planned():
             for event in (self.finish_load, self.reply, self.finish_ticket, self.deliver):
                 event()
@@ -371,8 +371,8 @@ class History:
     def check_nothing_is_left(self) -> None:
         pool, scheduler = self.scheduler.only_group.pool, self.scheduler
         assert not self.worker.reqs
-        assert not self.worker.kept
-        assert not len(scheduler.only_group.parents)
+        assert not self.worker.retained
+        assert not len(scheduler.only_group.fork_points)
         assert scheduler.num_waiting == scheduler.num_blocked == scheduler.only_group.queue.num_tokens == 0
         assert scheduler.only_group.queue.next_deadline_s() is None
         assert pool.used == pool.shared_tokens == 0

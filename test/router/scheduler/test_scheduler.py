@@ -19,7 +19,7 @@ from lightserve.ipc.codec import encode
 from lightserve.messages.control import SlidingWindowKv, StepLimits
 from lightserve.messages.int_arrays import Int32s, int32s, int64s
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
-from lightserve.messages.step import NewReq, ParentPart, Step, Token, TokenOut
+from lightserve.messages.step import ForkPrefix, NewReq, Step, Token, TokenOut
 from lightserve.router.kv.group_pool import KvGroupPool
 from lightserve.router.kv.group_slots import NONE, GroupSlots
 from lightserve.router.kv.pool import KvPool
@@ -132,17 +132,17 @@ class KvWorker:
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
-        self.kept: dict[int, KvReq] = {}  # that later requests may name as parents
+        self.retained: dict[int, KvReq] = {}  # that later requests may name as parents
         self._kv: list[int | None] = [None] * group.pool.size
         self._groups = [memory_of(pool) for pool in group.pool.groups]
 
     def run(self, step: Step) -> list[TokenOut]:
-        assert set(step.kept) <= set(step.free), "a request is kept that does not leave"
-        self.kept.update({req_id: self.reqs[req_id] for req_id in step.kept})
+        assert set(step.retain) <= set(step.free), "a request is kept that does not leave"
+        self.retained.update({req_id: self.reqs[req_id] for req_id in step.retain})
         for req_id in step.free:
             del self.reqs[req_id]
-        for req_id in step.dropped:
-            del self.kept[req_id]
+        for req_id in step.release:
+            del self.retained[req_id]
         for new in map(self._whole, step.new):
             assert new.req_id not in self.reqs, "a request enters that was not freed"
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
@@ -212,7 +212,7 @@ class KvWorker:
     def _whole(self, new: NewReq) -> NewReq:
         if new.parent is None:
             return new
-        parent, part = self.kept[new.parent.req_id], new.parent
+        parent, part = self.retained[new.parent.req_id], new.parent
         assert part.num_tokens <= parent.entered_len, "the parent did not enter with so many tokens"
         assert part.num_slots <= parent.entered_len
         token_ids = [*parent.ids[: part.num_tokens], *new.token_ids]
@@ -229,7 +229,7 @@ class KvWorker:
     def fail(self, written: Iterable[Written]) -> None:
         """As if steps that wrote to these slots had not been computed; their requests are freed."""
         self.reqs.clear()
-        self.kept.clear()
+        self.retained.clear()
         for slots, *of_groups in written:
             for slot in slots:
                 self._kv[slot] = None
@@ -359,7 +359,7 @@ class Server:
         self._check_groups()
         assert not any(group.used for group in scheduler.only_group.pool.groups)
         assert not self.worker.reqs
-        assert set(self.worker.kept) <= scheduler.only_group.parents._parents.keys(), (
+        assert set(self.worker.retained) <= scheduler.only_group.fork_points._fork_points.keys(), (
             "the worker keeps requests without need"
         )
 
@@ -659,19 +659,19 @@ def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whateve
 ) -> None:
     """As a beam search does: each step continues sequences of the last step, and releases those before it."""
     scheduler, ids = server.scheduler, itertools.count()
-    parents = [make_req(next(ids), prompt, 1, may_be_parent=True)]
+    parents = [make_req(next(ids), prompt, 1, can_fork=True)]
     server.run(parents)
     unneeded: list[int] = []
     for number, sequences in enumerate(steps):
         reqs = []
         for place, own, _ in sequences:
             parent = parents[place % len(parents)]
-            begin = scheduler.only_group.parents.tokens_of(parent.req_id)
+            begin = scheduler.only_group.fork_points.tokens_of(parent.req_id)
             assert begin is not None
             whole = [*begin.tolist(), *own]
-            reqs.append(make_req(next(ids), whole, 1 + place % 2, parent=parent.req_id, may_be_parent=True))
+            reqs.append(make_req(next(ids), whole, 1 + place % 2, parent=parent.req_id, can_fork=True))
             scheduler.add(reqs[-1])
-        scheduler.only_group.parents.release(unneeded)
+        scheduler.only_group.fork_points.release(unneeded)
         if number < len(others):
             scheduler.add(make_req(1000 + number, *others[number]))
         server.step()
@@ -692,12 +692,12 @@ def test_sequences_that_continue_others_get_their_text_and_leave_nothing_whateve
             unneeded = [req.req_id for req in parents + reqs]
             break
         unneeded, parents = [req.req_id for req in (*parents, *reqs) if req not in ended], ended
-    scheduler.only_group.parents.release([*unneeded, *(req.req_id for req in parents)])
+    scheduler.only_group.fork_points.release([*unneeded, *(req.req_id for req in parents)])
     server.run([])
 
     server.assert_idle()
-    assert not server.worker.kept
-    assert not len(scheduler.only_group.parents)
+    assert not server.worker.retained
+    assert not len(scheduler.only_group.fork_points)
 
 
 def entering(server: Server) -> list[NewReq]:
@@ -710,25 +710,25 @@ def entering(server: Server) -> list[NewReq]:
 
 def test_a_request_with_a_parent_enters_with_the_tokens_that_follow() -> None:
     server = Server(make())
-    server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
+    server.run([make_req(0, list(range(100, 150)), 1, can_fork=True)])
 
     server.scheduler.add(make_req(1, [*range(100, 150), 3], parent=0))
     [new] = entering(server)
 
-    assert new.parent == ParentPart(0, 50, 50)
+    assert new.parent == ForkPrefix(0, 50, 50)
     assert (list(new.token_ids), list(new.cached_slots)) == ([3], [])
 
 
 def test_a_request_enters_with_all_its_tokens_if_its_parent_is_released() -> None:
     server = Server(make())
-    server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
-    assert set(server.worker.kept) == {0}
+    server.run([make_req(0, list(range(100, 150)), 1, can_fork=True)])
+    assert set(server.worker.retained) == {0}
 
-    server.scheduler.only_group.parents.release([0])
+    server.scheduler.only_group.fork_points.release([0])
     server.scheduler.add(make_req(1, [*range(100, 150), 3], parent=0))
     [new] = entering(server)
 
-    assert not server.worker.kept
+    assert not server.worker.retained
     assert new.parent is None
     assert len(new.token_ids) == 51
     assert len(new.cached_slots) == 50
@@ -736,21 +736,21 @@ def test_a_request_enters_with_all_its_tokens_if_its_parent_is_released() -> Non
 
 def test_the_workers_keep_no_parent_that_is_released_before_they_free_it() -> None:
     server = Server(make())
-    server.scheduler.add(make_req(0, list(range(100, 150)), 1, may_be_parent=True))
+    server.scheduler.add(make_req(0, list(range(100, 150)), 1, can_fork=True))
     server.step()
 
-    server.scheduler.only_group.parents.release([0])
+    server.scheduler.only_group.fork_points.release([0])
     server.run([])
 
-    assert not server.worker.kept
+    assert not server.worker.retained
     server.assert_idle()
 
 
 def test_after_a_crash_a_request_enters_with_all_its_tokens_once() -> None:
     server = Server(make())
-    server.run([make_req(0, list(range(100, 150)), 1, may_be_parent=True)])
+    server.run([make_req(0, list(range(100, 150)), 1, can_fork=True)])
     server.crash()
-    children = [make_req(1 + i, [*range(100, 150), i], 1, parent=0, may_be_parent=True) for i in range(2)]
+    children = [make_req(1 + i, [*range(100, 150), i], 1, parent=0, can_fork=True) for i in range(2)]
     server.run(children)
 
     whole = server.worker.computed
@@ -758,7 +758,7 @@ def test_after_a_crash_a_request_enters_with_all_its_tokens_once() -> None:
 
     assert whole == 50 + 2
     assert server.worker.computed == whole + 2
-    assert set(server.worker.kept) == {1, 2}
+    assert set(server.worker.retained) == {1, 2}
 
 
 def test_a_preempted_request_enters_again_once_with_arrays() -> None:
@@ -1375,8 +1375,8 @@ def test_a_request_that_comes_back_gets_no_token_of_steps_in_flight(num_known: i
         back.continue_from(text[:num_known], 0.0)
 
     if is_held:
-        scheduler.hold(back)
-        scheduler.release(back)
+        scheduler.defer(back)
+        scheduler.make_ready(back)
     else:
         scheduler.add(back)
     while server.step():

@@ -241,7 +241,7 @@ def decoding(num_blocked: int) -> Scheduler:
         if req_id % 3:
             decode.add(req, is_remote=lora_id is None)
         else:
-            scheduler.hold(req)
+            scheduler.defer(req)
     for _ in range(3):
         decode.step()
     return scheduler

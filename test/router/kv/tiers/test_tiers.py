@@ -348,11 +348,11 @@ def test_the_steps_of_a_beam_search_hash_only_what_is_new(monkeypatch: pytest.Mo
     monkeypatch.setattr("lightserve.router.kv.tiers.offload_queue.block_keys", counted)
     server = TierServer(4000)
     ids = prompt(1000, 1000)
-    server.serve([make_req(0, ids, 1, seed=0, may_be_parent=True)])
+    server.serve([make_req(0, ids, 1, seed=0, can_fork=True)])
 
     for step in range(1, 4):
         ids = [*ids, *prompt(5000 + 100 * step, 30)]
-        beam = make_req(step, ids, 1, seed=0, parent=step - 1, may_be_parent=True)
+        beam = make_req(step, ids, 1, seed=0, parent=step - 1, can_fork=True)
         server.serve([beam])
         assert beam.kv_keys == block_keys(beam.prompt_ids, f" {beam.salt}", [])[: len(beam.kv_keys)]
 

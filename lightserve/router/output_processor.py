@@ -28,7 +28,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import ReqTokens, Scheduler
 
 
-class Reporter:
+class OutputProcessor:
     def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
         self._scheduler = scheduler
@@ -41,7 +41,7 @@ class Reporter:
         """From now on, ``send`` what changes in the prefix cache."""
         self._publishers.append((blocks, send))
 
-    def announce(self, req_id: int, params: TextParams, output_ids: list[int]) -> None:
+    def register(self, req_id: int, params: TextParams, output_ids: list[int]) -> None:
         """A request was accepted, which has these tokens. This message comes before its other tokens."""
         self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req_id, params, output_ids)]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightserve.messages.params import SamplingParams
-from lightserve.messages.step import NewReq, ParentPart, Step, StepRow
+from lightserve.messages.step import ForkPrefix, NewReq, Step, StepRow
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_step_runner import make
 
@@ -25,7 +25,7 @@ def end_parent(worker: ModelWorker, chunks: tuple[int, ...] = (6,)) -> None:
     for count in chunks:
         worker.run(Step([StepRow(1, SLOTS[begin : begin + count])], new))
         new, begin = [], begin + count
-    worker.run(Step([], free=[1], kept=[1]))
+    worker.run(Step([], free=[1], retain=[1]))
 
 
 def first_token(worker: ModelWorker, new: NewReq, slot: int) -> object:
@@ -43,11 +43,11 @@ def test_a_child_computes_what_it_would_without_a_parent(
     end_parent(worker, chunks)
     expected = first_token(worker, NewReq(2, [*PROMPT, 7], SAMPLING, seed=0, cached_slots=SLOTS), 50)
 
-    found = first_token(worker, NewReq(3, [7], SAMPLING, seed=0, parent=ParentPart(1, 6, 6)), 51)
+    found = first_token(worker, NewReq(3, [7], SAMPLING, seed=0, parent=ForkPrefix(1, 6, 6)), 51)
 
     assert found == expected
-    worker.run(Step([], dropped=[1]))
-    assert not len(worker._batch.kept)
+    worker.run(Step([], release=[1]))
+    assert not len(worker._batch.retained)
 
 
 def test_a_child_may_begin_with_a_part_of_its_parent(worker: ModelWorker) -> None:
@@ -56,21 +56,21 @@ def test_a_child_may_begin_with_a_part_of_its_parent(worker: ModelWorker) -> Non
     prompt = [*PROMPT[:5], 7]
     expected = first_token(worker, NewReq(2, prompt, SAMPLING, seed=0, cached_slots=SLOTS[:5]), 50)
 
-    part = ParentPart(1, 5, 3)
+    part = ForkPrefix(1, 5, 3)
     found = first_token(worker, NewReq(3, [7], SAMPLING, seed=0, cached_slots=SLOTS[3:5], parent=part), 51)
 
     assert found == expected
-    worker.run(Step([], dropped=[1]))
+    worker.run(Step([], release=[1]))
 
 
 def test_a_child_may_enter_with_the_step_that_frees_its_parent(worker: ModelWorker) -> None:
     worker.run(Step([StepRow(1, SLOTS)], [NewReq(1, PROMPT, SAMPLING, seed=0)]))
 
-    child = NewReq(2, [7], SAMPLING, seed=0, parent=ParentPart(1, 6, 6))
-    worker.run(Step([StepRow(2, [50])], [child], free=[1], kept=[1]))
+    child = NewReq(2, [7], SAMPLING, seed=0, parent=ForkPrefix(1, 6, 6))
+    worker.run(Step([StepRow(2, [50])], [child], free=[1], retain=[1]))
 
     assert worker._batch._reqs[2].token_ids.tolist() == [*PROMPT, 7]
-    worker.run(Step([], free=[2], dropped=[1]))
+    worker.run(Step([], free=[2], release=[1]))
 
 
 def test_a_reset_leaves_nothing(worker: ModelWorker) -> None:
@@ -78,4 +78,4 @@ def test_a_reset_leaves_nothing(worker: ModelWorker) -> None:
 
     worker.reset()
 
-    assert not len(worker._batch.kept)
+    assert not len(worker._batch.retained)

@@ -17,39 +17,39 @@ from lightserve.messages.step import NewReq
 from lightserve.worker.batch.infer_req import InferReq
 
 
-class KeptReq(NamedTuple):
+class RetainedReq(NamedTuple):
     token_ids: Int32Array  # with which it entered
     slots: Int32Array  # of these tokens, as far as they are computed
 
 
-class KeptReqs:
+class RetainedReqs:
     def __init__(self) -> None:
-        self._kept: dict[int, KeptReq] = {}  # by id
+        self._retained: dict[int, RetainedReq] = {}  # by id
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._retained)
 
     def add(self, req: InferReq) -> None:
         entered_len = len(req.leading_slots)
         slots = req.leading_slots[: min(req.cache_len, entered_len)]
-        self._kept[req.req_id] = KeptReq(req.token_ids[:entered_len], slots)
+        self._retained[req.req_id] = RetainedReq(req.token_ids[:entered_len], slots)
 
-    def drop(self, req_ids: Iterable[int]) -> None:
+    def release(self, req_ids: Iterable[int]) -> None:
         for req_id in req_ids:
-            del self._kept[req_id]
+            del self._retained[req_id]
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._retained.clear()
 
     def whole(self, new: NewReq) -> NewReq:
         """The request with the tokens and slots of its parent in front of its own."""
-        part = new.parent
-        if part is None:
+        prefix = new.parent
+        if prefix is None:
             return new
-        parent = self._kept[part.req_id]
+        parent = self._retained[prefix.req_id]
         return msgspec.structs.replace(
             new,
-            token_ids=np.concatenate((parent.token_ids[: part.num_tokens], int32s(new.token_ids))),
-            cached_slots=np.concatenate((parent.slots[: part.num_slots], int32s(new.cached_slots))),
+            token_ids=np.concatenate((parent.token_ids[: prefix.num_tokens], int32s(new.token_ids))),
+            cached_slots=np.concatenate((parent.slots[: prefix.num_slots], int32s(new.cached_slots))),
             parent=None,
         )
