@@ -152,8 +152,8 @@ class StreamNotFoundError(RequestError):
 
     def __init__(self, event_id: str) -> None:
         super().__init__(
-            f"Last-Event-ID {event_id[:100]!r}: there is no such stream: it has expired (--journal_ttl), was started "
-            "at another endpoint or belongs to another API key; send the request without this header",
+            f"Last-Event-ID {event_id[:100]!r}: there is no such stream: it has expired (--stream_log_ttl), was "
+            "started at another endpoint or belongs to another API key; send the request without this header",
         )
 
 

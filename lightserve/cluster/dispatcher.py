@@ -41,9 +41,9 @@ from lightserve.messages.request import (
     AdapterQuery,
     ContinueReq,
     GenerateReq,
-    JournalCounts,
     ReleaseParents,
     SpanCounts,
+    StreamLogCounts,
     ToRouter,
     http_process_of,
 )
@@ -144,7 +144,7 @@ class Dispatcher:
                 self._release_parents(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
-            elif isinstance(message, SpanCounts | JournalCounts):
+            elif isinstance(message, SpanCounts | StreamLogCounts):
                 add_http_counts(self.metrics.values, message)
             elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
                 self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))

@@ -123,17 +123,17 @@ class HttpConfig:
     response_store_bytes: int = option(
         128 * 2**20, "maximum bytes of all stored responses, on the disk", group=FlagGroup.HTTP, at_least=0
     )
-    journal: str | None = option(
+    stream_log: str | None = option(
         None,
         "Redis or Valkey server that keeps streams, such as redis://10.0.0.5:6379/1; a client that lost its connection "
         "resumes its stream with Last-Event-ID, at any HTTP process or gateway with the same one; a client that "
-        "disconnects does not stop its request at once: see --journal_ttl",
+        "disconnects does not stop its request at once: see --stream_log_ttl",
         group=FlagGroup.PARALLEL,
     )
-    journal_ttl: float = option(
+    stream_log_ttl: float = option(
         60.0,
-        "seconds for which a client can come back for a stream of --journal; a request whose client has disconnected "
-        "runs on for so long",
+        "seconds for which a client can come back for a stream of --stream_log; a request whose client has "
+        "disconnected runs on for so long",
         group=FlagGroup.PARALLEL,
         at_least=1,
     )
@@ -161,8 +161,8 @@ class HttpConfig:
             raise OptionError(f"port={self.port}: must be between 0 and 65535")
         if self.otlp_endpoint is not None and not is_http_url(self.otlp_endpoint):
             raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
-        if self.journal is not None:
-            check_redis("journal", self.journal)
+        if self.stream_log is not None:
+            check_redis("stream_log", self.stream_log)
         _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:

@@ -23,7 +23,7 @@ from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
 from lightserve.httpserver.pooling.task_guard import refusing
-from lightserve.httpserver.resume.middleware import JournalMiddleware
+from lightserve.httpserver.resume.middleware import StreamLogMiddleware
 from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
 
@@ -81,9 +81,9 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
     """The last one added is the outermost: CORS answers a preflight without a key, and a page can read an error."""
-    if context.journal is not None:
+    if context.stream_log is not None:
         app.add_middleware(
-            JournalMiddleware, journal=context.journal, logs_requests=not context.config.disable_log_requests
+            StreamLogMiddleware, stream_log=context.stream_log, logs_requests=not context.config.disable_log_requests
         )
     app.add_middleware(
         RequestMiddleware,

@@ -18,7 +18,7 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import Body, read_json
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
-from lightserve.httpserver.resume.journal import Journal
+from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
@@ -50,7 +50,7 @@ class ServerContext:
     export_trace: Export | None = None  # None: requests are not traced
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
     static_prompts: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --static_prompts
-    journal: Journal | None = None  # None: streams cannot be resumed
+    stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
     keys: ApiKeys = field(init=False)
 

@@ -19,7 +19,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
-from lightserve.httpserver.resume.journal import Journal, report_journal
+from lightserve.httpserver.resume.stream_log import StreamLog, report_stream_log
 from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
 from lightserve.ipc.channel import Receiver, Sender
@@ -70,7 +70,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         static_prompts=encode_static_prompts(config.router.static_prompts, tokenizer),
         has_adapters=config.worker.num_loras > 0,
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
-        journal=None if config.http.journal is None else Journal(config.http.journal, config.http.journal_ttl),
+        stream_log=None
+        if config.http.stream_log is None
+        else StreamLog(config.http.stream_log, config.http.stream_log_ttl),
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
@@ -80,9 +82,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, exporter))
         if exporter is not None:
             tasks.create_task(report_counts(exporter, to_router))
-        if context.journal is not None:
-            tasks.create_task(context.journal.run())
-            tasks.create_task(report_journal(context.journal, to_router))
+        if context.stream_log is not None:
+            tasks.create_task(context.stream_log.run())
+            tasks.create_task(report_stream_log(context.stream_log, to_router))
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
 
 

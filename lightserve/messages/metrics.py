@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from lightserve.messages.output import HistogramCounts, MetricsSnapshot
-from lightserve.messages.request import JournalCounts, SpanCounts
+from lightserve.messages.request import SpanCounts, StreamLogCounts
 
 
 class Kind(enum.Enum):
@@ -192,11 +192,13 @@ METRICS = (
     ),
     _counter("otlp_spans_exported_total", "Spans sent to the collector of --otlp_endpoint."),
     _counter("otlp_spans_dropped_total", "Spans dropped because the collector was slow or did not respond."),
-    _counter("journal_streams_lost_total", "With --journal: streams that went on without it; it was down or too slow."),
-    _counter("journal_streams_resumed_total", "With --journal: clients that came back for a stream."),
     _counter(
-        "journal_streams_taken_over_total",
-        "With --journal: streams of HTTP processes that died, which one of this server continued.",
+        "resumable_streams_lost_total", "With --stream_log: streams that went on without it; it was down or too slow."
+    ),
+    _counter("resumable_streams_resumed_total", "With --stream_log: clients that came back for a stream."),
+    _counter(
+        "resumable_streams_taken_over_total",
+        "With --stream_log: streams of HTTP processes that died, which one of this server continued.",
     ),
     _histogram("time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S),
     _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_S),
@@ -243,12 +245,12 @@ class Recorder:
         )
 
 
-def add_http_counts(values: dict[str, float], counts: SpanCounts | JournalCounts) -> None:
+def add_http_counts(values: dict[str, float], counts: SpanCounts | StreamLogCounts) -> None:
     """Add what an HTTP process has counted since its last message."""
     if isinstance(counts, SpanCounts):
         values["otlp_spans_exported_total"] += counts.exported
         values["otlp_spans_dropped_total"] += counts.dropped
     else:
-        values["journal_streams_lost_total"] += counts.lost
-        values["journal_streams_resumed_total"] += counts.resumed
-        values["journal_streams_taken_over_total"] += counts.taken_over
+        values["resumable_streams_lost_total"] += counts.lost
+        values["resumable_streams_resumed_total"] += counts.resumed
+        values["resumable_streams_taken_over_total"] += counts.taken_over

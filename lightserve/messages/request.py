@@ -96,8 +96,8 @@ class SpanCounts(msgspec.Struct, frozen=True, tag=True):
     dropped: int
 
 
-class JournalCounts(msgspec.Struct, frozen=True, tag=True):
-    """What an HTTP process has counted about the journal of streams since its last message, for the metrics."""
+class StreamLogCounts(msgspec.Struct, frozen=True, tag=True):
+    """What an HTTP process has counted about the stream log since its last message, for the metrics."""
 
     lost: int
     resumed: int
@@ -139,7 +139,7 @@ ToRouter = (
     | StartProfile
     | StopProfile
     | SpanCounts
-    | JournalCounts
+    | StreamLogCounts
     | AdapterQuery
 )
 

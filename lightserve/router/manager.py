@@ -31,9 +31,9 @@ from lightserve.messages.request import (
     ContinueReq,
     GenerateReq,
     GetTimelines,
-    JournalCounts,
     ReleaseParents,
     SpanCounts,
+    StreamLogCounts,
     ToRouter,
     http_process_of,
 )
@@ -147,7 +147,7 @@ class RouterManager:
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
-            elif isinstance(message, SpanCounts | JournalCounts):
+            elif isinstance(message, SpanCounts | StreamLogCounts):
                 add_http_counts(self.metrics.values, message)
             elif isinstance(message, AdapterQuery):
                 self.adapters.handle(message)

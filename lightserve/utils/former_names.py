@@ -2,6 +2,8 @@
 
 FLAGS: dict[str, tuple[str, ...]] = {  # by flag
     "min_remote_prefill_tokens": ("min_split_tokens",),
+    "stream_log": ("journal",),
+    "stream_log_ttl": ("journal_ttl",),
 }
 METRICS: dict[str, str] = {  # by former name
     "kv_split_given_up_tokens_total": "kv_transfer_given_up_tokens_total",
@@ -12,4 +14,7 @@ METRICS: dict[str, str] = {  # by former name
     "kv_split_waited_tokens_total": "kv_transfer_waited_tokens_total",
     "kv_split_relieved_tokens_total": "kv_transfer_local_prefill_tokens_total",
     "kv_tier_gated_tokens_total": "kv_tier_recomputed_tokens_total",
+    "journal_streams_lost_total": "resumable_streams_lost_total",
+    "journal_streams_resumed_total": "resumable_streams_resumed_total",
+    "journal_streams_taken_over_total": "resumable_streams_taken_over_total",
 }

@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from lightserve.messages.metrics import METRICS, add_http_counts
 from lightserve.messages.output import RouterStats
-from lightserve.messages.request import JournalCounts, SpanCounts
+from lightserve.messages.request import SpanCounts, StreamLogCounts
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.utils import former_names
 from test.httpserver.app_client import served
@@ -87,7 +87,7 @@ def traffic(metrics: RouterMetrics, requests: int) -> None:
         metrics.preempted()
         metrics.evicted(10)
         add_http_counts(metrics.values, SpanCounts(4, 1))
-        add_http_counts(metrics.values, JournalCounts(lost=1, resumed=2, taken_over=1))
+        add_http_counts(metrics.values, StreamLogCounts(lost=1, resumed=2, taken_over=1))
     metrics.set_load(running=4, waiting=2, used_tokens=500, total_tokens=1000)
 
 

@@ -62,9 +62,9 @@ _NOT_IN_VLLM = {
     "dp_prefix_missed_tokens_total",
     "otlp_spans_exported_total",
     "otlp_spans_dropped_total",
-    "journal_streams_lost_total",
-    "journal_streams_resumed_total",
-    "journal_streams_taken_over_total",
+    "resumable_streams_lost_total",
+    "resumable_streams_resumed_total",
+    "resumable_streams_taken_over_total",
 }
 
 

@@ -78,7 +78,7 @@ class StreamRecorder(Protocol):
     def close(self) -> None:
         """No more events come: the stream has ended, or was abandoned."""
 
-    async def outlive(self, sending: asyncio.Future[Any]) -> None:
+    async def wait_for_reconnect(self, sending: asyncio.Future[Any]) -> None:
         """The client has disconnected: wait while it may come back."""
 
 
@@ -153,7 +153,7 @@ class EventStream(Response):
                     if self._seconds_left() == 0:
                         await self._send_keep_alive(send)
                 if self._events.recorder is not None and not sending.done():
-                    await self._events.recorder.outlive(sending)  # what it sends goes nowhere
+                    await self._events.recorder.wait_for_reconnect(sending)  # what it sends goes nowhere
             finally:
                 await _cancel(sending, watcher)
         if not sending.cancelled():

@@ -13,10 +13,10 @@ from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.middleware import key_digests
 from lightserve.httpserver.http.route_path import route_path
 from lightserve.httpserver.http.sse import RECORDER, EventStream
-from lightserve.httpserver.resume.follower import Follower
-from lightserve.httpserver.resume.journal import Journal
-from lightserve.httpserver.resume.recording import NewRecording, TakenOverRecording
+from lightserve.httpserver.resume.logged_stream import NewStream, ResumedStream
 from lightserve.httpserver.resume.records import Head, owner_hash
+from lightserve.httpserver.resume.replay import Replay
+from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -26,12 +26,12 @@ NOT_REPEATED = frozenset({b"last-event-id", b"content-length", b"content-type", 
 MAY_WORK_ELSEWHERE = frozenset({0, 429, 503})  # this server is full, drains or has no engine
 
 
-class JournalMiddleware:
-    """It is inside RequestMiddleware, which has checked the key, and only in the application with --journal."""
+class StreamLogMiddleware:
+    """It is inside RequestMiddleware, which has checked the key, and only in the application with --stream_log."""
 
-    def __init__(self, app: ASGIApp, journal: Journal, logs_requests: bool) -> None:
+    def __init__(self, app: ASGIApp, stream_log: StreamLog, logs_requests: bool) -> None:
         self._app = app
-        self._journal = journal
+        self._stream_log = stream_log
         self._logs_requests = logs_requests
         self._continued: set[asyncio.Task[int]] = set()  # requests of dead processes
 
@@ -53,31 +53,31 @@ class JournalMiddleware:
             return message
 
         state: MutableMapping[str, Any] = scope["state"]
-        state[RECORDER] = NewRecording(self._journal, owner, route_path(scope), state, body)
+        state[RECORDER] = NewStream(self._stream_log, owner, route_path(scope), state, body)
         await self._app(scope, receive_and_keep, send)
 
     async def _resume(self, scope: Scope, receive: Receive, send: Send, owner: str) -> None:
         request = Request(scope, receive)
         event_id = request.headers["last-event-id"]
 
-        def start_again(head: Head, body: bytes, recording: TakenOverRecording) -> asyncio.Task[int]:
-            task = asyncio.create_task(self._continue(scope, head, body, recording))
+        def start_again(head: Head, body: bytes, logged: ResumedStream) -> asyncio.Task[int]:
+            task = asyncio.create_task(self._continue(scope, head, body, logged))
             self._continued.add(task)
             task.add_done_callback(self._continued.discard)
             return task
 
-        follower = await Follower.connect(self._journal, event_id, start_again)
+        replay = await Replay.connect(self._stream_log, event_id, start_again)
         try:
-            await follower.open(owner, route_path(scope))
+            await replay.open(owner, route_path(scope))
         except BaseException:
-            follower.close()
+            replay.close()
             raise
-        self._journal.counts.resumed += 1
-        response = await EventStream.open(request, follower)
+        self._stream_log.counts.resumed += 1
+        response = await EventStream.open(request, replay)
         await response(scope, receive, send)
 
-    async def _continue(self, scope: Scope, head: Head, body: bytes, recording: TakenOverRecording) -> int:
-        """Run a request of a dead process from where it was. It has no client: followers read the journal.
+    async def _continue(self, scope: Scope, head: Head, body: bytes, logged: ResumedStream) -> int:
+        """Run a request of a dead process from where it was. It has no client: followers read the stream log.
 
         Returns the status of its response.
         """
@@ -85,7 +85,7 @@ class JournalMiddleware:
         record = ResponseRecord("POST", head.path, self._logs_requests)
         client = _NoClient(head, body, record)
         kept = [(name, value) for name, value in scope["headers"] if name not in NOT_REPEATED]
-        state = {"request_id": head.request_id, "record": record, RECORDER: recording}
+        state = {"request_id": head.request_id, "record": record, RECORDER: logged}
         if head.response_id:
             state["response_id"] = head.response_id
         again = {**scope, "headers": [*kept, (b"content-type", b"application/json")], "state": state}
@@ -95,9 +95,9 @@ class JournalMiddleware:
             logger.error("%s: its stream cannot go on: %s", head.request_id, error, exc_info=error)
         finally:
             record.end()
-            recording.close()
+            logged.close()
         if client.status != 200:
-            recording.stop(is_final=client.status not in MAY_WORK_ELSEWHERE)
+            logged.stop(is_final=client.status not in MAY_WORK_ELSEWHERE)
             logger.warning("%s: its stream cannot go on here: status %d", head.request_id, client.status)
         return client.status
 

@@ -1,4 +1,4 @@
-"""What the journal holds of a stream, and under which keys.
+"""What the stream log holds of a stream, and under which keys.
 
 lightserve:stream:ID            a Redis stream. The entry n-0 has some events, n is the last one; n-1 is the end marker
 lightserve:stream:ID:head       a hash: head, see Head; body, that of the request; process, the token of who runs it
@@ -54,7 +54,7 @@ def parse_event_id(text: str) -> tuple[bytes, int]:
 
 
 def owner_hash(digests: list[bytes]) -> str:
-    """Of the API keys of a request, as the journal stores it. Requests without a key have one too, the same."""
+    """Of the API keys of a request, as the stream log stores it. Requests without a key have one too, the same."""
     return hashlib.sha256(b"journal" + b"".join(digests)).hexdigest()
 
 

@@ -20,7 +20,6 @@ from test.faults.cases import (
     groups,
     hostile,
     hosts,
-    journal,
     kv_tiers,
     nodes,
     observability,
@@ -32,6 +31,7 @@ from test.faults.cases import (
     scheduling,
     stages,
     static_prompts,
+    stream_log,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
@@ -48,7 +48,7 @@ CASES: list[Case] = sorted(
         *grammars.CASES,
         *ollama.CASES,
         *observability.CASES,
-        *journal.CASES,
+        *stream_log.CASES,
         *hostile.CASES,
         *pooling.CASES,
         *static_prompts.CASES,
@@ -68,7 +68,7 @@ START_CASES: list[StartCase] = [
     *static_prompts.START_CASES,
     *nodes.CASES,
     *roles.CASES,
-    *journal.START_CASES,
+    *stream_log.START_CASES,
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the journal keeps of a request while it runs."""
+"""What the stream log keeps of a request while it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx2
 import pytest
 
 from lightserve.httpserver.app import build_app
-from lightserve.httpserver.resume.journal import Journal
-from lightserve.httpserver.resume.recording import NewRecording
+from lightserve.httpserver.resume.logged_stream import NewStream
+from lightserve.httpserver.resume.stream_log import StreamLog
 from test.httpserver.fake_engine import engine, spell
 from test.real_model import smollm2_tokenizer
 from test.waiting import until
@@ -32,8 +32,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def kept_bytes() -> int:
     """Of bodies, in the recordings of all requests."""
-    recordings = [one for one in gc.get_objects() if type(one) is NewRecording]
-    return sum(len(part) for recording in recordings for part in recording._body)
+    logged_streams = [one for one in gc.get_objects() if type(one) is NewStream]
+    return sum(len(part) for logged in logged_streams for part in logged._body)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -41,7 +41,7 @@ def test_the_body_of_a_request_that_is_no_stream_of_events_is_not_kept(tmp_path:
     async def run() -> None:
         async with engine(tmp_path, spell("hello"), smollm2_tokenizer()) as (context, fake):
             fake.hold.clear()
-            app = build_app(replace(context, journal=Journal("redis://127.0.0.1:1", 60.0)))
+            app = build_app(replace(context, stream_log=StreamLog("redis://127.0.0.1:1", 60.0)))
             transport = httpx2.ASGITransport(app)
             async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 asked = asyncio.create_task(http.post(path, json=BODIES[path]))

@@ -1,4 +1,4 @@
-"""What the journal holds of a stream: ids of events, and entries."""
+"""What the stream log holds of a stream: ids of events, and entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--journal: the server that generates a stream dies, and another one goes on with the same text."""
+"""--stream_log: the server that generates a stream dies, and another one goes on with the same text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from test.api.event_client import Event, EventClient
 from test.api.server import START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import KV_TOKENS, PROMPT, model
 from test.api.test_engines import CLI, serving
-from test.api.test_journal import APIS, BODY, COMPLETE, serve, texts
 from test.api.test_restart import NUMBERS
+from test.api.test_stream_log import APIS, BODY, COMPLETE, serve, texts
 from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
 from test.worker.kv.block_store.redis_server import redis_server
@@ -61,7 +61,7 @@ def numbers(events: list[Event]) -> list[int]:
 
 @dataclass
 class Pair:
-    """Two servers with one journal, of which the first was killed in the middle of these streams."""
+    """Two servers with one stream log, of which the first was killed in the middle of these streams."""
 
     survivor: ServerProcess
     whole: dict[str, list[Event]]  # by API: what the survivor sends for the same requests
@@ -72,9 +72,9 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     requests = APIS | SEVERAL
-    with redis_server(folder) as address, serve(folder / "second", "--journal", f"redis://{address}") as survivor:
+    with redis_server(folder) as address, serve(folder / "second", "--stream_log", f"redis://{address}") as survivor:
         whole = {api: EventClient(survivor.url, path, body).read_all() for api, (path, body) in requests.items()}
-        with serve(folder / "first", "--journal", f"redis://{address}") as server:
+        with serve(folder / "first", "--stream_log", f"redis://{address}") as server:
             cut = {api: EventClient(server.url, path, body) for api, (path, body) in requests.items()}
             for client in cut.values():
                 client.read(CUT_AT)
@@ -95,14 +95,17 @@ def test_another_server_goes_on_with_the_stream_of_one_that_was_killed(pair: Pai
     assert 20 <= len(client.events) < len(whole)
     assert texts(found) == texts(whole)
     assert numbers(found) == list(range(1, len(whole) + 1))
-    wait_until(lambda: pair.survivor.metrics()["journal_streams_taken_over_total"] >= 1)
+    wait_until(lambda: pair.survivor.metrics()["resumable_streams_taken_over_total"] >= 1)
     wait_until(lambda: pair.survivor.metrics()["num_requests_running"] == 0)
 
 
 def test_a_client_that_got_an_error_of_a_server_that_ends_can_go_on_elsewhere(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as address, serve(tmp_path / "second", "--journal", f"redis://{address}") as survivor:
+    with (
+        redis_server(tmp_path) as address,
+        serve(tmp_path / "second", "--stream_log", f"redis://{address}") as survivor,
+    ):
         whole = EventClient(survivor.url, COMPLETE, BODY).read_all()
-        with serve(tmp_path / "first", "--journal", f"redis://{address}") as server:
+        with serve(tmp_path / "first", "--stream_log", f"redis://{address}") as server:
             client = EventClient(server.url, COMPLETE, BODY)
             client.read(20)
             server.processes()["ls-router"][0].kill()
@@ -140,7 +143,7 @@ def test_sequences_of_a_stream_go_on_unless_they_have_ended(pair: Pair, kind: st
     wait_until(lambda: pair.survivor.metrics()["num_requests_running"] == 0)
 
 
-def test_sequences_of_which_the_client_has_more_than_the_journal_do_not_go_on(pair: Pair) -> None:
+def test_sequences_of_which_the_client_has_more_than_the_stream_log_do_not_go_on(pair: Pair) -> None:
     """They would go on in another order, and a number would stand for another event."""
     stream = pair.cut["ahead"].last_id.partition(".")[0]
 
@@ -149,11 +152,11 @@ def test_sequences_of_which_the_client_has_more_than_the_journal_do_not_go_on(pa
 
     wait_until(lambda: resume().status == 410)  # the lease of the server ends first
 
-    assert "the journal does not have all events" in resume().error()["message"]
+    assert "the stream log does not have all events" in resume().error()["message"]
 
 
 def test_a_client_gets_the_rest_from_a_server_whose_http_process_died(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as address, serve(tmp_path, "--journal", f"redis://{address}") as server:
+    with redis_server(tmp_path) as address, serve(tmp_path, "--stream_log", f"redis://{address}") as server:
         requests = [APIS["completions"], APIS["responses"]]
         whole = [EventClient(server.url, path, body).read_all() for path, body in requests]
         cut = [EventClient(server.url, path, body, **{"X-Request-Id": "mine"}) for path, body in requests]
@@ -171,7 +174,7 @@ def test_a_client_gets_the_rest_from_a_server_whose_http_process_died(tmp_path: 
         assert all(len(client.events) < len(events) for client, events in zip(cut, whole, strict=True))
         assert [texts(events) for events in found] == [texts(events) for events in whole]
         assert [numbers(events) for events in found] == [list(range(1, len(events) + 1)) for events in whole]
-        wait_until(lambda: server.metrics()["journal_streams_taken_over_total"] == 2)
+        wait_until(lambda: server.metrics()["resumable_streams_taken_over_total"] == 2)
         created, completed = found[1][0].json["response"], found[1][-1].json["response"]
         assert created["id"] == completed["id"]
         with urllib.request.urlopen(f"{server.url}/v1/responses/{created['id']}") as stored:
@@ -180,7 +183,7 @@ def test_a_client_gets_the_rest_from_a_server_whose_http_process_died(tmp_path: 
 
 @contextmanager
 def cluster(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerProcess, str]]:
-    """Two gateways of one engine, and the address of their journal."""
+    """Two gateways of one engine, and the address of their stream log."""
     generate(folder / "keys")
     address, keys = f"tcp://127.0.0.1:{free_port()}", ("--cluster_keys", str(folder / "keys"))
     flags = ("--deterministic", "--max_total_token_num", KV_TOKENS, "--listen", address)
@@ -192,8 +195,8 @@ def cluster(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerPr
             return process
 
         start("engine.log", "engine", str(model), *flags)
-        journal = ("--engines", address, "--journal", f"redis://{redis}", "--port", "0")
-        gateways = [start(f"gateway-{number}.log", "serve", str(model), *journal) for number in range(2)]
+        stream_log = ("--engines", address, "--stream_log", f"redis://{redis}", "--port", "0")
+        gateways = [start(f"gateway-{number}.log", "serve", str(model), *stream_log) for number in range(2)]
         for gateway in gateways:
             wait_until(lambda gateway=gateway: "ready at" in gateway.log or gateway.has_ended, START_S)  # type: ignore[misc]
             assert not gateway.has_ended, gateway.log
@@ -202,12 +205,12 @@ def cluster(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerPr
 
 
 def seed_of(redis: str, client: EventClient) -> int:
-    """What the journal says about a stream."""
+    """What the stream log says about a stream."""
     return decode_head(call(redis, b"HGET", keys_of(client).head, b"head")).seeds[0]
 
 
 def last_number(redis: str, client: EventClient) -> int:
-    """Of the last event of a stream that the journal has."""
+    """Of the last event of a stream that the stream log has."""
     found = call(redis, b"XREVRANGE", keys_of(client).events, b"+", b"-", b"COUNT", 1)
     return Entry.of(found[0]).last if found else 0
 
@@ -251,4 +254,4 @@ def test_another_gateway_goes_on_with_the_streams_of_one_that_was_killed(model: 
         assert [joined(events) for events in found] == [joined(events) for events in whole]
         assert [numbers(events) for events in found] == [list(range(1, len(events) + 1)) for events in whole]
         assert any(len(client.events) < len(events) for client, events in zip(clients, whole, strict=True))
-        wait_until(lambda: survivor.metrics()["journal_streams_taken_over_total"] > 0)
+        wait_until(lambda: survivor.metrics()["resumable_streams_taken_over_total"] > 0)

@@ -1,4 +1,4 @@
-"""The journal of an HTTP process: writes what its streams say to Redis, some milliseconds behind them.
+"""The stream log of an HTTP process: writes what its streams say to Redis, some milliseconds behind them.
 
 Streams never wait for it. If Redis does not answer, they go on without it: their clients cannot come back for them.
 """
@@ -18,24 +18,24 @@ from lightserve.httpserver.resume.records import PROCESS_PREFIX, Keys, deletion,
 from lightserve.httpserver.resume.redis_connection import RedisConnection
 from lightserve.httpserver.resume.resp import Command, RedisError, Reply
 from lightserve.ipc.channel import Sender
-from lightserve.messages.request import JournalCounts, ToRouter
+from lightserve.messages.request import StreamLogCounts, ToRouter
 from lightserve.utils.logger import init_logger
 from lightserve.utils.net import parse_redis
 
 logger = init_logger(__name__)
 
-FLUSH_S = 0.02  # between two writes: the journal is so much behind the clients, and a round trip
+FLUSH_S = 0.02  # between two writes: the stream log is so much behind the clients, and a round trip
 TIMEOUT_S = 1.0  # of a write: then Redis counts as down
 RETRY_S = 5.0  # a Redis that is down is left alone for so long
 RENEW_S = 1.0
 LEASE_MS = 3000  # a process that has not renewed its key for so long counts as dead
 MAX_PENDING_BYTES = 64 * 2**20  # that Redis has not got yet
 MAX_UNSENT = 10_000  # streams
-DOWN = "the journal of streams (--journal) cannot be reached; retry later"
+DOWN = "the stream log (--stream_log) cannot be reached; retry later"
 
 
 class Written(Protocol):
-    """A stream that the journal writes."""
+    """A stream that the stream log writes."""
 
     keys: Keys
 
@@ -46,17 +46,17 @@ class Written(Protocol):
         """What to send every second while the stream runs."""
 
     def lose(self) -> None:
-        """The journal has given it up."""
+        """The stream log has given it up."""
 
 
 @dataclass(slots=True)
 class Counts:
-    lost: int = 0  # streams that went on without the journal
+    lost: int = 0  # streams that went on without the stream log
     resumed: int = 0  # clients that came back for a stream
     taken_over: int = 0  # streams of dead processes that this one continued
 
 
-class Journal:
+class StreamLog:
     def __init__(self, url: str, ttl_s: float) -> None:
         self.address = parse_redis(url)
         self.ttl_s = ttl_s
@@ -153,7 +153,7 @@ class Journal:
             return None
         if self._is_down:
             self._is_down = False
-            logger.info("the journal %s answers again: new streams can be resumed", self.address.name)
+            logger.info("the stream log %s answers again: new streams can be resumed", self.address.name)
         for (_, key, then), reply in zip(pending, replies, strict=True):
             self._handle(key, then, reply)
         return connection
@@ -161,7 +161,7 @@ class Journal:
     def _handle(self, key: bytes, then: Callable[[Reply], None] | None, reply: Reply) -> None:
         if isinstance(reply, RedisError):
             stream = self._open.pop(key, None)
-            logger.warning("the journal %s refuses a write: %s", self.address.name, reply)
+            logger.warning("the stream log %s refuses a write: %s", self.address.name, reply)
             if stream is not None:
                 self._lose(stream)
         elif then is not None:
@@ -172,7 +172,7 @@ class Journal:
         self._pending, self._pending_bytes, self._changed = [], 0, {}
         self._down_until_s = time.monotonic() + RETRY_S
         if not self._is_down or streams:
-            what = "the journal %s is down or too slow (%s): %d streams go on without it, and cannot be resumed"
+            what = "the stream log %s is down or too slow (%s): %d streams go on without it, and cannot be resumed"
             logger.warning(what, self.address.name, reason, len(streams))
         self._is_down = True
         for stream in streams:
@@ -185,10 +185,10 @@ class Journal:
         stream.lose()
 
 
-async def report_journal(journal: Journal, to_router: Sender[ToRouter]) -> None:
+async def report_stream_log(stream_log: StreamLog, to_router: Sender[ToRouter]) -> None:
     """Every HTTP process has its own counts. The router adds them up, so that every process shows the same sum."""
     while True:
         await asyncio.sleep(RENEW_S)
-        counts, journal.counts = journal.counts, Counts()
+        counts, stream_log.counts = stream_log.counts, Counts()
         if counts != Counts():
-            to_router.send(JournalCounts(counts.lost, counts.resumed, counts.taken_over))
+            to_router.send(StreamLogCounts(counts.lost, counts.resumed, counts.taken_over))

@@ -1,4 +1,4 @@
-"""The journal of an HTTP process with a real Redis: in order, soon, and never in the way."""
+"""The stream log of an HTTP process with a real Redis: in order, soon, and never in the way."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from lightserve.httpserver.http.sse import Outs
-from lightserve.httpserver.resume import journal as module
-from lightserve.httpserver.resume.journal import Journal
-from lightserve.httpserver.resume.recording import NewRecording
+from lightserve.httpserver.resume import stream_log as module
+from lightserve.httpserver.resume.logged_stream import NewStream
 from lightserve.httpserver.resume.records import PROCESS_PREFIX, Entry, Keys, decode_head
 from lightserve.httpserver.resume.redis_connection import RedisConnection
 from lightserve.httpserver.resume.resp import RedisError
+from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
 from lightserve.utils.net import RedisAddress
@@ -35,32 +35,32 @@ class Generation:
         raise NotImplementedError
 
 
-def begin(journal: Journal) -> NewRecording:
+def begin(stream_log: StreamLog) -> NewStream:
     state = {"request_id": "r1", "response_id": "resp_2"}
-    recording = NewRecording(journal, "owner", "/v1/responses", state, [b'{"a"', b":1}"])
-    recording.begin(Generation(), b": keep-alive\n\n")
-    return recording
+    logged = NewStream(stream_log, "owner", "/v1/responses", state, [b'{"a"', b":1}"])
+    logged.begin(Generation(), b": keep-alive\n\n")
+    return logged
 
 
 @contextlib.asynccontextmanager
-async def running(address: str, ttl_s: float = 60.0) -> AsyncIterator[Journal]:
-    journal = Journal(f"redis://{address}", ttl_s)
-    task = asyncio.create_task(journal.run())
+async def running(address: str, ttl_s: float = 60.0) -> AsyncIterator[StreamLog]:
+    stream_log = StreamLog(f"redis://{address}", ttl_s)
+    task = asyncio.create_task(stream_log.run())
     try:
-        yield journal
+        yield stream_log
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
 
-def check(folder: Path, scenario: Callable[[Journal, RedisConnection], Awaitable[None]], ttl_s: float = 60.0) -> None:
+def check(folder: Path, scenario: Callable[[StreamLog, RedisConnection], Awaitable[None]], ttl_s: float = 60.0) -> None:
     async def run(address: str) -> None:
         host, _, port = address.partition(":")
         connection = await RedisConnection.open(RedisAddress(host, int(port)))
         try:
-            async with running(address, ttl_s) as journal:
-                await scenario(journal, connection)
+            async with running(address, ttl_s) as stream_log:
+                await scenario(stream_log, connection)
         finally:
             connection.close()
 
@@ -86,33 +86,33 @@ async def wait_until_deleted(connection: RedisConnection, keys: Keys) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_the_journal_has_the_request_and_the_events_of_a_stream(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        recording, sent = begin(journal), []
+def test_the_stream_log_has_the_request_and_the_events_of_a_stream(tmp_path: Path) -> None:
+    async def scenario(stream_log: StreamLog, redis: RedisConnection) -> None:
+        logged, sent = begin(stream_log), []
         for number in range(1, 4):
-            sent.append(recording.add(TOKEN, b"data: %d\n\n" % number))
-            await wait_for_entries(redis, recording.keys, number)
-        recording.add(TOKEN, b"")  # a token without an event
-        sent.append(recording.end(b"data: [DONE]\n\n"))
+            sent.append(logged.add(TOKEN, b"data: %d\n\n" % number))
+            await wait_for_entries(redis, logged.keys, number)
+        logged.add(TOKEN, b"")  # a token without an event
+        sent.append(logged.end(b"data: [DONE]\n\n"))
 
-        found = await wait_for_entries(redis, recording.keys, 5)
+        found = await wait_for_entries(redis, logged.keys, 5)
 
         assert [entry.events for entry in found] == [*sent, b""]
-        assert sent[2] == b"data: 3\nid: %b.3\n\n" % recording.keys.events.rpartition(b":")[2]
+        assert sent[2] == b"data: 3\nid: %b.3\n\n" % logged.keys.events.rpartition(b":")[2]
         assert [entry.last for entry in found] == [1, 2, 3, 4, 4]
         assert [len(entry.outs) for entry in found] == [1, 1, 1, 1, 0]
         assert [entry.is_end for entry in found] == [False] * 4 + [True]
         head, body, process, ttl_ms, alive = await redis.call(
-            (b"HGET", recording.keys.head, b"head"),
-            (b"HGET", recording.keys.head, b"body"),
-            (b"HGET", recording.keys.head, b"process"),
-            (b"PTTL", recording.keys.events),
-            (b"EXISTS", PROCESS_PREFIX + journal.token),
+            (b"HGET", logged.keys.head, b"head"),
+            (b"HGET", logged.keys.head, b"body"),
+            (b"HGET", logged.keys.head, b"process"),
+            (b"PTTL", logged.keys.events),
+            (b"EXISTS", PROCESS_PREFIX + stream_log.token),
         )
         assert body == b'{"a":1}'
         assert decode_head(head).seeds == [7]
         assert (decode_head(head).request_id, decode_head(head).response_id) == ("r1", "resp_2")
-        assert process == journal.token
+        assert process == stream_log.token
         assert 60_000 < ttl_ms <= 75_000
         assert alive == 1
 
@@ -120,11 +120,11 @@ def test_the_journal_has_the_request_and_the_events_of_a_stream(tmp_path: Path) 
 
 
 def test_the_events_of_some_steps_are_one_entry(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        recording = begin(journal)
-        sent = [recording.add(TOKEN, b"data: %d\n\n" % number) for number in range(1, 4)]
+    async def scenario(stream_log: StreamLog, redis: RedisConnection) -> None:
+        logged = begin(stream_log)
+        sent = [logged.add(TOKEN, b"data: %d\n\n" % number) for number in range(1, 4)]
 
-        (entry,) = await wait_for_entries(redis, recording.keys, 1)
+        (entry,) = await wait_for_entries(redis, logged.keys, 1)
 
         assert entry.events == b"".join(sent)
         assert (entry.last, len(entry.outs)) == (3, 3)
@@ -134,13 +134,13 @@ def test_the_events_of_some_steps_are_one_entry(tmp_path: Path) -> None:
 
 
 def test_most_events_are_in_redis_within_100_ms(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        recording = begin(journal)
+    async def scenario(stream_log: StreamLog, redis: RedisConnection) -> None:
+        logged = begin(stream_log)
         behind_s = []
         for number in range(20):
             began_s = asyncio.get_running_loop().time()
-            recording.add(TOKEN, b"data: x\n\n")
-            await wait_for_entries(redis, recording.keys, number + 1)
+            logged.add(TOKEN, b"data: x\n\n")
+            await wait_for_entries(redis, logged.keys, number + 1)
             behind_s.append(asyncio.get_running_loop().time() - began_s)
 
         assert sorted(behind_s)[10] < 0.1
@@ -149,37 +149,37 @@ def test_most_events_are_in_redis_within_100_ms(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_another_process_is_neither_deleted_nor_written(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        recording = begin(journal)
-        recording.add(TOKEN, b"data: 1\n\n")
-        await wait_for_entries(redis, recording.keys, 1)
+    async def scenario(stream_log: StreamLog, redis: RedisConnection) -> None:
+        logged = begin(stream_log)
+        logged.add(TOKEN, b"data: 1\n\n")
+        await wait_for_entries(redis, logged.keys, 1)
         other = (b"outs", b"\x90", b"events", b"data: x\n\n")
         await redis.call(
-            (b"HSET", recording.keys.head, b"process", b"another"),
-            (b"XADD", recording.keys.events, b"9-0", *other),
+            (b"HSET", logged.keys.head, b"process", b"another"),
+            (b"XADD", logged.keys.events, b"9-0", *other),
         )
 
-        recording.add(TOKEN, b"data: 2\n\n")
-        await until(lambda: journal.counts.lost == 1)
+        logged.add(TOKEN, b"data: 2\n\n")
+        await until(lambda: stream_log.counts.lost == 1)
         unsent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await recording.outlive(unsent)
+        await logged.wait_for_reconnect(unsent)
 
-        assert [entry.last for entry in await entries(redis, recording.keys)] == [1, 9]
-        assert recording.add(TOKEN, b"data: 3\n\n") == b"data: 3\n\n"
+        assert [entry.last for entry in await entries(redis, logged.keys)] == [1, 9]
+        assert logged.add(TOKEN, b"data: 3\n\n") == b"data: 3\n\n"
 
     check(tmp_path, scenario)
 
 
 def test_an_abandoned_stream_is_deleted_after_its_time(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, redis: RedisConnection) -> None:
-        recording = begin(journal)
-        recording.add(TOKEN, b"data: 1\n\n")
-        await wait_for_entries(redis, recording.keys, 1)
+    async def scenario(stream_log: StreamLog, redis: RedisConnection) -> None:
+        logged = begin(stream_log)
+        logged.add(TOKEN, b"data: 1\n\n")
+        await wait_for_entries(redis, logged.keys, 1)
         unsent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        await recording.outlive(unsent)
+        await logged.wait_for_reconnect(unsent)
 
-        await wait_until_deleted(redis, recording.keys)
+        await wait_until_deleted(redis, logged.keys)
 
     check(tmp_path, scenario, ttl_s=1.0)
 
@@ -187,19 +187,19 @@ def test_an_abandoned_stream_is_deleted_after_its_time(tmp_path: Path) -> None:
 def test_a_redis_that_hangs_loses_streams_and_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.1)
 
-    async def scenario(journal: Journal, redis: RedisConnection) -> None:
+    async def scenario(stream_log: StreamLog, redis: RedisConnection) -> None:
         (process,) = [one for one in psutil.Process().children() if "redis" in one.name()]
-        recording = begin(journal)
-        recording.add(TOKEN, b"data: 1\n\n")
-        await wait_for_entries(redis, recording.keys, 1)
+        logged = begin(stream_log)
+        logged.add(TOKEN, b"data: 1\n\n")
+        await wait_for_entries(redis, logged.keys, 1)
         process.send_signal(signal.SIGSTOP)
-        recording.add(TOKEN, b"data: 2\n\n")
-        await until(lambda: journal.counts.lost == 1)
+        logged.add(TOKEN, b"data: 2\n\n")
+        await until(lambda: stream_log.counts.lost == 1)
 
-        assert recording.add(TOKEN, b"data: 3\n\n") == b"data: 3\n\n"
+        assert logged.add(TOKEN, b"data: 3\n\n") == b"data: 3\n\n"
         process.send_signal(signal.SIGCONT)
-        await wait_until_deleted(redis, recording.keys)  # nobody must wait for its end
-        later = begin(journal)
+        await wait_until_deleted(redis, logged.keys)  # nobody must wait for its end
+        later = begin(stream_log)
         assert later.add(TOKEN, b"data: 1\n\n").endswith(b".1\n\n")
         await wait_for_entries(redis, later.keys, 1)
 
@@ -207,7 +207,7 @@ def test_a_redis_that_hangs_loses_streams_and_blocks_nobody(tmp_path: Path, monk
 
 
 def test_replies_of_every_kind_are_understood(tmp_path: Path) -> None:
-    async def scenario(_: Journal, redis: RedisConnection) -> None:
+    async def scenario(_: StreamLog, redis: RedisConnection) -> None:
         pong, count, nothing, refused, nested = await redis.call(
             (b"PING",),
             (b"RPUSH", b"list", b"a\r\nb", 7),
@@ -223,7 +223,7 @@ def test_replies_of_every_kind_are_understood(tmp_path: Path) -> None:
 
 
 def test_replies_that_come_in_many_pieces_are_understood(tmp_path: Path) -> None:
-    async def scenario(_: Journal, redis: RedisConnection) -> None:
+    async def scenario(_: StreamLog, redis: RedisConnection) -> None:
         large = bytes(range(256)) * 20_000
         await redis.call(*[(b"RPUSH", b"large", large) for _ in range(3)])
 

@@ -1,4 +1,4 @@
-"""A client that came back: the events after its last one, from the journal, while the stream goes on somewhere."""
+"""A client that came back: the events after its last one, from the stream log, while the stream goes on somewhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from lightserve.errors import StreamGoneError, StreamNotFoundError, UnavailableError
 from lightserve.httpserver.http.sse import StreamRecorder
-from lightserve.httpserver.resume.journal import DOWN, LEASE_MS, TIMEOUT_S, Journal
-from lightserve.httpserver.resume.recording import TakenOverRecording
+from lightserve.httpserver.resume.logged_stream import ResumedStream
 from lightserve.httpserver.resume.records import (
     PROCESS_PREFIX,
     Entry,
@@ -23,37 +22,40 @@ from lightserve.httpserver.resume.records import (
 )
 from lightserve.httpserver.resume.redis_connection import RedisConnection
 from lightserve.httpserver.resume.resp import Command, RedisError, Reply
+from lightserve.httpserver.resume.stream_log import DOWN, LEASE_MS, TIMEOUT_S, StreamLog
 
 BLOCK_MS = 500  # how long Redis waits for the next entry
 MAX_ENTRIES = 256  # of one answer
 FIRST_ENTRY = b"0-0"  # no entry has this id: all follow it
-LOST = "the journal has lost this stream, or it was given up"
+LOST = "the stream log has lost this stream, or it was given up"
 AHEAD = (
-    "the server of this stream died, and the journal does not have all events that were sent; several choices or "
+    "the server of this stream died, and the stream log does not have all events that were sent; several choices or "
     "prompts would go on in another order: send the request again, without Last-Event-ID"
 )
 
 # runs the request with this head and body again; its result is the status
-StartAgain = Callable[[Head, bytes, TakenOverRecording], asyncio.Future[int]]
+StartAgain = Callable[[Head, bytes, ResumedStream], asyncio.Future[int]]
 
 
-class Follower:
+class Replay:
     """An EventSource."""
 
     @classmethod
-    async def connect(cls, journal: Journal, event_id: str, start_again: StartAgain) -> Follower:
+    async def connect(cls, stream_log: StreamLog, event_id: str, start_again: StartAgain) -> Replay:
         parse_event_id(event_id)  # what is none needs no connection
-        return cls(journal, event_id, await journal.connect(), start_again)
+        return cls(stream_log, event_id, await stream_log.connect(), start_again)
 
-    def __init__(self, journal: Journal, event_id: str, connection: RedisConnection, start_again: StartAgain) -> None:
+    def __init__(
+        self, stream_log: StreamLog, event_id: str, connection: RedisConnection, start_again: StartAgain
+    ) -> None:
         self.has_begun = False
         self.recorder: StreamRecorder | None = None
         self.keep_alive = b""
-        self._journal = journal
+        self._stream_log = stream_log
         self._event_id = event_id
         self._id, self._number = parse_event_id(event_id)
         self._keys = Keys.of(self._id)
-        self._process = b""  # that has the stream, as the journal said last
+        self._process = b""  # that has the stream, as the stream log said last
         self._connection = connection
         self._start_again = start_again
         self._continued: asyncio.Future[int] | None = None  # the request, if it goes on here
@@ -134,13 +136,14 @@ class Follower:
         self._check_position(head, last)
         if not await self._take(b"" if last is None else last.id):
             return
-        self._journal.counts.taken_over += 1
-        recording = TakenOverRecording(self._journal, self._id, head, sent_outs, 0 if last is None else last.last)
-        self._continued = self._start_again(head, body, recording)
+        self._stream_log.counts.taken_over += 1
+        logged = ResumedStream(self._stream_log, self._id, head, sent_outs, 0 if last is None else last.last)
+        self._continued = self._start_again(head, body, logged)
 
     def _check_position(self, head: Head, last: Entry | None) -> None:
-        """The journal is some milliseconds behind the clients of a process. If that dies, another one writes the events
-        that the journal lacks once more: those of one sequence with the same numbers, those of several in any order."""
+        """The stream log is some milliseconds behind the clients of a process. If that dies, another one writes the
+        events that the stream log lacks once more: those of one sequence with the same numbers, those of several in any
+        order."""
         number = 0 if last is None else last.last
         if len(head.seeds) > 1 and self._number > number:
             raise StreamGoneError(AHEAD)
@@ -168,9 +171,9 @@ class Follower:
     async def _take(self, last_entry: bytes) -> bool:
         """Whether this process is the one that continues the stream. Another client may have come back elsewhere."""
         try:
-            (is_ours,) = await self._call(takeover(self._keys, last_entry, self._process, self._journal.token))
+            (is_ours,) = await self._call(takeover(self._keys, last_entry, self._process, self._stream_log.token))
         except BaseException:  # Redis may have done it all the same
-            self._journal.give_back(self._keys)
+            self._stream_log.give_back(self._keys)
             raise
         return bool(is_ours)
 

@@ -1,4 +1,4 @@
-"""A stream that is written to the journal while it runs."""
+"""A stream that is written to the stream log while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightserve.httpserver.http.sse import RecordedGeneration
-from lightserve.httpserver.resume.journal import Journal
 from lightserve.httpserver.resume.records import (
     Head,
     Keys,
@@ -22,23 +21,24 @@ from lightserve.httpserver.resume.records import (
     with_ids,
 )
 from lightserve.httpserver.resume.resp import Command, Reply
+from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.utils.clock import unix_s
 
 CHECK_S = 0.25
 
 
-class Recording(ABC):
+class LoggedStream(ABC):
     """The StreamRecorder of one request; one that is no stream leaves it unused."""
 
-    def __init__(self, journal: Journal, stream_id: bytes) -> None:
+    def __init__(self, stream_log: StreamLog, stream_id: bytes) -> None:
         self.keys = Keys.of(stream_id)
         self.sent_outs: Outs = []
         self._id = stream_id
-        self._journal = journal
+        self._stream_log = stream_log
         self._number = 0  # of the last event
-        self._unwritten: Outs = []  # tokens that the journal has not got
+        self._unwritten: Outs = []  # tokens that the stream log has not got
         self._events: list[bytes] = []  # of these
-        self._is_written = False  # the journal has its head
+        self._is_written = False  # the stream log has its head
         self._is_lost = False
         self._has_ended = False
         self._alone_since_s: float | None = None  # the client has disconnected, and nobody else reads the stream
@@ -64,7 +64,7 @@ class Recording(ABC):
             self._write_head()
         events, self._number = with_ids(events, self._id, self._number)
         self._events.append(events)
-        self._journal.has_more(self)
+        self._stream_log.has_more(self)
         return events
 
     def end(self, events: bytes) -> bytes:
@@ -74,31 +74,31 @@ class Recording(ABC):
             self.write()
             self._expire()
             marker = (b"XADD", self.keys.events, b"%d-1" % self._number, b"outs", encode_outs(self._unwritten))
-            self._journal.put(self, marker, lambda _: self._journal.close(self))
+            self._stream_log.put(self, marker, lambda _: self._stream_log.close(self))
         return events
 
     def release(self) -> None:
         if self._is_written and not self._is_lost:
             self.write()
-            self._put(*release(self.keys, self._journal.token))
+            self._put(*release(self.keys, self._stream_log.token))
         self._is_lost = True
 
     def close(self) -> None:
         if not self._has_ended:
-            self._journal.close(self)
+            self._stream_log.close(self)
 
-    async def outlive(self, sending: asyncio.Future[Any]) -> None:
+    async def wait_for_reconnect(self, sending: asyncio.Future[Any]) -> None:
         """The client has disconnected. Wait for the end of the stream, or until no client has come back for it."""
         self._alone_since_s = time.monotonic()
         while not sending.done() and self._is_written and not self._is_lost:
             await asyncio.wait((sending,), timeout=CHECK_S)
-            if time.monotonic() - self._alone_since_s > self._journal.ttl_s:
+            if time.monotonic() - self._alone_since_s > self._stream_log.ttl_s:
                 break
         if not sending.done() and self._is_written and not self._is_lost:
-            self._put(*deletion(self.keys, self._journal.token))
+            self._put(*deletion(self.keys, self._stream_log.token))
             self._is_lost = True
 
-    # for the journal
+    # for the stream log
 
     def write(self) -> None:
         if not self._events:
@@ -111,7 +111,7 @@ class Recording(ABC):
 
     def renew(self) -> list[tuple[Command, Callable[[Reply], None] | None]]:
         found: list[tuple[Command, Callable[[Reply], None] | None]] = []
-        if time.monotonic() - self._renewed_s > self._journal.ttl_s / 4:
+        if time.monotonic() - self._renewed_s > self._stream_log.ttl_s / 4:
             self._expire()
         if self._alone_since_s is not None:
             found.append(((b"EXISTS", self.keys.reader), self._check_reader))
@@ -129,18 +129,18 @@ class Recording(ABC):
         """A client can come back for ``ttl_s`` after the death of this process, or the end of the stream."""
         self._renewed_s = time.monotonic()
         for key in (self.keys.head, self.keys.events):
-            self._put(b"PEXPIRE", key, int(self._journal.ttl_s * 1250))  # it is renewed every quarter of ttl_s
+            self._put(b"PEXPIRE", key, int(self._stream_log.ttl_s * 1250))  # it is renewed every quarter of ttl_s
 
     def _put(self, *command: bytes | int) -> None:
-        self._journal.put(self, command)
+        self._stream_log.put(self, command)
 
 
-class NewRecording(Recording):
+class NewStream(LoggedStream):
     """Of a stream that begins here."""
 
-    def __init__(self, journal: Journal, owner: str, path: str, state: Mapping[str, Any], body: list[bytes]):
+    def __init__(self, stream_log: StreamLog, owner: str, path: str, state: Mapping[str, Any], body: list[bytes]):
         """``state`` is that of the request. It has its ids when the stream begins, and ``body`` is complete then."""
-        super().__init__(journal, new_stream_id())
+        super().__init__(stream_log, new_stream_id())
         self._owner = owner
         self._path = path
         self._state = state
@@ -148,9 +148,9 @@ class NewRecording(Recording):
         self._head = b""
 
     def begin(self, generation: RecordedGeneration, keep_alive: bytes) -> None:
-        if not self._journal.is_up:
+        if not self._stream_log.is_up:
             self.lose()
-            self._journal.counts.lost += 1
+            self._stream_log.counts.lost += 1
             return
         seeds, started_s = generation.fix_seeds(), unix_s(time.monotonic())
         request_id, response_id = self._state["request_id"], self._state.get("response_id", "")
@@ -159,8 +159,8 @@ class NewRecording(Recording):
 
     def _write_head(self) -> None:
         self._is_written = True
-        self._journal.open(self)
-        known = (b"head", self._head, b"body", b"".join(self._body), b"process", self._journal.token)
+        self._stream_log.open(self)
+        known = (b"head", self._head, b"body", b"".join(self._body), b"process", self._stream_log.token)
         self._put(b"HSET", self.keys.head, *known)
         self._head = b""
         self._body.clear()
@@ -170,11 +170,11 @@ class NewRecording(Recording):
         self._body.clear()
 
 
-class TakenOverRecording(Recording):
+class ResumedStream(LoggedStream):
     """Of a stream whose process has died: it goes on after the tokens ``sent_outs`` and the event with this number."""
 
-    def __init__(self, journal: Journal, stream_id: bytes, head: Head, sent_outs: Outs, number: int) -> None:
-        super().__init__(journal, stream_id)
+    def __init__(self, stream_log: StreamLog, stream_id: bytes, head: Head, sent_outs: Outs, number: int) -> None:
+        super().__init__(stream_log, stream_id)
         self.sent_outs = sent_outs
         self._taken = head
         self._number = number
@@ -184,15 +184,15 @@ class TakenOverRecording(Recording):
         age_s = unix_s(time.monotonic()) - self._taken.started_s  # by the clocks of two machines
         generation.continue_after(self.sent_outs, max(age_s, 0.0))
         self._is_written = True
-        self._journal.open(self)
+        self._stream_log.open(self)
         self._expire()
 
     def _write_head(self) -> None:
-        raise RuntimeError("the journal has the head of a stream that is taken over")
+        raise RuntimeError("the stream log has the head of a stream that is taken over")
 
     def stop(self, is_final: bool) -> None:
         """It could not go on here; another process may try it, unless ``is_final``."""
         if is_final:
-            self._put(*deletion(self.keys, self._journal.token))
+            self._put(*deletion(self.keys, self._stream_log.token))
         else:
-            self._put(*release(self.keys, self._journal.token))
+            self._put(*release(self.keys, self._stream_log.token))

@@ -1,4 +1,4 @@
-"""--journal: a client that lost its connection comes back for the rest of its stream, wherever that is."""
+"""--stream_log: a client that lost its connection comes back for the rest of its stream, wherever that is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def server(redis: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--httpserver_workers", "2", "--api_key", "ours", "theirs", "--journal", redis, "--journal_ttl", "3")
+    flags = ("--httpserver_workers", "2", "--api_key", "ours", "theirs", "--stream_log", redis, "--stream_log_ttl", "3")
     with serve(tmp_path_factory.mktemp("server"), *flags) as server:
         yield server
 
@@ -123,7 +123,7 @@ def test_an_unknown_stream_is_an_error_that_says_so(server: ServerProcess, last_
     client = ask(server, COMPLETE, BODY, last_id)
 
     assert client.status == 404
-    assert "there is no such stream: it has expired (--journal_ttl)" in client.error()["message"]
+    assert "there is no such stream: it has expired (--stream_log_ttl)" in client.error()["message"]
 
 
 def running(server: ServerProcess) -> float:
@@ -157,7 +157,7 @@ def test_a_stream_that_is_read_elsewhere_outlives_the_ttl(server: ServerProcess)
     assert found[-1].data == "[DONE]"
 
 
-def test_without_a_journal_events_have_no_ids(tmp_path: Path) -> None:
+def test_without_a_stream_log_events_have_no_ids(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         events = EventClient(server.url, COMPLETE, BODY).read_all()
         ignored = EventClient(server.url, COMPLETE, BODY, "A" * 22 + ".7")
@@ -173,7 +173,7 @@ def redis_process(address: str) -> psutil.Process:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_redis_that_hangs_or_dies_breaks_no_stream(tmp_path: Path, number: signal.Signals) -> None:
-    with redis_server(tmp_path) as address, serve(tmp_path, "--journal", f"redis://{address}") as server:
+    with redis_server(tmp_path) as address, serve(tmp_path, "--stream_log", f"redis://{address}") as server:
         whole = EventClient(server.url, COMPLETE, BODY).read_all()
         client = EventClient(server.url, COMPLETE, BODY | {"max_tokens": 300})
         client.read(20)
@@ -188,6 +188,6 @@ def test_a_redis_that_hangs_or_dies_breaks_no_stream(tmp_path: Path, number: sig
         assert events[-1].id is None  # it cannot be resumed, so it has none
         assert texts(later) == texts(whole)
         assert resumed.status == 503
-        wait_until(lambda: server.metrics()["journal_streams_lost_total"] >= 1)
+        wait_until(lambda: server.metrics()["resumable_streams_lost_total"] >= 1)
         assert "streams go on without it, and cannot be resumed" in server.log
         assert "Traceback" not in server.log

@@ -1,4 +1,4 @@
-"""The journal of streams (--journal): its Redis is away or hangs, or a server dies and another one goes on."""
+"""The stream log (--stream_log): its Redis is away or hangs, or a server dies and another one goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test.faults.start_case import Start, StartCase
 from test.waiting import wait_until
 from test.worker.kv.block_store.redis_server import redis_server
 
-NO_REDIS = ("--null_step_ms", "5", "--journal", "redis://127.0.0.1:1")  # nobody listens on this port
+NO_REDIS = ("--null_step_ms", "5", "--stream_log", "redis://127.0.0.1:1")  # nobody listens on this port
 TOKENS = 400  # of 5 ms each: some seconds
 BODY = {"prompt": [501, 502, 503], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -29,11 +29,11 @@ def serve_without_redis(context: FaultContext) -> None:
 
 def _lost_streams_counted(context: FaultContext) -> None:
     streams_continue(context)
-    context.wait_until(lambda: context.server.metrics()["journal_streams_lost_total"] >= len(context.streams))
+    context.wait_until(lambda: context.server.metrics()["resumable_streams_lost_total"] >= len(context.streams))
 
 
 def launch(start: Start, redis: str) -> ServerProcess:
-    server = start.launch("--null_step_ms", "5", "--journal", f"redis://{redis}")
+    server = start.launch("--null_step_ms", "5", "--stream_log", f"redis://{redis}")
     start.check_serves(server)
     return server
 
@@ -53,7 +53,7 @@ def redis_gets(number: signal.Signals, start: Start) -> None:
         whole = EventClient(server.url, COMPLETE, BODY).read_all()
 
         assert text_of(broken) == text_of(whole)
-        wait_until(lambda: server.metrics()["journal_streams_lost_total"] >= 1)
+        wait_until(lambda: server.metrics()["resumable_streams_lost_total"] >= 1)
         assert server.stop() == 0
 
 
@@ -89,9 +89,9 @@ def check_resumes(client: EventClient, server: ServerProcess) -> None:
 
 CASES = [
     Case(
-        "the Redis of --journal is away, streaming",
+        "the Redis of --stream_log is away, streaming",
         serve_without_redis,
-        Reaction("streams go on; those without a journal are counted", _lost_streams_counted, same_text),
+        Reaction("streams go on; those without a stream log are counted", _lost_streams_counted, same_text),
         STREAMING,
         NO_REDIS,
         20.0,
@@ -99,18 +99,18 @@ CASES = [
 ]
 START_CASES: list[StartCase] = []
 if shutil.which("redis-server"):
-    GO_ON = "the stream goes on without the journal, same text"
+    GO_ON = "the stream goes on without the stream log, same text"
     START_CASES += [
-        StartCase("the Redis of --journal hangs", lambda start: redis_gets(signal.SIGSTOP, start), GO_ON, 60.0),
-        StartCase("kill -9 the Redis of --journal", lambda start: redis_gets(signal.SIGKILL, start), GO_ON, 60.0),
+        StartCase("the Redis of --stream_log hangs", lambda start: redis_gets(signal.SIGSTOP, start), GO_ON, 60.0),
+        StartCase("kill -9 the Redis of --stream_log", lambda start: redis_gets(signal.SIGKILL, start), GO_ON, 60.0),
         StartCase(
-            "kill -9 a server with --journal",
+            "kill -9 a server with --stream_log",
             kill_server,
             "the client comes back to another server and gets the rest, same text",
             90.0,
         ),
         StartCase(
-            "kill -9 ls-httpserver with --journal",
+            "kill -9 ls-httpserver with --stream_log",
             kill_http_process,
             "the client comes back to the server and gets the rest, same text",
             90.0,

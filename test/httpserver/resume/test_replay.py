@@ -10,10 +10,8 @@ import msgspec
 import pytest
 
 from lightserve.errors import StreamGoneError, UnavailableError
-from lightserve.httpserver.resume import follower as module
-from lightserve.httpserver.resume.follower import Follower
-from lightserve.httpserver.resume.journal import Journal
-from lightserve.httpserver.resume.recording import TakenOverRecording
+from lightserve.httpserver.resume import replay as module
+from lightserve.httpserver.resume.logged_stream import ResumedStream
 from lightserve.httpserver.resume.records import (
     PROCESS_PREFIX,
     Head,
@@ -25,9 +23,11 @@ from lightserve.httpserver.resume.records import (
     with_ids,
 )
 from lightserve.httpserver.resume.redis_connection import RedisConnection
+from lightserve.httpserver.resume.replay import Replay
+from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
-from test.httpserver.resume.test_journal import check
+from test.httpserver.resume.test_stream_log import check
 from test.waiting import until
 
 HEAD = Head("owner", "/v1/completions", "r1", [7], 0.0, b": keep-alive\n\n")
@@ -42,7 +42,7 @@ class Stream:
         self.id = new_stream_id()
         self.keys = Keys.of(self.id)
         self.redis = redis
-        self.continued: list[tuple[Head, bytes, TakenOverRecording]] = []
+        self.continued: list[tuple[Head, bytes, ResumedStream]] = []
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # of the request that goes on
 
     async def write(self, count: int, head: Head = HEAD) -> None:
@@ -55,14 +55,14 @@ class Stream:
         events, _ = with_ids(b"data: %d\n\n" % number, self.id, number - 1)
         return (b"XADD", self.keys.events, b"%d-0" % number, b"outs", outs, b"events", events)
 
-    async def follow(self, journal: Journal, after: int) -> Follower:
-        def start_again(head: Head, body: bytes, recording: TakenOverRecording) -> asyncio.Future[int]:
-            self.continued.append((head, body, recording))
+    async def follow(self, stream_log: StreamLog, after: int) -> Replay:
+        def start_again(head: Head, body: bytes, logged: ResumedStream) -> asyncio.Future[int]:
+            self.continued.append((head, body, logged))
             return self.status
 
-        follower = await Follower.connect(journal, f"{self.id.decode()}.{after}", start_again)
-        await follower.open(HEAD.owner, HEAD.path)
-        return follower
+        replay = await Replay.connect(stream_log, f"{self.id.decode()}.{after}", start_again)
+        await replay.open(HEAD.owner, HEAD.path)
+        return replay
 
     async def process(self) -> bytes:
         (process,) = await self.redis.call((b"HGET", self.keys.head, b"process"))
@@ -70,47 +70,47 @@ class Stream:
         return process
 
 
-def check_stream(folder: Path, scenario: Callable[[Journal, Stream], Awaitable[None]]) -> None:
-    async def run(journal: Journal, redis: RedisConnection) -> None:
-        await scenario(journal, Stream(redis))
+def check_stream(folder: Path, scenario: Callable[[StreamLog, Stream], Awaitable[None]]) -> None:
+    async def run(stream_log: StreamLog, redis: RedisConnection) -> None:
+        await scenario(stream_log, Stream(redis))
 
     check(folder, run)
 
 
-async def read_all(follower: Follower) -> bytes:
-    return b"".join([events async for events in follower.generator])
+async def read_all(replay: Replay) -> bytes:
+    return b"".join([events async for events in replay.generator])
 
 
 def test_a_long_stream_is_taken_over_with_all_its_tokens(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(LONG)
-        follower = await stream.follow(journal, LONG - 3)
-        reading = asyncio.create_task(read_all(follower))
+        replay = await stream.follow(stream_log, LONG - 3)
+        reading = asyncio.create_task(read_all(replay))
 
         await until(lambda: bool(stream.continued))
         end = (b"XADD", stream.keys.events, b"%d-1" % LONG, b"outs", encode_outs([]))
         await stream.redis.call(end)
         events = await reading
 
-        (head, body, recording) = stream.continued[0]
+        (head, body, logged) = stream.continued[0]
         assert (head, body) == (HEAD, b"{}")
-        assert [out.token.id for _, out in recording.sent_outs] == list(range(1, LONG + 1))
-        assert await stream.process() == journal.token
+        assert [out.token.id for _, out in logged.sent_outs] == list(range(1, LONG + 1))
+        assert await stream.process() == stream_log.token
         assert events.count(b"data: ") == 3
-        assert journal.counts.taken_over == 1
+        assert stream_log.counts.taken_over == 1
 
     check_stream(tmp_path, scenario)
 
 
 def test_a_stream_that_cannot_be_read_stays_with_its_process(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(3)
         await stream.redis.call(
             (b"XADD", stream.keys.events, b"4-0", b"outs", b"no msgpack", b"events", b"data: 4\n\n")
         )
 
         with pytest.raises(msgspec.DecodeError):
-            await read_all(await stream.follow(journal, 1))
+            await read_all(await stream.follow(stream_log, 1))
 
         assert await stream.process() == DEAD
         assert not stream.continued
@@ -119,24 +119,24 @@ def test_a_stream_that_cannot_be_read_stays_with_its_process(tmp_path: Path) -> 
 
 
 def test_of_two_processes_that_want_a_stream_one_gets_it(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(300)
-        other = Journal(f"redis://{journal.address.name}", 60.0)
-        followers = [await stream.follow(one, 300) for one in (journal, other)]
+        other = StreamLog(f"redis://{stream_log.address.name}", 60.0)
+        replays = [await stream.follow(one, 300) for one in (stream_log, other)]
 
-        await asyncio.gather(*[follower._take_over() for follower in followers])
+        await asyncio.gather(*[replay._take_over() for replay in replays])
 
         assert len(stream.continued) == 1
-        assert journal.counts.taken_over + other.counts.taken_over == 1
-        assert await stream.process() == (journal.token if journal.counts.taken_over else other.token)
-        for follower in followers:
-            follower.close()
+        assert stream_log.counts.taken_over + other.counts.taken_over == 1
+        assert await stream.process() == (stream_log.token if stream_log.counts.taken_over else other.token)
+        for replay in replays:
+            replay.close()
 
     check_stream(tmp_path, scenario)
 
 
 def test_a_stream_is_not_taken_from_a_process_that_lives(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(2)
         late, unknown = takeover(stream.keys, b"1-0", DEAD, b"mine"), takeover(stream.keys, b"2-0", b"x", b"mine")
         now = takeover(stream.keys, b"2-0", DEAD, b"mine")
@@ -150,45 +150,45 @@ def test_a_stream_is_not_taken_from_a_process_that_lives(tmp_path: Path) -> None
     check_stream(tmp_path, scenario)
 
 
-def test_several_sequences_go_on_unless_the_client_has_more_than_the_journal(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+def test_several_sequences_go_on_unless_the_client_has_more_than_the_stream_log(tmp_path: Path) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(3, msgspec.structs.replace(HEAD, seeds=[7, 8]))
 
-        with pytest.raises(StreamGoneError, match="the journal does not have all events"):
-            await stream.follow(journal, 4)
-        follower = await stream.follow(journal, 3)
-        await follower._take_over()
+        with pytest.raises(StreamGoneError, match="the stream log does not have all events"):
+            await stream.follow(stream_log, 4)
+        replay = await stream.follow(stream_log, 3)
+        await replay._take_over()
 
         assert len(stream.continued) == 1
-        follower.close()
+        replay.close()
 
     check_stream(tmp_path, scenario)
 
 
-def test_a_stream_without_an_event_in_the_journal_can_go_on(tmp_path: Path) -> None:
-    """The journal is some milliseconds behind: its process died before it was written."""
+def test_a_stream_without_an_event_in_the_stream_log_can_go_on(tmp_path: Path) -> None:
+    """The stream log is some milliseconds behind: its process died before it was written."""
 
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(0)
-        follower = await stream.follow(journal, 2)
+        replay = await stream.follow(stream_log, 2)
 
-        await follower._take_over()
+        await replay._take_over()
 
         assert stream.continued[0][2].sent_outs == []
-        follower.close()
+        replay.close()
 
     check_stream(tmp_path, scenario)
 
 
 def test_a_stream_that_cannot_go_on_here_is_left_to_other_servers(tmp_path: Path) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(3)
         stream.status.set_result(503)
 
         with pytest.raises(
             UnavailableError, match="cannot go on with the stream: status 503; come back to another one"
         ):
-            await read_all(await stream.follow(journal, 1))
+            await read_all(await stream.follow(stream_log, 1))
 
         assert len(stream.continued) == 1
 
@@ -198,34 +198,34 @@ def test_a_stream_that_cannot_go_on_here_is_left_to_other_servers(tmp_path: Path
 def test_a_stream_is_given_back_if_redis_does_not_say_whose_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(3)
-        follower = await stream.follow(journal, 3)
-        call = follower._connection.call
+        replay = await stream.follow(stream_log, 3)
+        call = replay._connection.call
 
         async def lose_reply(*commands: object) -> None:
             await call(*commands)  # type: ignore[arg-type]
             raise ConnectionResetError("the network is down")
 
-        monkeypatch.setattr(follower._connection, "call", lose_reply)
+        monkeypatch.setattr(replay._connection, "call", lose_reply)
         with pytest.raises(UnavailableError):
-            await follower._take(b"3-0")
+            await replay._take(b"3-0")
 
         async with asyncio.timeout(10):
             while await stream.process():  # noqa: ASYNC110  Redis has no event
                 await asyncio.sleep(0.001)
-        follower.close()
+        replay.close()
 
     check_stream(tmp_path, scenario)
 
 
-def test_a_follower_that_waits_reads_nothing_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_waits_reads_nothing_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_MS", 10)
 
-    async def scenario(journal: Journal, stream: Stream) -> None:
+    async def scenario(stream_log: StreamLog, stream: Stream) -> None:
         await stream.write(3)
-        await stream.redis.call((b"HSET", stream.keys.head, b"process", journal.token, b"body", b"x" * 2**20))
-        reading = asyncio.create_task(read_all(await stream.follow(journal, 1)))
+        await stream.redis.call((b"HSET", stream.keys.head, b"process", stream_log.token, b"body", b"x" * 2**20))
+        reading = asyncio.create_task(read_all(await stream.follow(stream_log, 1)))
 
         async with asyncio.timeout(10):
             while await calls_of(stream.redis, b"cmdstat_hget") < 5:  # noqa: ASYNC110  Redis has no event
