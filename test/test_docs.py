@@ -78,7 +78,7 @@ OTHER_TOOLS = {
     "--minutes",
     "--move",
     "--now",
-    "--one_shot",
+    "--custom_all_reduce",
     "--only",
     "--ops",
     "--prompt",

@@ -62,7 +62,7 @@ LAYERS: dict[str, set[str]] = {
     "models": {"errors", "common.basemodel", "common.ops"},
     "models.registry": {"errors", "model_files", "common.basemodel"},
     "router.kv.identity": {*GROUND, "links", "model_files"},
-    "router.static_prompts": {*GROUND, "model_files"},
+    "router.read_pinned_prefixes": {*GROUND, "model_files"},
     "router": {*GROUND, "links", "router.kv.slots", "model_files.lora"},
     "worker": {*GROUND, "common", "text.grammar", "models", "model_files", "links.tls", "links.kv_secret"},
     "detokenization": {*GROUND, "model_files"},

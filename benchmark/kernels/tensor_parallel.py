@@ -3,12 +3,12 @@
     python -m benchmark.kernels.tensor_parallel --tp 3       # the default model, which has 9 heads, on this CPU
     python -m benchmark.kernels.tensor_parallel --model_dir DIR --tp 2 --device cuda      # two GPUs, NCCL
     python -m benchmark.kernels.tensor_parallel --model_dir DIR --tp 2 --device cuda --one_gpu   # gloo
-    python -m benchmark.kernels.tensor_parallel --model_dir DIR --tp 2 --device cuda --one_shot  # and with --one_gpu
+    python -m benchmark.kernels.tensor_parallel --model_dir DIR --tp 2 --device cuda --custom_all_reduce
 
 Every run computes the same random prompts and then generates greedily. Ranks sum in another order than one rank, so in
 bfloat16 a text may take another turn; in float32 it rarely does. --one_gpu shows that the tokens are right on a machine
-with one GPU, not how fast ranks are: gloo copies through the host, and no step is captured. --one_shot: ranks read few
-rows from each other's memory, as a server's ranks do if they can.
+with one GPU, not how fast ranks are: gloo copies through the host, and no step is captured. --custom_all_reduce: ranks
+read few rows from each other's memory, as a server's ranks do if they can.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from lightserve.common.device import pick_device
 from lightserve.common.parallel import ParallelSizes, connect_ranks
-from lightserve.common.parallel.one_shot import ON_ONE_GPU
+from lightserve.common.parallel.custom_all_reduce import ON_ONE_GPU
 from lightserve.config import WorkerConfig
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
@@ -83,7 +83,7 @@ class Plan:
     works: list[Work]
     comm: str  # the library of collectives
     one_gpu: bool
-    one_shot: bool
+    custom_all_reduce: bool
 
 
 def run_rank(rank: int, config: WorkerConfig, plan: Plan, store: str, to: Any) -> None:
@@ -91,8 +91,8 @@ def run_rank(rank: int, config: WorkerConfig, plan: Plan, store: str, to: Any) -
     device_index = 0 if plan.one_gpu else rank
     if plan.one_gpu:
         os.environ[ON_ONE_GPU] = "1"
-    gpu = torch.device("cuda", device_index) if plan.one_shot else None
-    parallel = connect_ranks(rank, ParallelSizes(tp=config.tp), f"file://{store}", plan.comm, one_shot_gpu=gpu)
+    gpu = torch.device("cuda", device_index) if plan.custom_all_reduce else None
+    parallel = connect_ranks(rank, ParallelSizes(tp=config.tp), f"file://{store}", plan.comm, custom_all_reduce_gpu=gpu)
     source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
     worker = ModelWorker(config, source, parallel, device_index=device_index)
     if plan.comm != "gloo" or config.tp == 1:
@@ -144,7 +144,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--data_type", default="auto")
     add("--load_format", choices=["auto", "dummy"], default="auto", help="dummy weights differ between ranks")
     add("--one_gpu", action="store_true", help="all ranks on the first GPU, over gloo")
-    add("--one_shot", action="store_true", help="sums of few rows by reading the memory of other ranks")
+    add("--custom_all_reduce", action="store_true", help="sums of few rows by reading the memory of other ranks")
     add("--works", type=work_of, nargs="+", default=[Work(1, 64, 32), Work(8, 64, 32)], help="BATCHxPROMPTxNEW each")
     return parser
 
@@ -153,7 +153,7 @@ def main() -> None:
     args = arguments().parse_args()
     works: list[Work] = args.works
     comm = "gloo" if args.one_gpu else pick_device(args.device).comm_backend
-    plan = Plan(works, comm, args.one_gpu, args.one_shot)
+    plan = Plan(works, comm, args.one_gpu, args.custom_all_reduce)
     runs = {}
     for tp in (1, args.tp):
         config = WorkerConfig(

@@ -15,7 +15,7 @@ import time
 
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
-from lightserve.cluster.inflight_request import OpenRequest, open_request
+from lightserve.cluster.inflight_request import InflightRequest, open_request
 from lightserve.cluster.link import EngineLink
 from lightserve.cluster.metrics import ClusterMetrics
 from lightserve.cluster.placement import Placement
@@ -77,9 +77,9 @@ class Dispatcher:
         self.addresses = dict.fromkeys(range(num_engines), "")  # of all engines, by number; "": on this machine
         self._queries = ClusterQueries()
         self._jobs = PrefillJobs(placement)
-        self._requests: dict[int, OpenRequest] = {}
+        self._requests: dict[int, InflightRequest] = {}
         self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
-        self._unplaced: dict[int, OpenRequest] = {}  # of these, the requests that no engine can take now
+        self._unplaced: dict[int, InflightRequest] = {}  # of these, the requests that no engine can take now
         self._lost_http_processes: set[int] = set()
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -338,12 +338,12 @@ class Dispatcher:
             self.metrics.values["request_failed_total"] += 1
             self._fail(req, 500, CRASHED)
 
-    def _drop_job(self, engine: Engine, job: OpenRequest) -> None:
+    def _drop_job(self, engine: Engine, job: InflightRequest) -> None:
         """A prefill engine is lost. The prompt may be the cause: no other prefill engine gets it."""
         self._jobs.fail(engine, job)
         self._requests[job.req_id].may_prefill_remotely &= engine.is_draining
 
-    def _move(self, req: OpenRequest) -> None:
+    def _move(self, req: InflightRequest) -> None:
         self._jobs.cancel(req)
         self._placement.remove(req)
         req.is_moved = True
@@ -352,11 +352,11 @@ class Dispatcher:
         if not self._placement.place(req):
             self._unplaced[req.req_id] = req
 
-    def _fail(self, req: OpenRequest, status: int, message: str) -> None:
+    def _fail(self, req: InflightRequest, status: int, message: str) -> None:
         self._forget(req)
         self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req.req_id, status, message)]))
 
-    def _forget(self, req: OpenRequest) -> None:
+    def _forget(self, req: InflightRequest) -> None:
         """The request has ended."""
         del self._requests[req.req_id]
         self._unplaced.pop(req.req_id, None)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange, rest_tokens
-from lightserve.cluster.inflight_request import OpenRequest
+from lightserve.cluster.inflight_request import InflightRequest
 from lightserve.cluster.link import EngineLink
 from lightserve.cluster.load_estimate import MeasuredLoad, SharedRates
 from lightserve.cluster.routing import EngineLoad
@@ -26,7 +26,7 @@ class Engine:
         self.link = link
         self.role = role
         self.kv_exchange = kv_exchange
-        self.requests: dict[int, OpenRequest] = {}
+        self.requests: dict[int, InflightRequest] = {}
         self.stats: RouterStats | None = None
         self.has_workers = True
         self.silent_ticks = 0  # checks since its last message
@@ -46,7 +46,7 @@ class Engine:
     def load(self) -> EngineLoad:
         return self._load.load()
 
-    def add(self, req: OpenRequest, cached_tokens: int) -> None:
+    def add(self, req: InflightRequest, cached_tokens: int) -> None:
         """Send a request to this engine. If it has KvTransferParams, a prefill engine computes its prompt."""
         req.cached_tokens = cached_tokens
         missing, now_s = max(req.known_tokens - cached_tokens, 1), time.monotonic()
@@ -57,11 +57,11 @@ class Engine:
         self.requests[req.req_id] = req
         self.link.send(req.message())
 
-    def compute_itself(self, req: OpenRequest, is_measured: bool) -> None:
+    def compute_itself(self, req: InflightRequest, is_measured: bool) -> None:
         """No prefill engine computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""
         self._load.compute_itself(req.assignment, time.monotonic(), is_measured)
 
-    def remove(self, req: OpenRequest) -> None:
+    def remove(self, req: InflightRequest) -> None:
         """The request has ended or leaves this engine."""
         del self.requests[req.req_id]
         self._load.remove(req.assignment)

@@ -15,7 +15,7 @@ from lightserve.messages.request import GenerateReq
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class InflightRequest:
     request: GenerateReq  # with a seed
     hashes: list[int]  # of the blocks of its prompt
     hash_bytes: bytes
@@ -58,7 +58,7 @@ class OpenRequest:
         )
 
 
-def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None) -> OpenRequest:
+def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None) -> InflightRequest:
     salt = message.prefix_salt(uses_cache and message.scheduling.use_cache)
     hashes: Hashes = block_hashes(message.prompt_ids, salt)
     timeout_s = message.scheduling.timeout_s or timeout_s
@@ -67,7 +67,7 @@ def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None
         message = msgspec.structs.replace(
             message, scheduling=msgspec.structs.replace(message.scheduling, timeout_s=timeout_s)
         )
-    opened = OpenRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
+    opened = InflightRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
     opened.may_prefill_remotely = (
         uses_cache and message.scheduling.use_cache and message.params.sampling.prompt_logprobs is None
     )

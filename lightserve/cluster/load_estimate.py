@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightserve.cluster.rates import PrefillRate, TokenSlowdown
+from lightserve.cluster.rates import DecodeSlowdown, PrefillRate
 from lightserve.cluster.routing import EngineLoad
 
 
@@ -17,7 +17,7 @@ class SharedRates:
 
     def __init__(self) -> None:
         self.prefill = PrefillRate()
-        self.slowdown = TokenSlowdown()
+        self.slowdown = DecodeSlowdown()
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class MeasuredLoad:
             waiting_tokens=self._waiting_tokens,
             running=self._num_open - self._num_computing,
             prefill_tokens_s=prefill.tokens_s,
-            token_slowdown_s=self._rates.slowdown.seconds,
+            decode_slowdown_s=self._rates.slowdown.seconds,
         )
 
     def add(self, tokens: int, now_s: float) -> Assignment:

@@ -18,7 +18,7 @@ from lightserve.cluster.disaggregation import (
     timeout_s,
 )
 from lightserve.cluster.engine import Engine
-from lightserve.cluster.inflight_request import OpenRequest
+from lightserve.cluster.inflight_request import InflightRequest
 from lightserve.cluster.link import EngineLink
 from lightserve.cluster.load_estimate import SharedRates
 from lightserve.cluster.prefix_index import PrefixIndex
@@ -87,7 +87,7 @@ class Placement:
     def accepting(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.takes_requests]
 
-    def place(self, req: OpenRequest) -> bool:
+    def place(self, req: InflightRequest) -> bool:
         """Send the request to the best engine. Returns False if no engine can take it now."""
         excluded = req.refused_by | req.leaving
         engines = for_generation([engine for engine in self.accepting() if engine.number not in excluded])
@@ -102,14 +102,14 @@ class Placement:
         engine.add(req, cached[number])
         return True
 
-    def remove(self, req: OpenRequest) -> None:
+    def remove(self, req: InflightRequest) -> None:
         """The request has ended, or leaves its engine."""
         engine = self._engine_of.pop(req.req_id, None)
         if engine is not None:
             engine.remove(req)
             self.index.end_presumption(engine.number, req.hashes)
 
-    def choose_prefill(self, req: OpenRequest, decode: Engine, cached: int) -> tuple[Engine, float] | None:
+    def choose_prefill(self, req: InflightRequest, decode: Engine, cached: int) -> tuple[Engine, float] | None:
         """The engine that should compute the prompt for ``decode``, and how long that may take; None: itself."""
         if decode.role != "decode" or not req.may_prefill_remotely:
             return None
@@ -136,26 +136,26 @@ class Placement:
         """No prompts of the one for the other for a while: KV does not come."""
         self._apart_until_s[decode, prefill] = time.monotonic() + APART_S
 
-    def add_prefill(self, engine: Engine, job: OpenRequest) -> None:
+    def add_prefill(self, engine: Engine, job: InflightRequest) -> None:
         """Have this engine compute the prompt of a request that another one has."""
         cached = self.index.cached_tokens(engine.number, job.hashes)
         self.index.presume(engine.number, job.hashes)
         engine.add(job, cached)
 
-    def remove_prefill(self, engine: Engine, job: OpenRequest) -> None:
+    def remove_prefill(self, engine: Engine, job: InflightRequest) -> None:
         engine.remove(job)
         self.index.end_presumption(engine.number, job.hashes)
 
-    def _transfer_params(self, req: OpenRequest, engine: Engine, cached: int) -> KvTransferParams | None:
+    def _transfer_params(self, req: InflightRequest, engine: Engine, cached: int) -> KvTransferParams | None:
         found = self.choose_prefill(req, engine, cached)
         if found is None:
             return None
         return KvTransferParams(random.getrandbits(63), found[1], self._min_remote_prefill_tokens)
 
-    def _cached(self, req: OpenRequest, engines: list[Engine]) -> dict[int, int]:
+    def _cached(self, req: InflightRequest, engines: list[Engine]) -> dict[int, int]:
         return {engine.number: self.index.cached_tokens(engine.number, req.hashes) for engine in engines}
 
-    def _routed(self, req: OpenRequest, cached: dict[int, int]) -> RoutedRequest:
+    def _routed(self, req: InflightRequest, cached: dict[int, int]) -> RoutedRequest:
         expected = min(self.output_length.tokens, req.request.params.stopping.max_new_tokens)
         return RoutedRequest(
             req.known_tokens,

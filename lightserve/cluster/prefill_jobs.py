@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from lightserve.cluster.engine import Engine
-from lightserve.cluster.inflight_request import OpenRequest
+from lightserve.cluster.inflight_request import InflightRequest
 from lightserve.cluster.placement import Placement
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferTimeout, MovedReqs, RemotePrefillRequest
@@ -32,7 +32,7 @@ class PrefillJobs:
         self._engine_of: dict[int, Engine] = {}  # by req_id
         self._sent_by: dict[int, tuple[int, int]] = {}  # by req_id: the last transfer, and who got the prompt
 
-    def start(self, req: OpenRequest, decode: Engine, wanted: RemotePrefillRequest) -> None:
+    def start(self, req: InflightRequest, decode: Engine, wanted: RemotePrefillRequest) -> None:
         """The decode engine of a request has slots for its prompt, or needs none."""
         params, req.kv_transfer_params = req.kv_transfer_params, None
         if params is None or params.id != wanted.transfer_id:
@@ -50,11 +50,11 @@ class PrefillJobs:
         self._sent_by[req.req_id] = wanted.transfer_id, engine.number
         self._placement.add_prefill(engine, _job(req, wanted))
 
-    def finish(self, engine: Engine, job: OpenRequest) -> None:
+    def finish(self, engine: Engine, job: InflightRequest) -> None:
         """The prompt is computed; the last of its KV is on its way."""
         self._remove(engine, job)
 
-    def fail(self, engine: Engine, job: OpenRequest) -> None:
+    def fail(self, engine: Engine, job: InflightRequest) -> None:
         """The engine refused it, lost it, or is lost."""
         self._remove(engine, job)
         decode = self._placement.engine_of(job.req_id)
@@ -71,7 +71,7 @@ class PrefillJobs:
             if missing.req_id in decode.requests:
                 decode.compute_itself(decode.requests[missing.req_id], is_measured=False)
 
-    def cancel(self, req: OpenRequest) -> None:
+    def cancel(self, req: InflightRequest) -> None:
         """The request has ended, or leaves its decode engine."""
         req.kv_transfer_params = None
         self._sent_by.pop(req.req_id, None)
@@ -82,18 +82,18 @@ class PrefillJobs:
         engine.link.send(MovedReqs([req.req_id]))
         req.leaving.add(engine.number)  # until it confirms that it has forgotten the job
 
-    def _remove(self, engine: Engine, job: OpenRequest) -> None:
+    def _remove(self, engine: Engine, job: InflightRequest) -> None:
         del self._engine_of[job.req_id]
         self._placement.remove_prefill(engine, job)
 
 
-def _job(req: OpenRequest, wanted: RemotePrefillRequest) -> OpenRequest:
+def _job(req: InflightRequest, wanted: RemotePrefillRequest) -> InflightRequest:
     """Whole blocks only. The decode engine computes the tokens after them."""
     request, end = req.request, wanted.first_block + wanted.num_blocks
     known = [*int32s(request.prompt_ids).tolist(), *req.output_ids][: end * BLOCK_TOKENS]
     request = msgspec.structs.replace(request, prompt_ids=int32s(known), params=PARAMS)
     hashes = req.hashes[:end]  # of the prompt without output tokens
-    return OpenRequest(
+    return InflightRequest(
         request,
         hashes,
         req.hash_bytes[: 8 * len(hashes)],

@@ -29,7 +29,7 @@ class PrefillRate:
         self._seconds = KEPT * self._seconds + max(seconds, 1e-6)
 
 
-class TokenSlowdown:
+class DecodeSlowdown:
     """How much longer a token takes with each further running request: the slope of a line through step times."""
 
     def __init__(self) -> None:

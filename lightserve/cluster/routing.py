@@ -34,7 +34,7 @@ class EngineLoad:
     waiting_tokens: int = 0  # of prompts that it has not computed, without those that it has cached or gets as KV
     running: int = 0  # requests that have a token and get more, or will as soon as the KV of their prompts is there
     prefill_tokens_s: float = 1.0  # measured
-    token_slowdown_s: float = 0.0  # measured: a token takes so much longer with each further running request
+    decode_slowdown_s: float = 0.0  # measured: a token takes so much longer with each further running request
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ def _wait_s(load: EngineLoad) -> float:
 
 
 def _decode_s(request: RoutedRequest, load: EngineLoad) -> float:
-    return request.expected_output * load.running * load.token_slowdown_s
+    return request.expected_output * load.running * load.decode_slowdown_s
 
 
 def _hash_rank(key: str, engine: int) -> int:

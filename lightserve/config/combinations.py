@@ -150,7 +150,7 @@ LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED = _above("worker", "max_windowed_token_num", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
-STATIC_PROMPTS = _set("router", "static_prompts")
+PINNED_PREFIXES = _set("router", "pinned_prefixes")
 NULL_WORKER, PROFILE_DIR = _set("launch", "null_worker"), _set("launch", "profile_dir")
 DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
@@ -209,7 +209,9 @@ TABLE = (
     # the prefix cache
     Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),
     Conflict(ROLES, NO_PREFIX_CACHE, "KV that is sent enters the prefix cache", "leave out one of the flags"),
-    Conflict(STATIC_PROMPTS, NO_PREFIX_CACHE, "static prompts stay in the prefix cache", "leave out one of the flags"),
+    Conflict(
+        PINNED_PREFIXES, NO_PREFIX_CACHE, "pinned prefixes stay in the prefix cache", "leave out one of the flags"
+    ),
     # numbers
     Conflict(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
     Conflict(QUANTIZATION, QUANTIZATION_CONFIG, "both choose a format", "put the first into the file as its default"),
@@ -219,14 +221,14 @@ TABLE = (
     Conflict(POOLING, GATEWAY, "several engines serve text models only", "start a server with one engine"),
     Conflict(POOLING, LISTEN, "several engines serve text models only", "use `lightserve serve`"),
     Conflict(POOLING, KV_RAM, "no prefix of it is cached", "leave out --kv_ram_gb"),
-    Conflict(POOLING, STATIC_PROMPTS, "no prefix of it is cached", "leave out --static_prompts"),
+    Conflict(POOLING, PINNED_PREFIXES, "no prefix of it is cached", "leave out --pinned_prefixes"),
     Conflict(NO_KV_CACHE, DETERMINISTIC, "the texts of a step are computed together", "leave out --deterministic"),
     Conflict(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
     Conflict(KV_RAM, WINDOWED_POOL, "KV of windows is not kept in host memory", _NO_WINDOWS),
     Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
-    Conflict(STATIC_PROMPTS, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
+    Conflict(PINNED_PREFIXES, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
 )
 FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.first, row.second)}.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 ENGINE_HTTP = frozenset({"model_name"})  # what `lightserve engine` takes of the HTTP flags: its banner has it
 # what a gateway takes besides the flags of HTTP and of the cluster; the others are of engines
 GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "trust_remote_code"})
-GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "static_prompts"})
+GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "pinned_prefixes"})
 GATEWAY_LAUNCH = frozenset({"drain_timeout", "process_timeout", "restart_worker", "log_format"})
 # adapters, which engines of other machines do not serve
 OF_ADAPTERS = ("lora_modules", "lora_dir", "max_loras", "max_lora_rank", "max_cpu_loras")

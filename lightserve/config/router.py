@@ -48,7 +48,7 @@ class RouterConfig:
         "no_enable_prefix_caching",
         group=FlagGroup.COMPUTATION,
     )
-    static_prompts: str | None = option(
+    pinned_prefixes: str | None = option(
         None,
         "JSON or YAML file of prompts by name; each stays in the prefix cache, and a request's task_id names one",
         group=FlagGroup.SCHEDULING,

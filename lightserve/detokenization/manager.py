@@ -77,7 +77,7 @@ class DetokenizationManager:
         return http_process_of(req_id) % len(self._to_http)
 
     def _next(self, text: ReqText, out: TokenIdOut) -> StrOut:
-        piece = text.push(out.token.id, out.finish_reason, out.ends_in_text)
+        piece = text.push(out.token.id, out.finish_reason, out.is_text_token)
         finish_reason: FinishReason | None = out.finish_reason
         stop_reason: int | str | None = out.stop_reason
         if text.matched_stop is not None:

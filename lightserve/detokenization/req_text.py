@@ -31,12 +31,12 @@ class ReqText:
     def matched_stop(self) -> str | None:
         return self._stop.matched
 
-    def push(self, token_id: int, finish_reason: FinishReason | None, ends_in_text: bool = False) -> str:
+    def push(self, token_id: int, finish_reason: FinishReason | None, is_text_token: bool = False) -> str:
         """The text that can be returned after this token; with a finish reason, all the rest. Sets ``matched_stop``.
 
-        The last token of a request that stops is an end token, unless ``ends_in_text``.
+        The last token of a request that stops is an end token, unless ``is_text_token``.
         """
-        is_end_token = finish_reason is FinishReason.STOP and not ends_in_text
+        is_end_token = finish_reason is FinishReason.STOP and not is_text_token
         text = self._stop.push(
             "" if is_end_token and not self._include_stop else self._visible(self._text_of(token_id))
         )

@@ -22,8 +22,8 @@ from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
+from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.static_prompts import after_static_prompt
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class ServerContext:
     details: ModelDetails | None = None  # None in tests without a model's files
     export_trace: Export | None = None  # None: requests are not traced
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
-    static_prompts: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --static_prompts
+    pinned_prefixes: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --pinned_prefixes
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
     keys: ApiKeys = field(init=False)
@@ -151,19 +151,19 @@ class ServerContext:
         found = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"
         raise ModelNotFoundError(found, "model")
 
-    def with_static_prompt(self, name: str | int | None, ids: list[int]) -> list[int]:
+    def with_pinned_prefix(self, name: str | int | None, ids: list[int]) -> list[int]:
         """The prompt of a request whose task_id is ``name``."""
         if name is None:
             return ids
-        static_ids = self.static_prompts.get(str(name))
+        static_ids = self.pinned_prefixes.get(str(name))
         if static_ids is None:
-            names = ", ".join(map(repr, self.static_prompts)) or "none"
+            names = ", ".join(map(repr, self.pinned_prefixes)) or "none"
             found = (
-                f"task_id: there is no static prompt {str(name)[:100]!r}; this server has {names} (--static_prompts)"
+                f"task_id: there is no pinned prefix {str(name)[:100]!r}; this server has {names} (--pinned_prefixes)"
             )
             raise InvalidRequestError(found, "task_id")
         bos_id = None if self.optional_tokenizer is None else self.optional_tokenizer.bos_id
-        return after_static_prompt(static_ids, ids, bos_id)
+        return after_pinned_prefix(static_ids, ids, bos_id)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""

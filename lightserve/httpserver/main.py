@@ -30,8 +30,8 @@ from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
+from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.source import pooling_of, resolve
-from lightserve.model_files.static_prompts import encode_static_prompts
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
@@ -67,7 +67,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
-        static_prompts=encode_static_prompts(config.router.static_prompts, tokenizer),
+        pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         has_adapters=config.worker.num_loras > 0,
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         stream_log=None

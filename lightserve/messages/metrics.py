@@ -68,7 +68,7 @@ METRICS = (
     _gauge("num_requests_waiting", "Requests that are waiting in the queue."),
     _gauge("kv_cache_usage_perc", "Share of the KV pool in use, or of a KV group's pool if it is fuller; 1 is all."),
     _gauge("kv_used_tokens", "Tokens of the KV pool in use."),
-    _gauge("kv_pinned_tokens", "Tokens of the KV pool that static prompts (--static_prompts) hold."),
+    _gauge("kv_pinned_tokens", "Tokens of the KV pool that pinned prefixes (--pinned_prefixes) hold."),
     Metric(
         "kv_group_used_slots",
         Kind.GAUGE,

@@ -34,7 +34,7 @@ class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for an end token of the model
     admission: Admission | None = None  # with the first token
-    ends_in_text: bool = False  # it finishes the request, and its text counts: it is no end token
+    is_text_token: bool = False  # it finishes the request, and its text counts: it is no end token
 
 
 class EmbeddingOut(msgspec.Struct, frozen=True, array_like=True):

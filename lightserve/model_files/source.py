@@ -18,7 +18,7 @@ from lightserve.model_files.gguf.packing import quantization_table
 from lightserve.model_files.hub import HubModel, default_model as fetch, open_model, parse_hub_name
 from lightserve.model_files.pooling import PoolingConfig, read_pooling
 from lightserve.model_files.quantization.files import with_quantization_files
-from lightserve.model_files.tokenizer.eos_tokens import end_tokens_of_folder, end_tokens_of_gguf
+from lightserve.model_files.tokenizer.eos_tokens import eos_tokens_of_folder, eos_tokens_of_gguf
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class FolderSource(ModelSource):
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):
-            return end_tokens_of_folder(self.path)
+            return eos_tokens_of_folder(self.path)
 
     def chat_templates(self) -> dict[str, str]:
         return read_chat_templates(self.path)
@@ -97,7 +97,7 @@ class GgufSource(ModelSource):
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):
-            return end_tokens_of_gguf(self.header)
+            return eos_tokens_of_gguf(self.header)
 
     def chat_templates(self) -> dict[str, str]:
         return chat_templates_from_gguf(self.header)

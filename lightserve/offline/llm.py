@@ -324,7 +324,7 @@ class LLM(PoolingMethods):
 
     def _push_token(self, req: Req, out: TokenOut, finish_reason: FinishReason | None) -> None:
         stream, token = self._open[req.req_id], out.token
-        text = stream.text.push(token.id, finish_reason, req.ends_in_text)
+        text = stream.text.push(token.id, finish_reason, req.is_text_token)
         if stream.text.matched_stop is not None:
             finish_reason = FinishReason.STOP
             self._scheduler.abort(req.req_id)

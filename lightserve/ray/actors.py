@@ -17,8 +17,7 @@ from lightserve.cluster.proxy.haproxy_config import ProxySettings
 from lightserve.config import HttpConfig, WorkerConfig
 from lightserve.links.engines_file import write_engines_file
 from lightserve.ray.gateway_metrics import read_metrics
-from lightserve.ray.kept_process import KeptProcess, lightserve_command
-from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Kept, pack, unpack
+from lightserve.ray.messages import Deployment, GatewayStatus, GatewayUrls, Persisted, pack, unpack
 from lightserve.ray.node_folder import (
     free_port,
     free_ports,
@@ -28,6 +27,7 @@ from lightserve.ray.node_folder import (
     write_json,
     write_keys,
 )
+from lightserve.ray.supervised_process import SupervisedProcess, lightserve_command
 
 OF_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile")  # flags of HAProxy, if there is one
 
@@ -40,7 +40,7 @@ class ReplicaActor:
         self._folder = make_folder()
         write_keys(self._folder, deployment.keys)
         write_flags(self._folder / "engine.yaml", deployment.engine_flags)
-        self._process = KeptProcess(self._command)
+        self._process = SupervisedProcess(self._command)
 
     def _command(self) -> list[str]:
         host = ray.util.get_node_ip_address()
@@ -68,7 +68,7 @@ def num_ranks(deployment: Deployment) -> int:
 class GatewayActor:
     def __init__(self, raw: bytes) -> None:
         deployment = unpack(raw, Deployment)
-        self._kept = Kept(deployment)
+        self._persisted = Persisted(deployment)
         self._flags = deployment.gateway_flags
         self._port = 0  # behind HAProxy, which serves HTTPS if clients want it
         if deployment.num_gateways > 1:
@@ -78,11 +78,11 @@ class GatewayActor:
         write_engines_file(self._engines_file, [])
         write_keys(self._folder, deployment.keys)
         write_flags(self._folder / "gateway.yaml", self._flags)
-        self._process = KeptProcess(self._command)
+        self._process = SupervisedProcess(self._command)
 
     def _command(self) -> list[str]:
         flags = ["--config", str(self._folder / "gateway.yaml"), "--cluster_keys", str(self._folder)]
-        if self._kept.deployment.num_gateways > 1:
+        if self._persisted.deployment.num_gateways > 1:
             host = ray.util.get_node_ip_address()
             self._port = free_port(host, self._port)
             flags += ["--host", host, "--port", str(self._port)]
@@ -90,13 +90,13 @@ class GatewayActor:
 
     def use(self, raw: bytes) -> None:
         """Use these engines, and keep all of it for a controller that is restarted."""
-        kept = unpack(raw, Kept)
-        if kept.engines != self._kept.engines:
-            write_engines_file(self._engines_file, list(kept.engines.values()))
-        self._kept = kept
+        persisted = unpack(raw, Persisted)
+        if persisted.engines != self._persisted.engines:
+            write_engines_file(self._engines_file, list(persisted.engines.values()))
+        self._persisted = persisted
 
-    def kept(self) -> bytes:
-        return pack(self._kept)
+    def persisted(self) -> bytes:
+        return pack(self._persisted)
 
     def status(self) -> bytes:
         process, node = self._process.status(), ray.get_runtime_context().get_node_id()
@@ -128,7 +128,7 @@ class ProxyActor:
         self._urls = [""] * deployment.num_gateways
         write_json(self._folder / "proxy.json", msgspec.to_builtins(settings))
         write_json(self._folder / "gateways.json", self._urls)
-        self._process = KeptProcess(self._command)
+        self._process = SupervisedProcess(self._command)
 
     def _command(self) -> list[str]:
         return [sys.executable, "-m", "lightserve.cluster.proxy.main", str(os.getpid()), str(self._folder)]

@@ -26,7 +26,7 @@ from lightserve.ray.messages import (
     Deployment,
     DeploymentStatus,
     GroupStatus,
-    Kept,
+    Persisted,
     ProcessStatus,
     ReplicaStatus,
     pack,
@@ -147,8 +147,12 @@ class Controller:
         """At the first start there are none. After a restart, gateways' actors have kept what the last one knew."""
         name, engines = self._deployment.name, {}
         self._gateways = GatewayGroup(self._deployment, raw, (GatewayActor, ProxyActor))
-        if (kept := self._gateways.kept()) is not None:
-            self._deployment, engines, self._drained_nodes = kept.deployment, kept.engines, set(kept.drained_nodes)
+        if (persisted := self._gateways.persisted()) is not None:
+            self._deployment, engines, self._drained_nodes = (
+                persisted.deployment,
+                persisted.engines,
+                set(persisted.drained_nodes),
+            )
         for found in cluster.actor_names(f"{name}/replica-"):
             actor = cluster.get_actor(found)
             role, version, number = parse_replica_name(found)
@@ -182,7 +186,7 @@ class Controller:
             self._end_step()
             return
         engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
-        self._gateways.use(Kept(self._deployment, engines, sorted(self._drained_nodes)))
+        self._gateways.use(Persisted(self._deployment, engines, sorted(self._drained_nodes)))
         self._remove_ended()
         for role, scaler in self._autoscalers.items():
             scaler.update(self._gateways.load(role), now_s)

@@ -13,8 +13,8 @@ from lightserve.ray.messages import (
     Deployment,
     GatewayStatus,
     GatewayUrls,
-    Kept,
     Load,
+    Persisted,
     ProcessStatus,
     pack,
     unpack,
@@ -45,17 +45,17 @@ class GatewayGroup:
             proxy = cluster.get_actor(f"{deployment.name}/proxy")
             self._proxy = PolledActor(proxy or cluster.start_proxy(classes[1], deployment.name, raw))
 
-    def kept(self) -> Kept | None:
+    def persisted(self) -> Persisted | None:
         """What the last controller knew. A gateway's actor that was restarted meanwhile knows less than the others."""
-        asked = [actor.kept.remote() for actor in self._were_there]
+        asked = [actor.persisted.remote() for actor in self._were_there]
         found = []
         for ref in asked:
             try:
-                found.append(unpack(cluster.call(ref, KEPT_S), Kept))
+                found.append(unpack(cluster.call(ref, KEPT_S), Persisted))
             except ServerError:  # its node is lost
                 if ref is asked[-1] and not found:
                     raise
-        return max(found, key=lambda kept: (kept.deployment.version, len(kept.engines)), default=None)
+        return max(found, key=lambda persisted: (persisted.deployment.version, len(persisted.engines)), default=None)
 
     def poll(self) -> None:
         for number, gateway in enumerate(self._gateways):
@@ -68,8 +68,8 @@ class GatewayGroup:
                 self._proxy_process = unpack(raw, ProcessStatus)
             self._proxy.actor.use.remote(pack(GatewayUrls([url_for_proxy(one) for one in self.statuses])))
 
-    def use(self, kept: Kept) -> None:
-        raw = pack(kept)
+    def use(self, persisted: Persisted) -> None:
+        raw = pack(persisted)
         for gateway in self._gateways:
             gateway.actor.use.remote(raw)
 

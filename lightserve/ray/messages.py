@@ -36,7 +36,7 @@ class Deployment(msgspec.Struct, frozen=True):
     owner: str = ""  # the application of Ray Serve that made it
 
 
-class Kept(msgspec.Struct, frozen=True):
+class Persisted(msgspec.Struct, frozen=True):
     """What the actors of gateways keep for a controller that is restarted."""
 
     deployment: Deployment

@@ -22,10 +22,10 @@ from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
-from lightserve.router.pinned_prompts import check_room
+from lightserve.router.pinned_prefixes import check_room
 from lightserve.router.policy import Policy, make_policy
+from lightserve.router.read_pinned_prefixes import load_pinned_prefixes
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
-from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.utils.logger import init_logger
 
@@ -68,7 +68,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         blocks = manager.report_cached_blocks(outbox.send)
         if server is not None:
             server.link.on_join = blocks.all_blocks
-    _pin_static_prompts(manager, config, engine)
+    _pin_prefixes(manager, config, engine)
     _enable_profiles(child_config, manager, workers)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
@@ -92,8 +92,8 @@ def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:
     return [child_config.kv_address(rank, generation) for rank in range(child_config.config.worker.num_ranks)]
 
 
-def _pin_static_prompts(manager: RouterManager, config: ServerConfig, engine: EngineInfo) -> None:
-    prompts = load_static_prompts(config)
+def _pin_prefixes(manager: RouterManager, config: ServerConfig, engine: EngineInfo) -> None:
+    prompts = load_pinned_prefixes(config)
     check_room(prompts, engine)
     if prompts:
         manager.pin(prompts)

@@ -45,7 +45,7 @@ from lightserve.router.observability.profile_control import ProfileControl
 from lightserve.router.observability.stats import RouterMetrics, ThroughputLog
 from lightserve.router.observability.timeline import Timeline, TimelineRing
 from lightserve.router.output_processor import OutputProcessor
-from lightserve.router.pinned_prompts import PinnedPrompts
+from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
@@ -102,7 +102,7 @@ class RouterManager:
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """Compute these prompts, and keep them in the prefix cache."""
-        self._output_processor.pinned = PinnedPrompts(self._scheduler, prompts)
+        self._output_processor.pinned = PinnedPrefixes(self._scheduler, prompts)
         self._compute_pinned()
 
     def _compute_pinned(self) -> None:
@@ -206,7 +206,7 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
-        full = "" if is_moved else self._why_full(len(message.prompt_ids))
+        full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
             self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
             return
@@ -234,7 +234,7 @@ class RouterManager:
         timeline.queued()
         self._queue(req, adapter)
 
-    def _why_full(self, prompt_len: int) -> str:
+    def _queue_full_reason(self, prompt_len: int) -> str:
         """Why a request with such a prompt may not wait; empty: it may. One request may always wait."""
         config, waiting = self._config, self._scheduler.num_waiting + self._scheduler.num_blocked
         staying = waiting - self.steps.num_starting

@@ -23,7 +23,7 @@ from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.step import Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.observability.stats import RouterMetrics
-from lightserve.router.pinned_prompts import PinnedPrompts
+from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.scheduler import ReqTokens, Scheduler
 
@@ -34,7 +34,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
-        self.pinned: PinnedPrompts | None = None  # set if there are static prompts
+        self.pinned: PinnedPrefixes | None = None  # set if there are pinned prefixes
         self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
 
     def publish_events(self, blocks: CachedBlocks, send: Callable[[KvCacheEvents], None]) -> None:
@@ -216,6 +216,6 @@ def _token_id_outs(processed: ReqTokens, admission: Admission | None) -> list[To
     outs[0] = msgspec.structs.replace(outs[0], admission=admission)
     if req.finish_reason is not None:
         outs[-1] = msgspec.structs.replace(
-            outs[-1], finish_reason=req.finish_reason, stop_reason=req.stop_token, ends_in_text=req.ends_in_text
+            outs[-1], finish_reason=req.finish_reason, stop_reason=req.stop_token, is_text_token=req.is_text_token
         )
     return outs

@@ -79,7 +79,7 @@ class Req(ReqProgress):
     boundaries: ChunkBoundaries = NO_BOUNDARIES  # of the chunks in which its prompt is computed
 
     finish_reason: FinishReason | None = None
-    ends_in_text: bool = False  # its last token is text, not an end token
+    is_text_token: bool = False  # its last token is text, not an end token
     stop_token: int | None = None  # which of stop_token_ids ended it
     seed: int = field(init=False)
 
@@ -296,7 +296,7 @@ class Req(ReqProgress):
         self.finish_reason = self._reason_after(token_id, count)
         if out.completes_grammar and self.finish_reason is not FinishReason.STOP:
             self.finish_reason = FinishReason.STOP
-            self.ends_in_text = token_id not in self.eos_ids
+            self.is_text_token = token_id not in self.eos_ids
 
     def _reason_after(self, token_id: int, count: int) -> FinishReason | None:
         """Why it ends with this token, the last of ``count``; None: it does not."""

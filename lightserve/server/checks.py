@@ -20,9 +20,9 @@ from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.adapter import check_rank, read_adapter
 from lightserve.model_files.lora.paths import parse_module
+from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
-from lightserve.model_files.static_prompts import encode_static_prompts
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
@@ -65,8 +65,8 @@ def check(config: ServerConfig) -> ModelInfo:
         _check_model(source, config, tokenizer, pooling)
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
-    if config.router.static_prompts is not None:
-        encode_static_prompts(config.router.static_prompts, tokenizer)
+    if config.router.pinned_prefixes is not None:
+        encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer)
     if tokenizer is not None and tokenizer.note:
         logger.info(tokenizer.note)
     if pooling is None:

@@ -8,7 +8,7 @@ python -m lightserve.simulate --load long --policies fifo --rate 12 --replicas 4
 
 python -m lightserve.simulate --load sessions --policies fifo --rate 8 --pool 60000 --kv_ram_gb 20 --kv_disk_gb 200
 
-python -m lightserve.simulate --policies fifo --requests 1000000 --rate 800 --replicas 8 --cells 2
+python -m lightserve.simulate --policies fifo --requests 1000000 --rate 800 --replicas 8 --clusters 2
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightserve.errors import OptionError
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
-from lightserve.simulate.cells import simulate_cells
-from lightserve.simulate.front import MEASURED_FRONT
+from lightserve.simulate.clusters import simulate_clusters
+from lightserve.simulate.frontend_latency import MEASURED_FRONTEND
 from lightserve.simulate.kv_tiers import Store, Tiers
 from lightserve.simulate.kv_transfer import NETWORK_BYTES_PER_S, Split
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
@@ -52,7 +52,9 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
             token_ratio=ratio,
         )
         cost = SHAPES[args.shape].cost(args.tp)
-        yield Setup(policy, limits, share, args.pool, args.depth, cost=cost, front=MEASURED_FRONT, tiers=tiers_of(args))
+        yield Setup(
+            policy, limits, share, args.pool, args.depth, cost=cost, frontend=MEASURED_FRONTEND, tiers=tiers_of(args)
+        )
 
 
 def tiers_of(args: argparse.Namespace) -> Tiers | None:
@@ -165,7 +167,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--network_gb_s", type=float, default=NETWORK_BYTES_PER_S / 1e9, help="GB per second that a card sends or gets")
     add("--cluster_policy", nargs="+", choices=cluster_routing.POLICIES, default=[cluster_routing.DEFAULT_POLICY])
     add(
-        "--cells",
+        "--clusters",
         type=int,
         default=1,
         help="so many such clusters, each with a gateway, a seed and its share of the load",
@@ -204,8 +206,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--network_gb_s: must be above 0")
     if not args.kv_ram_gb and (args.kv_disk_gb or args.kv_remote_gb):
         parser.error("--kv_disk_gb and --kv_remote_gb: need --kv_ram_gb, which KV passes through")
-    if not 1 <= args.cells <= args.requests:
-        parser.error("--cells: must be at least 1, and at most --requests")
+    if not 1 <= args.clusters <= args.requests:
+        parser.error("--clusters: must be at least 1, and at most --requests")
 
 
 def main() -> None:
@@ -225,11 +227,11 @@ def main() -> None:
     for setup in setups(args):
         for replicas, policy in clusters(args):
             run = partial(simulate, setup, replicas=replicas, policy=policy, failures=args.fail, split=split)
-            result = simulate_cells(run, load, args.cells)
+            result = simulate_clusters(run, load, args.clusters)
             runs.append((setup, result))
             name = "" if policy is None else f"  {replicas} replicas, {policy}"
             name += f", {','.join(args.roles)}" if args.roles else ""
-            name += f", {args.cells} cells" if args.cells > 1 else ""
+            name += f", {args.clusters} cells" if args.clusters > 1 else ""
             print(row_of(setup, result) + name + tiers_text(result), flush=True)
     print(f"\ncolumns:\n{legend()}")
     if args.plots:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightserve.cluster import routing as cluster_routing
-from lightserve.simulate.cells import processes
-from lightserve.simulate.front import MEASURED_FRONT
+from lightserve.simulate.clusters import processes
+from lightserve.simulate.frontend_latency import MEASURED_FRONTEND
 from lightserve.simulate.load import LOADS, Load
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.result import Result
@@ -74,7 +74,7 @@ def setup_of(shape: Shape, tp: int, itl_s: float, target: float = TARGET) -> Set
     """A server with ``--tp`` and ``--itl_target_ms``, a little below what 99 of 100 must not exceed."""
     target_s = target * itl_s
     limits = replace(LIMITS, long_prompt_step_s=target_s, max_step_s=target_s)
-    return Setup("priority", limits, pool_size=shape.pool_size(tp), cost=shape.cost(tp), front=MEASURED_FRONT)
+    return Setup("priority", limits, pool_size=shape.pool_size(tp), cost=shape.cost(tp), frontend=MEASURED_FRONTEND)
 
 
 def load_of(load: Load, rate: float, seconds: float) -> Load:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lightserve.messages.params import GenerationParams
 from lightserve.router.req import Req
-from lightserve.simulate.front import NO_FRONT, Front, HttpProcesses
+from lightserve.simulate.frontend_latency import NO_FRONTEND, FrontendLatency, HttpProcesses
 from lightserve.simulate.gpu import EOS
 from lightserve.simulate.load import URGENT, Load
 from lightserve.simulate.replica import EndedStep
@@ -21,13 +21,13 @@ NewRequest = tuple[Req, int]  # with the tokens that the model will generate
 class Client:
     """Sends the requests of a load, and records what becomes of them."""
 
-    def __init__(self, load: Load, result: Result, front: Front = NO_FRONT) -> None:
+    def __init__(self, load: Load, result: Result, frontend: FrontendLatency = NO_FRONTEND) -> None:
         self._result = result
         self._requests = load.requests()
         self._arrivals = load.arrivals()
         self._next_sent_s = next(self._arrivals, math.inf)  # of a request that does not depend on an answer
-        self._http = HttpProcesses(front)
-        self._to_client_s = front.to_client_s
+        self._http = HttpProcesses(frontend)
+        self._to_client_s = frontend.to_client_s
         self._on_way: list[tuple[float, int, NewRequest]] = []  # a heap: when it arrives, its id
         self._is_closed = load.rate is None  # a client sends its next request when the last one ends
         self._ends_by_length = load.ends_by_length

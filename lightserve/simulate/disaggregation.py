@@ -16,7 +16,7 @@ import numpy as np
 
 from lightserve.cluster import routing as cluster_routing
 from lightserve.simulate.capacity import Slo, add_limits, highest_rate, load_of, setup_of
-from lightserve.simulate.cells import processes
+from lightserve.simulate.clusters import processes
 from lightserve.simulate.kv_transfer import NETWORK_BYTES_PER_S, Split
 from lightserve.simulate.load import Load, lognormal
 from lightserve.simulate.result import Result
@@ -29,7 +29,7 @@ PRECISION = 1.06  # of a rate
 TARGETS = (0.6, 0.75, 0.9)  # of the longest time between two tokens: --itl_target_ms
 
 
-class Case(NamedTuple):
+class Scenario(NamedTuple):
     shape: Shape
     tp: int
     load: Load
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     seconds: float
 
 
-class Found(NamedTuple):
+class BestSplit(NamedTuple):
     split: Split
     slo: Slo
     rate: float  # that all servers together keep up with; 0: none
@@ -52,22 +52,24 @@ def splits(servers: int, bytes_per_s: float) -> Iterator[Split]:
         yield Split(("prefill",) * prefills + ("decode",) * (servers - prefills), bytes_per_s=bytes_per_s)
 
 
-def find(case: Case) -> Found:
+def find(scenario: Scenario) -> BestSplit:
     """With the best of several targets."""
-    return max((_find(case, target) for target in TARGETS), key=lambda found: found.rate)
+    return max((_find(scenario, target) for target in TARGETS), key=lambda best_splits: best_splits.rate)
 
 
-def _find(case: Case, target: float) -> Found:
-    setup = setup_of(case.shape, case.tp, case.slo.itl_s, target)
+def _find(scenario: Scenario, target: float) -> BestSplit:
+    setup = setup_of(scenario.shape, scenario.tp, scenario.slo.itl_s, target)
     results: dict[float, Result] = {}
 
     def keeps_up(rate: float) -> bool:
-        load = load_of(case.load, rate, case.seconds)
-        results[rate] = simulate(setup, load, len(case.split.roles), cluster_routing.DEFAULT_POLICY, split=case.split)
-        return case.slo.is_met(results[rate])
+        load = load_of(scenario.load, rate, scenario.seconds)
+        results[rate] = simulate(
+            setup, load, len(scenario.split.roles), cluster_routing.DEFAULT_POLICY, split=scenario.split
+        )
+        return scenario.slo.is_met(results[rate])
 
     rate = highest_rate(keeps_up, PRECISION)
-    return Found(case.split, case.slo, rate, results.get(rate))
+    return BestSplit(scenario.split, scenario.slo, rate, results.get(rate))
 
 
 def name_of(split: Split) -> str:
@@ -78,20 +80,20 @@ def name_of(split: Split) -> str:
 HEADER = "ITL ms  prefill:decode   req/s  TTFT p50  p99 ms  ITL p50  p99 ms"
 
 
-def rows(found: Sequence[Found]) -> list[str]:
+def rows(best_splits: Sequence[BestSplit]) -> list[str]:
     """Of one SLO; the best one is marked."""
-    best = max(one.rate for one in found)
-    return [_row(one, is_best=0 < one.rate == best) for one in found]
+    best = max(one.rate for one in best_splits)
+    return [_row(one, is_best=0 < one.rate == best) for one in best_splits]
 
 
-def _row(found: Found, is_best: bool) -> str:
-    row = f"{found.slo.itl_s * 1e3:6.0f}  {name_of(found.split):>14}"
-    if found.result is None or not found.rate:
+def _row(best_splits: BestSplit, is_best: bool) -> str:
+    row = f"{best_splits.slo.itl_s * 1e3:6.0f}  {name_of(best_splits.split):>14}"
+    if best_splits.result is None or not best_splits.rate:
         return f"{row}   no rate meets the limits"
-    ttft = np.percentile(found.result.ttft, [50, 99]) * 1e3
-    itl = [found.result.itl(share) * 1e3 for share in (0.5, 0.99)]
+    ttft = np.percentile(best_splits.result.ttft, [50, 99]) * 1e3
+    itl = [best_splits.result.itl(share) * 1e3 for share in (0.5, 0.99)]
     mark = "  best" if is_best else ""
-    return f"{row} {found.rate:7.2f} {ttft[0]:9.0f} {ttft[1]:7.0f} {itl[0]:8.1f} {itl[1]:7.1f}{mark}"
+    return f"{row} {best_splits.rate:7.2f} {ttft[0]:9.0f} {ttft[1]:7.0f} {itl[0]:8.1f} {itl[1]:7.1f}{mark}"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -125,15 +127,15 @@ def main() -> None:
     load = Load(prompt, output, max_new_tokens=LONGEST * args.output)
     tried = list(splits(args.servers, args.network_gb_s * 1e9))
     cases = [
-        Case(shape, args.tp, load, Slo(args.ttft_ms / 1e3, itl_ms / 1e3), split, args.seconds)
+        Scenario(shape, args.tp, load, Slo(args.ttft_ms / 1e3, itl_ms / 1e3), split, args.seconds)
         for itl_ms in args.itl_ms
         for split in tried
     ]
     print(HEADER)
     with processes(len(cases)) as run_all:
-        found = run_all(find, cases)
+        best_splits = run_all(find, cases)
         for _ in args.itl_ms:
-            print("\n".join(rows([next(found) for _ in tried])), flush=True)
+            print("\n".join(rows([next(best_splits) for _ in tried])), flush=True)
 
 
 if __name__ == "__main__":

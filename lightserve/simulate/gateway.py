@@ -27,7 +27,7 @@ from lightserve.simulate.replica import EndedStep, Replica
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class Dispatch:
     """A request that a replica has, or a prompt that it computes for another one."""
 
     hashes: list[int]
@@ -52,7 +52,7 @@ class Gateway:
         self._rates = SharedRates()
         self._output_length = OutputLength()
         self._servers: dict[int, Server] = {}
-        self._sent: dict[tuple[int, int], Sent] = {}  # by replica and req_id
+        self._dispatches: dict[tuple[int, int], Dispatch] = {}  # by replica and req_id
         self._transfer_ids = itertools.count()
         self._job_at: dict[int, int] = {}  # by req_id: the replica that computes its prompt for another one
         self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill server
@@ -70,9 +70,9 @@ class Gateway:
         """The replica died. Returns the ids of its requests, oldest first; each must be sent to another one."""
         self._index.remove_engine(number)
         del self._servers[number]
-        held = [req_id for replica, req_id in self._sent if replica == number]
+        held = [req_id for replica, req_id in self._dispatches if replica == number]
         for req_id in held:
-            del self._sent[number, req_id]
+            del self._dispatches[number, req_id]
         jobs = [req_id for req_id in held if self._job_at.get(req_id) == number]
         for req_id in jobs:
             del self._job_at[req_id]
@@ -111,7 +111,7 @@ class Gateway:
 
     def compute_itself(self, decode: int, req_id: int, now: float, is_measured: bool) -> None:
         """No prefill server computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""
-        self._servers[decode].load.compute_itself(self._sent[decode, req_id].assignment, now, is_measured)
+        self._servers[decode].load.compute_itself(self._dispatches[decode, req_id].assignment, now, is_measured)
 
     def keep_apart(self, decode: int, prefill: int, now: float) -> None:
         self._apart_until_s[decode, prefill] = now + APART_S
@@ -134,7 +134,7 @@ class Gateway:
             self._index.apply(number, events)
         num_tokens = sum(ended.gap_counts) + len(ended.others)
         if num_tokens:
-            assignments = [self._sent[number, req.req_id].assignment for req in ended.others]
+            assignments = [self._dispatches[number, req.req_id].assignment for req in ended.others]
             self._servers[number].load.observe_step(num_tokens, assignments, now)
         for req in ended.others:
             if req.finish_reason is not None:
@@ -165,10 +165,10 @@ class Gateway:
             assignment = load.add_waiting_for_kv(missing, rest_tokens(known), now)
         else:
             assignment = load.add(missing, now)
-        self._sent[number, req.req_id] = Sent(blocks, assignment)
+        self._dispatches[number, req.req_id] = Dispatch(blocks, assignment)
         self._index.presume(number, blocks)
 
     def _end(self, number: int, req_id: int) -> None:
-        sent = self._sent.pop((number, req_id))
+        sent = self._dispatches.pop((number, req_id))
         self._index.end_presumption(number, sent.hashes)
         self._servers[number].load.remove(sent.assignment)

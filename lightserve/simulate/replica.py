@@ -20,7 +20,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.decode_run import DecodeRun, DecodeRunScheduler
-from lightserve.simulate.front import NO_FRONT, Front
+from lightserve.simulate.frontend_latency import NO_FRONTEND, FrontendLatency
 from lightserve.simulate.gpu import H200, OTHER, CostModel, Worker
 from lightserve.simulate.kv_tiers import SimulatedTiers, StoreBlocks, Tiers
 
@@ -47,7 +47,7 @@ class Setup:
     depth: int = 2  # steps in flight at once
     lead_s: float = 3e-3  # from planning a step to its begin; steps are planned so early: the launch lead of an H200
     cost: CostModel = H200
-    front: Front = NO_FRONT
+    frontend: FrontendLatency = NO_FRONTEND
     tiers: Tiers | None = None  # for KV that leaves the pool
     skips_planning: bool = True  # of steps that only decode; the figures are the same without it, and take longer
 

@@ -53,7 +53,7 @@ class Simulation:
             raise ValueError(f"{len(split.roles)} roles for {replicas} replicas")
         self.result = Result()
         self._setup = setup
-        self._client = Client(load, self.result, setup.front)
+        self._client = Client(load, self.result, setup.frontend)
         split = split or Split(("normal",) * replicas)
         self._roles = split.roles
         self._transfers = KvTransfers(split, setup.cost.kv_bytes)

@@ -4,6 +4,7 @@ FLAGS: dict[str, tuple[str, ...]] = {  # by flag
     "min_remote_prefill_tokens": ("min_split_tokens",),
     "stream_log": ("journal",),
     "stream_log_ttl": ("journal_ttl",),
+    "pinned_prefixes": ("static_prompts",),
 }
 METRICS: dict[str, str] = {  # by former name
     "kv_split_given_up_tokens_total": "kv_transfer_given_up_tokens_total",

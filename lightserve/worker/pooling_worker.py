@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel import Pooler
 from lightserve.common.device import copy_to_host
-from lightserve.common.device.base import HostCopy
+from lightserve.common.device.base import AsyncCopy
 from lightserve.errors import ModelFilesError
 from lightserve.messages.control import PoolingLimits
 from lightserve.messages.params import SamplingParams
@@ -95,7 +95,7 @@ class PoolingWorker(ModelWorker):
         return self.model.pre_post_weight.pooling_head.forward(pooled)
 
 
-def _result(copy: HostCopy, ended: list[tuple[int, int]]) -> StepResult:
+def _result(copy: AsyncCopy, ended: list[tuple[int, int]]) -> StepResult:
     """Wait for the results of a step."""
     (values,) = copy.tensors()
     is_finite = values.isfinite().all(dim=1).tolist()

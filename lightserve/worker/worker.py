@@ -71,7 +71,7 @@ class ModelWorker:
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{self._computed_how(dtype)} on {self._platform.name}"
+        computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
         self.kv_identity = make_kv_identity(config, self.model, computed)
@@ -131,7 +131,7 @@ class ModelWorker:
         self._drafts = DraftRunner(self.model, self._batch, self._runner)
         self._collector = StepCollector()
 
-    def _computed_how(self, dtype: torch.dtype) -> str:
+    def _precision_summary(self, dtype: torch.dtype) -> str:
         """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
         quantization = self.model_config.quantization
         details = [] if quantization is None else [str(quantization)]

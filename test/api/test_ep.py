@@ -184,13 +184,13 @@ def test_a_rank_of_a_group_that_dies_is_replaced_with_the_others_and_no_text_cha
     wait_until(lambda: two_groups.metrics()["kv_used_tokens"] == 0)
 
 
-def test_every_group_has_the_static_prompts_also_after_a_rank_died(model_dir: str, tmp_path: Path) -> None:
+def test_every_group_has_the_pinned_prefixes_also_after_a_rank_died(model_dir: str, tmp_path: Path) -> None:
     text = " ".join(f"w{5 + i % 50}" for i in range(70))
     (tmp_path / "prompts.json").write_text(json.dumps({"support": text}))
     word_tokenizer().save(str(tmp_path / "tokenizer.json"))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(Path(model_dir) / name)
-    prompts = ("--static_prompts", str(tmp_path / "prompts.json"))
+    prompts = ("--pinned_prefixes", str(tmp_path / "prompts.json"))
     request = {"task_id": "support", "max_tokens": 1}
     with running_server(tmp_path / "log", *FLAGS, "--model_dir", str(tmp_path), *GROUPS, *prompts) as server:
         length = len(server.post("/tokenize", {"prompt": text})[1]["tokens"])

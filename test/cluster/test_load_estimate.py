@@ -47,7 +47,7 @@ def test_the_slowdown_is_measured_only_while_no_prompt_is_computed() -> None:
         if prompt is not None:
             load.remove(prompt)
 
-    assert load.load().token_slowdown_s == pytest.approx(0.002)
+    assert load.load().decode_slowdown_s == pytest.approx(0.002)
 
 
 def test_a_prompt_that_comes_as_kv_is_no_work_but_its_last_tokens_are() -> None:
@@ -100,7 +100,7 @@ def test_the_slowdown_is_measured_beside_requests_that_wait_for_kv() -> None:
         now_s += 0.01 + 0.002 * (1 + step % 9)
         load.observe_step(1 + step % 9, running[: 1 + step % 9], now_s)
 
-    assert load.load().token_slowdown_s == pytest.approx(0.002)
+    assert load.load().decode_slowdown_s == pytest.approx(0.002)
 
 
 @given(

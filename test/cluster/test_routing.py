@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from lightserve.cluster.rates import KEPT, OutputLength, PrefillRate, TokenSlowdown
+from lightserve.cluster.rates import KEPT, DecodeSlowdown, OutputLength, PrefillRate
 from lightserve.cluster.routing import (
     MAX_EXCESS,
     MAX_LOAD_FACTOR,
@@ -31,7 +31,7 @@ def random_load(choice: random.Random, engine: int) -> EngineLoad:
         waiting_tokens=waiting * choice.randrange(1, 4000),
         running=running,
         prefill_tokens_s=choice.uniform(100, 50_000),
-        token_slowdown_s=choice.choice([0.0, choice.uniform(0, 0.01)]),
+        decode_slowdown_s=choice.choice([0.0, choice.uniform(0, 0.01)]),
     )
 
 
@@ -92,7 +92,7 @@ def test_running_requests_count_as_far_as_they_slow_tokens_down() -> None:
 
     assert policy.choose(request, loads) == 1
     for load in loads:
-        load.token_slowdown_s = 0.01
+        load.decode_slowdown_s = 0.01
     assert policy.choose(request, loads) == 0
 
 
@@ -118,7 +118,7 @@ def test_a_session_stays_in_its_engine_and_others_go_where_the_load_is_least() -
 
     for number in range(4):
         loads[number].running = number
-        loads[number].token_slowdown_s = 1.0
+        loads[number].decode_slowdown_s = 1.0
         assert policy.choose(RoutedRequest(10, session="a chat"), loads) == engine
     assert set(others) == {0, 1, 2, 3}
     assert policy.choose(RoutedRequest(10, expected_output=1), loads) == 0
@@ -138,7 +138,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 def test_the_slowdown_is_the_slope_of_step_times() -> None:
     choice = random.Random(1)
-    slowdown = TokenSlowdown()
+    slowdown = DecodeSlowdown()
     assert slowdown.seconds == 0
     for _ in range(50):
         slowdown.observe(8, 0.02)

@@ -129,7 +129,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "quantization_config": {"quantization_config": folder / "formats.json"},
         "ranks": {"tp": 2},
         "roles": {"role": "prefill", **listen},
-        "static_prompts": {"static_prompts": folder / "prompts.json"},
+        "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 
 

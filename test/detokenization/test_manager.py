@@ -264,7 +264,7 @@ def test_a_last_token_that_is_not_an_end_token_stays_in_the_text(tmp_path: Path)
 
         detokenizer.send(TokenIdOut(0, Token(first)), TokenIdOut(SECOND, Token(first)), new=new)
         detokenizer.send(
-            TokenIdOut(0, Token(last), finish_reason=FinishReason.STOP, ends_in_text=True),
+            TokenIdOut(0, Token(last), finish_reason=FinishReason.STOP, is_text_token=True),
             TokenIdOut(SECOND, Token(last), finish_reason=FinishReason.STOP),
         )
         await until(lambda: detokenizer.manager.num_open == 0 and len(detokenizer.outs(1)) == 2)

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import load_tokenizer
 from lightserve.model_files.source import FolderSource
-from lightserve.model_files.tokenizer.eos_tokens import end_tokens_of_folder
+from lightserve.model_files.tokenizer.eos_tokens import eos_tokens_of_folder
 from lightserve.model_files.tokenizer.files.byte_pairs import to_byte_level
 from lightserve.model_files.tokenizer.folder_tokenizer import tokenizer_from_folder
 from test.model_files.vocabulary_files import ALL_BYTES, tiktoken_file, write_folder
 
 TOKENS = [*ALL_BYTES, b"he", b"ll", b" w", b"or", b"hell", b"ld", b" wor", "é".encode(), b"12", b"123"]
-OWN_CODE = {"auto_map": {"AutoTokenizer": ["tokenization.Tokenizer", None]}}
+REMOTE_CODE = {"auto_map": {"AutoTokenizer": ["tokenization.Tokenizer", None]}}
 
 
 def load(tmp_path: Path, files: dict[str, Any]) -> Backend:
@@ -96,7 +96,7 @@ def test_merges_of_random_vocabularies_follow_the_definition(tmp_path: Path) -> 
 def test_a_family_has_its_split_and_special_tokens(
     file: str, tokenizer_class: str | None, text: str, tokens: list[str], tmp_path: Path
 ) -> None:
-    config = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class, **OWN_CODE}
+    config = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class, **REMOTE_CODE}
 
     backend = load(tmp_path, {file: tiktoken_file(TOKENS), "tokenizer_config.json": config})
 
@@ -128,7 +128,7 @@ def test_the_config_may_leave_ids_free_between_ranks_and_special_tokens(tmp_path
 def test_the_end_token_of_a_tiktoken_folder_is_found(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"qwen.tiktoken": tiktoken_file(TOKENS), "config.json": {}})
 
-    assert end_tokens_of_folder(folder) == (len(TOKENS),)
+    assert eos_tokens_of_folder(folder) == (len(TOKENS),)
 
 
 def test_a_chat_model_of_qwen_1_has_the_template_and_the_end_token_of_its_format(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_chat_model_of_qwen_1_has_the_template_and_the_end_token_of_its_format
 
     tokenizer = load_tokenizer(FolderSource("qwen", folder))
 
-    assert end_tokens_of_folder(folder) == (len(TOKENS), len(TOKENS) + 2)
+    assert eos_tokens_of_folder(folder) == (len(TOKENS), len(TOKENS) + 2)
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     user = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == system + user
@@ -172,7 +172,7 @@ def test_a_damaged_tiktoken_file_is_refused_in_one_line(content: bytes, reason: 
 
 def test_a_token_that_a_family_needs_must_be_there(tmp_path: Path) -> None:
     named = {"500": {"content": "<|user|>", "special": True}}
-    config = {"tokenizer_class": "ChatGLM4Tokenizer", "added_tokens_decoder": named, **OWN_CODE}
+    config = {"tokenizer_class": "ChatGLM4Tokenizer", "added_tokens_decoder": named, **REMOTE_CODE}
 
     with pytest.raises(ModelFilesError, match=r"every text has the token '\[gMASK\]', which tokenizer.model does not"):
         load(tmp_path, {"tokenizer.model": TIKTOKEN, "tokenizer_config.json": config})

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.tokenizer.eos_tokens import end_tokens_of_folder
+from lightserve.model_files.tokenizer.eos_tokens import eos_tokens_of_folder
 from lightserve.model_files.tokenizer.files.sentencepiece_file import Algorithm, Piece
 from lightserve.model_files.tokenizer.folder_tokenizer import tokenizer_from_folder
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
@@ -205,10 +205,10 @@ def test_a_chatglm_folder_has_its_tokens_after_the_pieces(tmp_path: Path) -> Non
 
 def test_the_end_token_is_that_of_the_model_unless_a_config_names_another(tmp_path: Path) -> None:
     files: dict[str, Any] = {"tokenizer.model": sentencepiece_model(BPE), "config.json": {}}
-    assert end_tokens_of_folder(write_folder(tmp_path / "model", files)) == (2,)
+    assert eos_tokens_of_folder(write_folder(tmp_path / "model", files)) == (2,)
 
     files["tokenizer_config.json"] = {"eos_token": "cd"}
-    assert end_tokens_of_folder(write_folder(tmp_path / "model", files)) == (BPE.index(Piece("cd", -3.0)),)
+    assert eos_tokens_of_folder(write_folder(tmp_path / "model", files)) == (BPE.index(Piece("cd", -3.0)),)
 
 
 WHOLE = sentencepiece_model(BPE)

@@ -25,7 +25,7 @@ HEAVY = [
     "_expert_linear_kernel",
     "_int4_tiles_kernel",
     "_latent_context_attention_kernel",
-    "_latent_in_order_kernel",
+    "_mla_batch_invariant_kernel",
     "_latent_token_attention_kernel",
     "_linear_int4_kernel",
     "_linear_kernel",

@@ -14,10 +14,10 @@ from lightserve.cli.main import main
 from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
 from lightserve.ray.flags import bundle_of, make_deployment, parse_replicas
-from lightserve.ray.kept_process import KeptProcess, lightserve_command
 from lightserve.ray.messages import ReplicaGroup
 from lightserve.ray.node_folder import free_port, free_ports, make_folder, write_flags
 from lightserve.ray.placement import Node
+from lightserve.ray.supervised_process import SupervisedProcess, lightserve_command
 from test.waiting import wait_until
 
 GPUS = [Node("1", "a", {}, {"GPU": 8.0, "CPU": 16.0})]
@@ -176,16 +176,16 @@ def test_a_command_without_ray_says_what_to_install(
 
 
 def test_a_process_that_fails_is_started_again_until_it_is_drained() -> None:
-    kept = KeptProcess(lambda: lightserve_command("engine", "/no/model"))  # without --listen
+    supervised = SupervisedProcess(lambda: lightserve_command("engine", "/no/model"))  # without --listen
 
-    wait_until(lambda: kept.status().restarts > 0)
-    found = kept.status()
-    kept.drain()
+    wait_until(lambda: supervised.status().restarts > 0)
+    found = supervised.status()
+    supervised.drain()
 
     assert found.exit_code == 2
-    assert "--listen is missing" in kept.status().reason
-    assert kept.wait(30.0)
-    assert kept.status().state == "stopped"
+    assert "--listen is missing" in supervised.status().reason
+    assert supervised.wait(30.0)
+    assert supervised.status().state == "stopped"
 
 
 def test_folders_of_processes_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -618,7 +618,7 @@ def test_a_token_that_completes_a_grammar_ends_the_request_and_is_text(tmp_path:
 
         assert router.tokens_of(1) == [101, 102]
         assert router.outs[-1].finish_reason is FinishReason.STOP
-        assert [out.ends_in_text for out in router.outs] == [False, True]
+        assert [out.is_text_token for out in router.outs] == [False, True]
 
     check(scenario, tmp_path)
 

@@ -65,29 +65,29 @@ def test_all_processes_become_ready_in_order_and_the_banner_is_printed(tmp_path:
         ]
 
 
-ROUTER_WITH_END_TOKENS = """
+ROUTER_WITH_EOS_TOKENS = """
     async def main(child_config, launcher):
         note(str((await launcher.recv()).eos_token_ids))
         launcher.send(Ready())
         await asyncio.Event().wait()
     run_child("router", main)
 """
-HTTPSERVER_WITH_END_TOKENS = """
+HTTPSERVER_WITH_EOS_TOKENS = """
     async def main(child_config, launcher):
         launcher.send(Ready())
         note(str((await launcher.recv()).eos_token_ids))
         await asyncio.Event().wait()
     run_child("httpserver", main)
 """
-WORKER_WITH_END_TOKENS = WORKER.replace("**figures", "**figures, eos_token_ids=(2,)")
+WORKER_WITH_EOS_TOKENS = WORKER.replace("**figures", "**figures, eos_token_ids=(2,)")
 
 
 @pytest.mark.parametrize(("flags", "expected"), [((), "(2,)"), (("--eos_id", "7", "9"), "(7, 9)")])
 def test_router_and_http_processes_get_the_end_tokens_of_the_model_or_the_operator(
     tmp_path: Path, flags: tuple[str, ...], expected: str
 ) -> None:
-    scripts = {"router": ROUTER_WITH_END_TOKENS, "httpserver": HTTPSERVER_WITH_END_TOKENS}
-    with start_launcher(tmp_path, *flags, worker=WORKER_WITH_END_TOKENS, **scripts) as server:
+    scripts = {"router": ROUTER_WITH_EOS_TOKENS, "httpserver": HTTPSERVER_WITH_EOS_TOKENS}
+    with start_launcher(tmp_path, *flags, worker=WORKER_WITH_EOS_TOKENS, **scripts) as server:
         server.wait_ready()
 
         assert server.received("router") == [expected]

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from lightserve.cluster.routing import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
-from lightserve.simulate.cells import share_of, simulate_cells
+from lightserve.simulate.clusters import share_of, simulate_clusters
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
 from lightserve.simulate.simulation import Failure, Simulation, simulate
@@ -109,7 +109,7 @@ def test_a_request_that_cannot_end_is_reported() -> None:
 def test_cells_serve_their_shares_of_the_load_apart() -> None:
     load = replace(SHARED, count=31, rate=60.0)
 
-    both = simulate_cells(partial(simulate, SMALL, replicas=2, policy="prefix"), load, 2)
+    both = simulate_clusters(partial(simulate, SMALL, replicas=2, policy="prefix"), load, 2)
 
     shares = [share_of(load, cell, 2) for cell in range(2)]
     alone = [simulate(SMALL, share, 2, "prefix") for share in shares]
@@ -125,16 +125,16 @@ def test_cells_serve_their_shares_of_the_load_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core simulates them one after the other")
 def test_cells_end_with_the_process_that_started_them() -> None:
-    flags = "--policies fifo --requests 1000000 --rate 100 --replicas 2 --cells 2"
+    flags = "--policies fifo --requests 1000000 --rate 100 --replicas 2 --clusters 2"
     command = [sys.executable, "-m", "lightserve.simulate", *flags.split()]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         parent = psutil.Process(process.pid)
 
-        def cells() -> list[psutil.Process]:
+        def clusters() -> list[psutil.Process]:
             return [one for one in parent.children() if "spawn_main" in " ".join(one.cmdline())]
 
-        wait_until(lambda: sum(one.cpu_times().user > 1.0 for one in cells()) == 2)  # they have begun
-        found = cells()
+        wait_until(lambda: sum(one.cpu_times().user > 1.0 for one in clusters()) == 2)  # they have begun
+        found = clusters()
 
         process.kill()
 
@@ -153,7 +153,7 @@ def test_clusters_run_from_the_command_line(
 
 
 @pytest.mark.parametrize(
-    "flags", ["--fail 1:2:3", "--replicas 2 --fail 1:2:3", "--replicas 2 --fail 1:0:0", "--replicas 0", "--cells 0"]
+    "flags", ["--fail 1:2:3", "--replicas 2 --fail 1:2:3", "--replicas 2 --fail 1:0:0", "--replicas 0", "--clusters 0"]
 )
 def test_wrong_figures_are_refused(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["simulate", *flags.split()])

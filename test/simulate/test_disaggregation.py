@@ -14,7 +14,7 @@ from lightserve.messages.cluster import RemotePrefillRequest
 from lightserve.messages.step import KvRecv, KvSend
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate import __main__ as command, capacity, disaggregation as disaggregation_command
-from lightserve.simulate.cells import processes
+from lightserve.simulate.clusters import processes
 from lightserve.simulate.gpu import H200
 from lightserve.simulate.kv_transfer import KvTransfers, Links, Split
 from lightserve.simulate.load import Load, fixed, lognormal

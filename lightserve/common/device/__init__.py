@@ -6,7 +6,7 @@ them by name, together with those of other packages. ``profile.py`` holds what d
 for ``/dev/nvidiactl`` before torch is imported, and ``checkpoint/upload.py`` uses CUDA streams.
 """
 
-from lightserve.common.device.base import Device, Graphs, HostCopy
+from lightserve.common.device.base import AsyncCopy, Device, Graphs
 from lightserve.common.device.copies import copy_to_host, host_memory, to_device
 from lightserve.common.device.memory import explain_out_of_memory, pinned
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
@@ -16,11 +16,11 @@ from lightserve.common.ops import DeviceTraits
 __all__ = [
     "H200",
     "H200_GRAPHS",
+    "AsyncCopy",
     "Device",
     "DeviceTraits",
     "GraphRanges",
     "Graphs",
-    "HostCopy",
     "Profile",
     "copy_to_host",
     "device_named",

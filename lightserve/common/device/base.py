@@ -22,7 +22,7 @@ Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 
 
-class HostCopy(Protocol):
+class AsyncCopy(Protocol):
     """Copies of tensors that are on their way to the host."""
 
     def tensors(self) -> list[Tensor]:
@@ -33,7 +33,7 @@ Wait = Callable[[], None]  # returns when something has happened
 CopyPart = Callable[[slice, Tensor], None]  # which of the tensors in host memory, and so many on the device
 
 
-class SideCopies(Protocol):
+class CopyStream(Protocol):
     """Copies between device and host memory, beside the steps. Copies down and up happen in the order of the calls."""
 
     def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> Wait:
@@ -178,9 +178,9 @@ class Device(ABC):
         """Host memory that the device reads without making the host wait."""
 
     @abstractmethod
-    def copy_to_host(self, *tensors: Tensor) -> HostCopy:
+    def copy_to_host(self, *tensors: Tensor) -> AsyncCopy:
         """Start to copy ``tensors``, which are of this device."""
 
     @abstractmethod
-    def side_copies(self, device: torch.device) -> SideCopies:
+    def copy_stream(self, device: torch.device) -> CopyStream:
         """Copies that do not delay steps."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import registry
-from lightserve.common.device.base import HostCopy
+from lightserve.common.device.base import AsyncCopy
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -26,6 +26,6 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return registry.device_of(device).host_memory(shape, dtype)
 
 
-def copy_to_host(*tensors: Tensor) -> HostCopy:
-    """Start to copy ``tensors`` of one device to the host; ``HostCopy.tensors`` waits for them."""
+def copy_to_host(*tensors: Tensor) -> AsyncCopy:
+    """Start to copy ``tensors`` of one device to the host; ``AsyncCopy.tensors`` waits for them."""
     return registry.device_of(tensors[0].device).copy_to_host(*tensors)

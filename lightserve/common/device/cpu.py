@@ -83,14 +83,14 @@ class CpuDevice(Device):
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def copy_to_host(self, *tensors: Tensor) -> CpuHostCopy:
-        return CpuHostCopy(tensors)
+    def copy_to_host(self, *tensors: Tensor) -> CpuAsyncCopy:
+        return CpuAsyncCopy(tensors)
 
-    def side_copies(self, device: torch.device) -> CpuSideCopies:
-        return CpuSideCopies()
+    def copy_stream(self, device: torch.device) -> CpuCopyStream:
+        return CpuCopyStream()
 
 
-class CpuHostCopy:
+class CpuAsyncCopy:
     """The tensors themselves: they are in host memory already."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -100,7 +100,7 @@ class CpuHostCopy:
         return self._tensors
 
 
-class CpuSideCopies:
+class CpuCopyStream:
     """Copies up are made by a thread. A step computes when it is launched, so copies down are made at once."""
 
     def __init__(self) -> None:

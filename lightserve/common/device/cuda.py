@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device.base import Device, Graphs, Out
+from lightserve.common.device.cuda_copy_stream import CudaCopyStream
 from lightserve.common.device.cuda_graph import CudaGraphs
-from lightserve.common.device.cuda_side_copies import CudaSideCopies
 from lightserve.common.device.memory import pinned
 from lightserve.common.device.profile import Profile, gpu_profile
 from lightserve.common.ops import DeviceTraits
@@ -112,11 +112,11 @@ class CudaDevice(Device):
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def copy_to_host(self, *tensors: Tensor) -> CudaHostCopy:
-        return CudaHostCopy(tensors)
+    def copy_to_host(self, *tensors: Tensor) -> CudaAsyncCopy:
+        return CudaAsyncCopy(tensors)
 
-    def side_copies(self, device: torch.device) -> CudaSideCopies:
-        return CudaSideCopies(device)
+    def copy_stream(self, device: torch.device) -> CudaCopyStream:
+        return CudaCopyStream(device)
 
 
 def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:
@@ -130,7 +130,7 @@ def _profile(device: torch.device) -> Profile:
     return gpu_profile(gpu.name, gpu.multi_processor_count, shared_bytes)
 
 
-class CudaHostCopy:
+class CudaAsyncCopy:
     """Copies into pinned memory, and an event behind them on the current stream."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightserve.common.parallel.one_shot import OneShotSum
+    from lightserve.common.parallel.custom_all_reduce import CustomAllReduce
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
-    one_shot: OneShotSum | None = None  # for sums of few rows
+    custom_all_reduce: CustomAllReduce | None = None  # for sums of few rows
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @property
@@ -59,8 +59,8 @@ class RankGroup:
         """Sum ``x`` over the ranks. The sum may be in its place."""
         if self.size > 1:
             self.traffic.add(x)
-            if self.one_shot is not None and self.one_shot.takes(x):
-                return self.one_shot.sum(x)
+            if self.custom_all_reduce is not None and self.custom_all_reduce.takes(x):
+                return self.custom_all_reduce.sum(x)
             dist.all_reduce(x, group=self._connected())
         return x
 

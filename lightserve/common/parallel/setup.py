@@ -30,12 +30,12 @@ def connect_ranks(
     rendezvous: str | Store,
     comm: str,
     timeout_s: float | None = None,
-    one_shot_gpu: torch.device | None = None,
+    custom_all_reduce_gpu: torch.device | None = None,
 ) -> Parallel:
     """Join the other ranks at ``rendezvous`` (a file or a store) with the device's collective library.
 
     ``timeout_s``: for all ranks of a store to connect to each other; None: torch's own limit, half an hour for gloo.
-    ``one_shot_gpu``: if given, tensor-parallel ranks, all on one node, read few rows from each other's memory.
+    ``custom_all_reduce_gpu``: if given, tensor-parallel ranks, all on one node, read few rows from each other's memory.
     Every group has a process group of its own. A collective over torch's default group would reach all ranks.
     """
     if sizes.world == 1:
@@ -46,12 +46,12 @@ def connect_ranks(
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         dist.init_process_group(comm, store=rendezvous, rank=rank, world_size=sizes.world, timeout=timeout)
     parallel = Parallel(**{field.name: _own_group(rank, sizes.groups(field.name)) for field in fields(Parallel)})
-    if one_shot_gpu is None or parallel.tp.size == 1:
+    if custom_all_reduce_gpu is None or parallel.tp.size == 1:
         return parallel
-    from lightserve.common.parallel.one_shot import connect_one_shot  # a CPU has no use for it
+    from lightserve.common.parallel.custom_all_reduce import connect_custom_all_reduce  # a CPU has no use for it
 
-    one_shot = connect_one_shot(parallel.tp, one_shot_gpu)
-    return replace(parallel, tp=replace(parallel.tp, one_shot=one_shot))
+    custom_all_reduce = connect_custom_all_reduce(parallel.tp, custom_all_reduce_gpu)
+    return replace(parallel, tp=replace(parallel.tp, custom_all_reduce=custom_all_reduce))
 
 
 def _own_group(rank: int, groups: list[list[int]]) -> RankGroup:

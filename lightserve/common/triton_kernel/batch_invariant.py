@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel.attention.context_attention import attend_in_order
-from lightserve.common.triton_kernel.latent import _latent_in_order
+from lightserve.common.triton_kernel.latent import _mla_batch_invariant
 from lightserve.common.triton_kernel.latent.latent_token_attention import check as check_latents
 from lightserve.common.triton_kernel.linear import _int4_tiles, linear as few_rows, linear_int4 as int4
 from lightserve.common.triton_kernel.linear.dequantize import linear_dequantized
@@ -77,7 +77,7 @@ def latent_context_attention(
     q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     sizes = check_latents("latent_context_attention", q, latent_cache, kv_b, options)
-    return _latent_in_order.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)
+    return _mla_batch_invariant.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)
 
 
 @ops.latent_token_attention.impl(BACKEND)
@@ -85,4 +85,4 @@ def latent_token_attention(
     q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     sizes = check_latents("latent_token_attention", q, latent_cache, kv_b, options)
-    return _latent_in_order.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)
+    return _mla_batch_invariant.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)

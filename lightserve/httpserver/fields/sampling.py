@@ -60,7 +60,7 @@ def build_prompt_requests(
     scheduling = msgspec.structs.replace(body.scheduling, lora=context.adapter_of(body.model))
     prompt_requests = []
     for prompt in prompts:
-        ids = context.with_static_prompt(body.task_id, _truncated(context, body, prompt))
+        ids = context.with_pinned_prefix(body.task_id, _truncated(context, body, prompt))
         room = context.manager.limits.max_req_total_len - len(ids)
         new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens_within(room), body.new_tokens_field)
         if body.new_tokens is None and default_new_tokens is not None:

@@ -35,7 +35,7 @@ class SchedulingFields(Body):
 class PromptFields(SchedulingFields):
     """Of requests that generate text."""
 
-    task_id: Annotated[str, Field(min_length=1, max_length=256)] | int | None = None  # RTP-LLM's: a static prompt
+    task_id: Annotated[str, Field(min_length=1, max_length=256)] | int | None = None  # RTP-LLM's: a pinned prefix
 
 
 def _session_key(name: Any) -> str:

@@ -39,7 +39,7 @@ SETTINGS = (
     "additional_chat_templates/*.jinja",
     *SENTENCE_TRANSFORMERS_FILES,
 )
-OWN_CODE = "*.py"
+REMOTE_CODE = "*.py"
 SHOWN = 12  # files in an error
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
@@ -47,7 +47,7 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 def settings_files(listing: Listing, trusts_code: bool) -> list[HubFile]:
     """Config, tokenizer, chat templates, and the index of the weights."""
     patterns = (*SETTINGS, SAFETENSORS[0] if _matching(listing, SAFETENSORS) else PYTORCH[0])
-    return _matching(listing, (*patterns, OWN_CODE) if trusts_code else patterns)
+    return _matching(listing, (*patterns, REMOTE_CODE) if trusts_code else patterns)
 
 
 def weight_files(name: HubName, listing: Listing, folder: Path) -> list[HubFile]:

@@ -44,12 +44,12 @@ END_TEXTS = frozenset(
 _ENDS_MESSAGES_ONLY = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
-def end_tokens_of_folder(folder: Path) -> tuple[int, ...]:
+def eos_tokens_of_folder(folder: Path) -> tuple[int, ...]:
     ids = _eos_ids(folder / "config.json") | _eos_ids(folder / "generation_config.json")
     return tuple(sorted(ids | _tokenizer_eos_ids(folder)))
 
 
-def end_tokens_of_gguf(header: GgufHeader) -> tuple[int, ...]:
+def eos_tokens_of_gguf(header: GgufHeader) -> tuple[int, ...]:
     named = [header.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     ids = {token_id for token_id in named if token_id is not None}
     tokens = header.metadata.get("tokenizer.ggml.tokens", [])

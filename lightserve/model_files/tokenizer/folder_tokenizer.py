@@ -13,7 +13,7 @@ import tokenizers
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import CHATML_END, has_chatml_format, read_json_if_exists
 from lightserve.model_files.tokenizer.files import OwnCodeError, find_vocabulary, open_tokenizer_file
-from lightserve.model_files.tokenizer.files.remote_code import load_own_code
+from lightserve.model_files.tokenizer.files.remote_code import load_remote_code
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens, special_token_texts
 from lightserve.model_files.tokenizer.surrounding_flags import follow_flags
 
@@ -54,7 +54,7 @@ def _from_vocabulary(folder: Path, trusts_code: bool) -> FolderTokenizer:
         file = open_tokenizer_file(folder)
     except OwnCodeError:
         if trusts_code:
-            return FolderTokenizer(*load_own_code(folder))
+            return FolderTokenizer(*load_remote_code(folder))
         raise
     return FolderTokenizer(file.build(), file.special)
 

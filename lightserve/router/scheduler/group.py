@@ -130,10 +130,10 @@ class GroupScheduler:
         if seconds is not None and len(step.counts) > step.num_decodes:
             self.chunking.cost.observe(*step.work(), seconds)
         columns = self.batch.columns
-        runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
-        columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
+        is_still_running = columns.admission[step.rows] == step.admissions  # it has not left since
+        columns.certain_len[step.rows[is_still_running]] = step.planned_len[is_still_running]
         if len(step.decodes.draft_counts):
-            is_here = runs_on[: step.num_decodes]
+            is_here = is_still_running[: step.num_decodes]
             columns.planned_drafts[step.decodes.rows[is_here]] -= step.decodes.draft_counts[is_here]
         for part in self.parts:
             part.on_completed(step.transfers)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.device import HostCopy, copy_to_host, to_device
+from lightserve.common.device import AsyncCopy, copy_to_host, to_device
 from lightserve.messages.step import PromptLogprobs
 
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
@@ -56,7 +56,7 @@ class StepPromptLogprobs:
         self._rows = to_device(np.array(rows, dtype=np.int64), device)
         self._targets = to_device(np.array(targets, dtype=np.int64), device)
         self._k = k
-        self._to_host: HostCopy | None = None
+        self._to_host: AsyncCopy | None = None
 
     def compute(self, logits_of: LogitsOf, vocab: int) -> None:
         """Called while the step runs. Never more than a piece of the logits exists at once."""

@@ -24,13 +24,13 @@ from test.faults.cases import (
     nodes,
     observability,
     ollama,
+    pinned_prefixes,
     pooling,
     processes,
     quantization,
     roles,
     scheduling,
     stages,
-    static_prompts,
     stream_log,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
@@ -51,7 +51,7 @@ CASES: list[Case] = sorted(
         *stream_log.CASES,
         *hostile.CASES,
         *pooling.CASES,
-        *static_prompts.CASES,
+        *pinned_prefixes.CASES,
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
@@ -65,7 +65,7 @@ START_CASES: list[StartCase] = [
     *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,
-    *static_prompts.START_CASES,
+    *pinned_prefixes.START_CASES,
     *nodes.CASES,
     *roles.CASES,
     *stream_log.START_CASES,

@@ -18,7 +18,7 @@ from lightserve.common.ops import SCALE_BYTES, Int4Weight, QuantizedWeight
 from lightserve.common.ops.experts import GatedSilu
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._gpu import stages_that_fit
-from lightserve.common.triton_kernel.experts._code_values import (
+from lightserve.common.triton_kernel.experts._dequantize import (
     INT4,
     KINDS,
     MXFP4,

@@ -16,7 +16,7 @@ from lightserve.common import ops
 from lightserve.common.ops import Codebook4Weight, Int4Weight, Mxfp4Weight
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
-from lightserve.common.triton_kernel.experts._code_values import MXFP4, nibble_values, power_of_2
+from lightserve.common.triton_kernel.experts._dequantize import MXFP4, nibble_values, power_of_2
 from lightserve.common.triton_kernel.linear._int4 import scaled_int4, uses_asm
 
 SCRATCH_BYTES = 32 * 2**20  # not measured: the L2 cache of an H200 has 50 MB

@@ -12,7 +12,7 @@ from lightserve.common import ops
 from lightserve.common.ops import QuantizedRows, RowQuant
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
-from lightserve.common.triton_kernel.linear._row_codes import check_groups, new_rows, store_codes
+from lightserve.common.triton_kernel.linear._quantize_row import check_groups, new_rows, store_codes
 from lightserve.common.triton_kernel.norm._norm import load_row
 from lightserve.common.triton_kernel.norm.activation import activate
 

@@ -110,7 +110,7 @@ async def lightllm_request(context: ServerContext, body: LightllmBody, streams: 
     _refuse_unsupported(body, parameters)
     n, best_of = _choices(context, parameters, streams)
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.add_special_tokens)
-    prompt_ids = context.with_static_prompt(parameters.task_id, prompt_ids)
+    prompt_ids = context.with_pinned_prefix(parameters.task_id, prompt_ids)
     details = bool(parameters.return_details)
     needs_logprobs = streams or details or n < best_of
     params = GenerationParams.of(

@@ -31,8 +31,8 @@ def open_tokenizer_file(folder: Path) -> TokenizerFile:
     settings = read_settings(folder)
     path = find_vocabulary(folder)
     if path is None:
-        if settings.has_own_code:
-            raise _own_code(settings)
+        if settings.has_remote_code:
+            raise _remote_code(settings)
         raise ModelFilesError(f"{folder}: no tokenizer.json and none of {', '.join(NAMES)}; download one of them")
     if path.name == "tekken.json":
         return TekkenFile(path, settings)
@@ -50,8 +50,8 @@ def _check_class(path: Path, settings: TokenizerSettings, known: Mapping[str, An
     """A class may do more than its vocabulary says. So only known ones are read without their code."""
     if settings.class_name in known:
         return
-    if settings.has_own_code:
-        raise _own_code(settings)
+    if settings.has_remote_code:
+        raise _remote_code(settings)
     raise ModelFilesError(
         f"{settings.folder / CONFIG}: tokenizer_class {settings.class_name!r} is not supported with {path.name}; "
         f"supported: {', '.join(name for name in known if name)}; or add a tokenizer.json"
@@ -62,7 +62,7 @@ class OwnCodeError(ModelFilesError):
     """Only the Python code of the folder can read its tokenizer."""
 
 
-def _own_code(settings: TokenizerSettings) -> OwnCodeError:
+def _remote_code(settings: TokenizerSettings) -> OwnCodeError:
     name = settings.class_name or "its tokenizer class"
     return OwnCodeError(
         f"{settings.folder}: {name} is Python code in this folder; read the code, then set --trust_remote_code and "

@@ -20,7 +20,7 @@ from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.utils.extras import install_command
 
 
-def load_own_code(folder: Path) -> tuple[Any, SpecialTokens]:
+def load_remote_code(folder: Path) -> tuple[Any, SpecialTokens]:
     """The backend of the folder's tokenizer (of the tokenizers library, or with its methods), and its roles."""
     with _without_torch(), _errors_in_one_line(folder):
         from transformers import AutoTokenizer

@@ -32,7 +32,7 @@ class TokenizerSettings:
         return str(self.config.get("tokenizer_class") or "").removesuffix("Fast")
 
     @property
-    def has_own_code(self) -> bool:
+    def has_remote_code(self) -> bool:
         """Whether the folder brings a Python class for its tokenizer."""
         auto_map = self.config.get("auto_map")
         return isinstance(auto_map, dict) and "AutoTokenizer" in auto_map

@@ -32,7 +32,7 @@ class CpuOffload:
 
     def __init__(self, memory: MemoryManager, num_blocks: int, platform: Device, device: torch.device) -> None:
         self._device = device
-        self._copies = platform.side_copies(device)
+        self._copies = platform.copy_stream(device)
         self._kv = CpuKv(memory, num_blocks, BLOCK_TOKENS, lambda size: platform.host_memory((size,), torch.uint8))
         self._loads: dict[int, Future[float]] = {}
         self._last_store = 0

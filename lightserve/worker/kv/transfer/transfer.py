@@ -51,7 +51,7 @@ class KvSender:
         self._device = memory.buffers[0].device
         self._staging = SendStaging(memory, platform)
         backend.register(self._staging.chunks)
-        self._copies = platform.side_copies(self._device)
+        self._copies = platform.copy_stream(self._device)
         self._backend = backend
         self._rank = rank
         self._lost: deque[int] = deque(maxlen=MAX_LOST)  # transfers of which a frame was not sent
@@ -125,7 +125,7 @@ class KvReceiver:
         self._device = memory.buffers[0].device
         self._staging = Staging(memory, platform)
         backend.register(self._staging.chunks)
-        self._copies = platform.side_copies(self._device)
+        self._copies = platform.copy_stream(self._device)
         self._transfers: dict[int, _Transfer] = {}
         self._ended: deque[int] = deque(maxlen=MAX_ENDED)
         self._cancelled: set[int] = set()  # before they were expected

@@ -1,4 +1,4 @@
-"""--static_prompts: a request names a prompt that stays in the prefix cache, whatever happens."""
+"""--pinned_prefixes: a request names a prompt that stays in the prefix cache, whatever happens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(model: Path, *more: str) -> list[str]:
-    prompts = ["--static_prompts", str(model / "prompts.json")]
+    prompts = ["--pinned_prefixes", str(model / "prompts.json")]
     return ["--model_dir", str(model), "--deterministic", "--max_total_token_num", KV_TOKENS, *prompts, *more]
 
 
@@ -70,7 +70,7 @@ def wait_until_pinned(server: ServerProcess, engines: int = 1) -> int:
 
 
 @pytest.mark.parametrize("name", ["support", "7", 7])
-def test_the_static_prompt_comes_before_the_own_one_and_is_cached(server: ServerProcess, name: str | int) -> None:
+def test_the_pinned_prefix_comes_before_the_own_one_and_is_cached(server: ServerProcess, name: str | int) -> None:
     wait_until_pinned(server)
     static = ids_of(server, str(name))
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
@@ -158,7 +158,7 @@ def test_a_start_that_cannot_work_says_why(
     command = [sys.executable, "-m", "lightserve.server.api_server", "--port", "0", "--model_dir", str(model)]
 
     done = subprocess.run(
-        [*command, "--static_prompts", str(tmp_path / "prompts.json"), *more],
+        [*command, "--pinned_prefixes", str(tmp_path / "prompts.json"), *more],
         capture_output=True,
         text=True,
         timeout=10 * STOP_S,

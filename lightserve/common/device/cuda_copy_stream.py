@@ -17,7 +17,7 @@ RING_SHARE = 1 / 128  # of the GPU's memory, at most
 QUEUED_BYTES = 2**24  # twice so many are queued on their way up: the input of a step waits behind them, 0.6 ms
 
 
-class CudaSideCopies:
+class CudaCopyStream:
     """A copy down first gathers on the stream of the steps, which takes microseconds, into one place of a ring.
 
     A thread queues copies up, so that launching steps does not wait for that. The bus carries both directions at once,

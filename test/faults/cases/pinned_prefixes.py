@@ -1,4 +1,4 @@
-"""Prompts of --static_prompts, which stay in the prefix cache: a worker that dies, a file that is wrong."""
+"""Prompts of --pinned_prefixes, which stay in the prefix cache: a worker that dies, a file that is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import Reaction, same_text, streams_continue
 from test.faults.start_case import Start, StartCase
 
-PROMPTS = Path(__file__).with_name("static_prompts.json")
+PROMPTS = Path(__file__).with_name("pinned_prefixes.json")
 REFUSED = {
     "{": "is neither JSON",
     "[]": "has no prompt",
@@ -41,24 +41,24 @@ def wrong_files(start: Start) -> None:
     path = start.base / "prompts.json"
     for text, reason in REFUSED.items():
         path.write_text(text)
-        server = start.launch("--static_prompts", str(path))
+        server = start.launch("--pinned_prefixes", str(path))
         assert server.process.wait(60) == 2
-        assert "static_prompts" in server.log
+        assert "pinned_prefixes" in server.log
         assert reason in server.log
 
 
 CASES = [
     Case(
-        "kill -9 ls-worker, static prompts, streaming",
+        "kill -9 ls-worker, pinned prefixes, streaming",
         lose_pinned_kv,
         Reaction("streams go on, same text; the prompts are cached again", _pinned_again, same_text),
         STREAMING,
-        flags=(*STEP, "--static_prompts", str(PROMPTS)),
+        flags=(*STEP, "--pinned_prefixes", str(PROMPTS)),
         within_s=20.0,
         is_long=True,
         restarts=1,
     )
 ]
 START_CASES = [
-    StartCase("--static_prompts is wrong", wrong_files, "an error with the reason, exit code 2", within_s=60.0)
+    StartCase("--pinned_prefixes is wrong", wrong_files, "an error with the reason, exit code 2", within_s=60.0)
 ]

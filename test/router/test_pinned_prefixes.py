@@ -1,4 +1,4 @@
-"""Static prompts are computed once, never evicted, and computed again by new workers."""
+"""Pinned prefixes are computed once, never evicted, and computed again by new workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Step, StepRow, Token, TokenOut
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.pinned_prompts import PinnedPrompts, check_room
+from lightserve.router.pinned_prefixes import PinnedPrefixes, check_room
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from test.router.processing import process_tokens
@@ -35,7 +35,7 @@ def rows_of(step: Step) -> list[StepRow]:
     return [row for group_step in step.groups or [step] for row in group_step.rows]
 
 
-def serve(scheduler: Scheduler, pinned: PinnedPrompts | None = None) -> int:
+def serve(scheduler: Scheduler, pinned: PinnedPrefixes | None = None) -> int:
     """Run until nothing is left. Returns the tokens that were computed."""
     tokens = 0
     while (step := scheduler.next_step()) is not None:
@@ -54,7 +54,7 @@ def ask(scheduler: Scheduler, req_id: int, ids: list[int]) -> Req:
 
 
 def test_prompts_are_computed_once_and_pinned(scheduler: Scheduler) -> None:
-    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
 
     pinned.compute(make_req, 0.0)
     serve(scheduler, pinned)
@@ -66,7 +66,7 @@ def test_prompts_are_computed_once_and_pinned(scheduler: Scheduler) -> None:
 
 
 def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:
-    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
     pinned.compute(make_req, 0.0)
     serve(scheduler, pinned)
 
@@ -82,7 +82,7 @@ def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:
 
 
 def test_new_workers_compute_them_again(scheduler: Scheduler) -> None:
-    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
     pinned.compute(make_req, 0.0)
     serve(scheduler, pinned)
 
@@ -95,7 +95,7 @@ def test_new_workers_compute_them_again(scheduler: Scheduler) -> None:
 
 
 def test_workers_that_die_meanwhile_compute_each_once(scheduler: Scheduler) -> None:
-    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
     pinned.compute(make_req, 0.0)
     scheduler.next_step()
 
@@ -108,7 +108,7 @@ def test_workers_that_die_meanwhile_compute_each_once(scheduler: Scheduler) -> N
 
 
 def test_a_prompt_that_fails_is_not_tried_again(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
-    pinned = PinnedPrompts(scheduler, {"a": PROMPTS["a"]})
+    pinned = PinnedPrefixes(scheduler, {"a": PROMPTS["a"]})
     pinned.compute(make_req, 0.0)
     scheduler.next_step()
     scheduler.recover_from_crash()
@@ -122,7 +122,7 @@ def test_a_prompt_that_fails_is_not_tried_again(scheduler: Scheduler, caplog: py
 
 def test_every_attention_group_pins_all_prompts_and_new_workers_compute_them_again() -> None:
     scheduler = Scheduler(*(GroupScheduler(KvPool(100), SchedulerLimits(4, 64, 64)) for _ in range(3)))
-    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
 
     pinned.compute(make_req, 0.0)
     serve(scheduler, pinned)

@@ -27,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 ON_ONE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch reads it too; for tests
 
 
-class OneShotSum:
+class CustomAllReduce:
     """A buffer on the GPU of each rank of a group, which the others can read. All ranks create it together."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class OneShotSum:
         return total.view(x.shape)
 
 
-def connect_one_shot(group: RankGroup, device: torch.device) -> OneShotSum | None:
+def connect_custom_all_reduce(group: RankGroup, device: torch.device) -> CustomAllReduce | None:
     """None if a rank's GPU cannot read the memory of another one's. All ranks of the group call it together."""
     indices = group.all_gather(torch.tensor([device.index], device=device)).tolist()
     others = [index for rank, index in enumerate(indices) if rank != group.rank]
@@ -57,7 +57,7 @@ def connect_one_shot(group: RankGroup, device: torch.device) -> OneShotSum | Non
         if group.is_first:
             logger.info("a GPU cannot read another one's memory: all sums over ranks go through the process group")
         return None
-    return OneShotSum(process_group, device)
+    return CustomAllReduce(process_group, device)
 
 
 def _can_read(own: int, other: int) -> bool:

@@ -33,7 +33,7 @@ PRODUCT_BLOCK = 64  # rows, outputs and summands of a product's tile
 
 
 @triton.jit
-def _latent_in_order_kernel(
+def _mla_batch_invariant_kernel(
     q_ptr,
     q_pe_ptr,
     cache_ptr,
@@ -154,12 +154,12 @@ def _attend(
     config = config_of(latent_cache.dtype, sizes._replace(heads=TILE_ROWS))
     block_h = min(dot_block(sizes.heads), config.block_h)
     tokens = config.block_h // block_h
-    key = ("latent_in_order", tokens)
+    key = ("mla_batch_invariant", tokens)
     tiles = batch.plans.get(key)
     if tiles is None:
         tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, 1)
     out = q.new_empty(q.shape)
-    _latent_in_order_kernel[(cdiv(sizes.heads, block_h), tiles.shape[0])](
+    _mla_batch_invariant_kernel[(cdiv(sizes.heads, block_h), tiles.shape[0])](
         q,
         q_pe,
         latent_cache,

@@ -24,7 +24,7 @@ def lightserve_command(*args: str) -> list[str]:
     return [sys.executable, "-m", "lightserve.cli.child", str(os.getpid()), *args]
 
 
-class KeptProcess:
+class SupervisedProcess:
     """``command`` makes the command of each start: a new port for each."""
 
     def __init__(self, command: Callable[[], list[str]]) -> None:

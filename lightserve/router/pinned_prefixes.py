@@ -1,4 +1,4 @@
-"""Static prompts (--static_prompts): the router computes each once, and the prefix cache never evicts it.
+"""Pinned prefixes (--pinned_prefixes): the router computes each once, and the prefix cache never evicts it.
 
 Every attention group has a prefix cache, so each computes and keeps all prompts.
 """
@@ -31,21 +31,21 @@ def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineInfo) -> None
     if not tokens:
         return
     if engine.kv_groups:
-        raise RuntimeError("static prompts with a second KV pool passed the table of combinations")
+        raise RuntimeError("pinned prefixes with a second KV pool passed the table of combinations")
     name, longest = max(((name, len(ids)) for name, ids in prompts.items()), key=lambda pair: pair[1])
     if longest + LEAST_OWN > engine.max_req_total_len:
         raise OptionError(
-            f"static_prompts: {name!r} has {longest} tokens, and a request may have {engine.max_req_total_len} with "
+            f"pinned_prefixes: {name!r} has {longest} tokens, and a request may have {engine.max_req_total_len} with "
             "its own prompt and output (--max_req_total_len)"
         )
     if tokens > MAX_SHARE * pool:
         raise OptionError(
-            f"static_prompts: {tokens} tokens would be pinned; the limit is {MAX_SHARE:.0%} of the KV pool of {pool} "
+            f"pinned_prefixes: {tokens} tokens would be pinned; the limit is {MAX_SHARE:.0%} of the KV pool of {pool} "
             "tokens; use shorter prompts, or more memory (--max_total_token_num)"
         )
     if tokens + engine.max_req_total_len > pool:
         raise OptionError(
-            f"static_prompts: {tokens} pinned tokens leave {pool - tokens} of the KV pool, and a request may have "
+            f"pinned_prefixes: {tokens} pinned tokens leave {pool - tokens} of the KV pool, and a request may have "
             f"{engine.max_req_total_len}; set --max_req_total_len to {pool - tokens} or less"
         )
 
@@ -58,7 +58,7 @@ class StaticPrompt(NamedTuple):
     token_ids: Int32Array
 
 
-class PinnedPrompts:
+class PinnedPrefixes:
     """Makes requests of its own, with negative ids. The output processor tells nobody of them but this."""
 
     def __init__(self, scheduler: Scheduler, prompts: Mapping[str, Sequence[int]]) -> None:
@@ -83,7 +83,7 @@ class PinnedPrompts:
         group, name, token_ids = self._prompts[req.req_id]
         if has_failed:
             self._failed.add(req.req_id)
-            logger.error("the static prompt %r could not be computed: it is not pinned, and works as any other", name)
+            logger.error("the pinned prefix %r could not be computed: it is not pinned, and works as any other", name)
             return
         pinned = group.pool.pin(token_ids, req.salt)
-        logger.info("static prompt %r: %d tokens pinned in the prefix cache", name, pinned)
+        logger.info("pinned prefix %r: %d tokens pinned in the prefix cache", name, pinned)

@@ -1,4 +1,4 @@
-"""Files of static prompts: both forms are read, and every mistake is one clear line."""
+"""Files of pinned prefixes: both forms are read, and every mistake is one clear line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightserve.errors import OptionError
-from lightserve.model_files.static_prompts import after_static_prompt, encode_static_prompts, read_static_prompts
+from lightserve.model_files.pinned_prefixes import after_pinned_prefix, encode_pinned_prefixes, read_pinned_prefixes
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from lightserve.model_files.static_prompts import after_static_prompt, encode_st
 def test_objects_and_lists_are_read(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
 
-    assert read_static_prompts(str(tmp_path / name)) == {"support": "You help.", "7": "You count."}
+    assert read_pinned_prefixes(str(tmp_path / name)) == {"support": "You help.", "7": "You count."}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, reason: str) -> Non
     path.write_bytes(text.encode(errors="surrogateescape"))
 
     with pytest.raises(OptionError, match=reason) as error:
-        read_static_prompts(str(path))
+        read_pinned_prefixes(str(path))
 
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
@@ -54,14 +54,14 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, reason: str) -> Non
 
 def test_a_missing_file_and_a_missing_tokenizer_are_reported(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be read"):
-        read_static_prompts(str(tmp_path / "none.json"))
+        read_pinned_prefixes(str(tmp_path / "none.json"))
     with pytest.raises(OptionError, match="no tokenizer"):
-        encode_static_prompts("any.json", None)
-    assert encode_static_prompts(None, None) == {}
+        encode_pinned_prefixes("any.json", None)
+    assert encode_pinned_prefixes(None, None) == {}
 
 
 def test_only_the_first_prompt_begins_the_text() -> None:
-    assert after_static_prompt([1, 5], [1, 6], bos_id=1) == [1, 5, 6]
-    assert after_static_prompt([1, 5], [6], bos_id=1) == [1, 5, 6]
-    assert after_static_prompt([5], [1, 6], bos_id=1) == [5, 1, 6]
-    assert after_static_prompt([5], [6], bos_id=None) == [5, 6]
+    assert after_pinned_prefix([1, 5], [1, 6], bos_id=1) == [1, 5, 6]
+    assert after_pinned_prefix([1, 5], [6], bos_id=1) == [1, 5, 6]
+    assert after_pinned_prefix([5], [1, 6], bos_id=1) == [5, 1, 6]
+    assert after_pinned_prefix([5], [6], bos_id=None) == [5, 6]

@@ -34,19 +34,19 @@ def processes(count: int) -> Iterator[Map]:
         yield pool.map
 
 
-def share_of(load: Load, cell: int, cells: int) -> Load:
+def share_of(load: Load, cell: int, clusters: int) -> Load:
     """The part of the load that one of the clusters gets."""
     return replace(
         load,
-        count=(load.count + cells - 1 - cell) // cells,
-        rate=None if load.rate is None else load.rate / cells,
-        streams=(load.streams + cells - 1 - cell) // cells,
+        count=(load.count + clusters - 1 - cell) // clusters,
+        rate=None if load.rate is None else load.rate / clusters,
+        streams=(load.streams + clusters - 1 - cell) // clusters,
         seed=load.seed + SEEDS * cell,
     )
 
 
-def simulate_cells(run: Callable[[Load], Result], load: Load, cells: int) -> Result:
+def simulate_clusters(run: Callable[[Load], Result], load: Load, clusters: int) -> Result:
     """``run`` simulates one of the clusters."""
-    loads = [share_of(load, cell, cells) for cell in range(cells)]
-    with processes(cells) as run_all:
+    loads = [share_of(load, cell, clusters) for cell in range(clusters)]
+    with processes(clusters) as run_all:
         return merged(list(run_all(run, loads)))
