@@ -54,7 +54,7 @@ def splits(servers: int, bytes_per_s: float) -> Iterator[Split]:
 
 def find(scenario: Scenario) -> BestSplit:
     """With the best of several targets."""
-    return max((_find(scenario, target) for target in TARGETS), key=lambda best_splits: best_splits.rate)
+    return max((_find(scenario, target) for target in TARGETS), key=lambda best_split: best_split.rate)
 
 
 def _find(scenario: Scenario, target: float) -> BestSplit:
@@ -86,14 +86,14 @@ def rows(best_splits: Sequence[BestSplit]) -> list[str]:
     return [_row(one, is_best=0 < one.rate == best) for one in best_splits]
 
 
-def _row(best_splits: BestSplit, is_best: bool) -> str:
-    row = f"{best_splits.slo.itl_s * 1e3:6.0f}  {name_of(best_splits.split):>14}"
-    if best_splits.result is None or not best_splits.rate:
+def _row(best_split: BestSplit, is_best: bool) -> str:
+    row = f"{best_split.slo.itl_s * 1e3:6.0f}  {name_of(best_split.split):>14}"
+    if best_split.result is None or not best_split.rate:
         return f"{row}   no rate meets the limits"
-    ttft = np.percentile(best_splits.result.ttft, [50, 99]) * 1e3
-    itl = [best_splits.result.itl(share) * 1e3 for share in (0.5, 0.99)]
+    ttft = np.percentile(best_split.result.ttft, [50, 99]) * 1e3
+    itl = [best_split.result.itl(share) * 1e3 for share in (0.5, 0.99)]
     mark = "  best" if is_best else ""
-    return f"{row} {best_splits.rate:7.2f} {ttft[0]:9.0f} {ttft[1]:7.0f} {itl[0]:8.1f} {itl[1]:7.1f}{mark}"
+    return f"{row} {best_split.rate:7.2f} {ttft[0]:9.0f} {ttft[1]:7.0f} {itl[0]:8.1f} {itl[1]:7.1f}{mark}"
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -160,9 +160,9 @@ class Scheduler:
         waited for it.
         """
         steps = self._in_flight.popleft()
-        most = max(step.num_tokens for step in steps.values())
+        slowest = _with_most_tokens(steps)
         for group, step in steps.items():
-            group.complete(step, seconds if step.num_tokens == most else None)
+            group.complete(step, seconds if group in slowest else None)
         return [chunk for step in steps.values() for chunk in step.prefills]
 
     def process_plain(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
@@ -266,3 +266,10 @@ class Scheduler:
 def _plan_groups(groups: Iterable[GroupScheduler], now_s: float) -> dict[GroupScheduler, GroupStep]:
     """Those that have something to compute."""
     return {group: step for group in groups if (step := group.plan(now_s)) is not None}
+
+
+def _with_most_tokens(steps: dict[GroupScheduler, PlannedStep]) -> list[GroupScheduler]:
+    if len(steps) == 1:  # as usual: nothing is counted
+        return list(steps)
+    most = max(step.num_tokens for step in steps.values())
+    return [group for group, step in steps.items() if step.num_tokens == most]
