@@ -35,9 +35,10 @@ from test.ranks import run_ranks
 
 PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130]}
 ONE_RANK = RankGroup()
+CUT_WIDTH = 384  # three blocks, of which two ranks cut one
 
 
-def wide_llama(seed: int = 0) -> Any:
+def wide_llama(seed: int = 0, intermediate_size: int = 512) -> Any:
     """Weights of several blocks of 128 x 128, the last ones partial; two ranks can still split the inputs."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -46,7 +47,7 @@ def wide_llama(seed: int = 0) -> Any:
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,
-        intermediate_size=512,
+        intermediate_size=intermediate_size,
         max_position_embeddings=128,
     )
     return AutoModelForCausalLM.from_config(config).float().eval()
@@ -135,7 +136,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     tp = connect_ranks(rank, ParallelSizes(tp=size), f"file://{folder}/store", "gloo").tp
     for name, file_format in FILES.items():
-        hf = wide_llama()
+        hf = wide_llama(intermediate_size=CUT_WIDTH)
         ours = build(hf, file_format.config, quantized(hf, file_format.pack), tp)
         torch.save(Session(ours).step(PROMPTS), f"{folder}/{name}.{rank}.pt")
     dist.destroy_process_group()
@@ -147,7 +148,7 @@ def test_ranks_split_every_format(tmp_path: Path) -> None:
     run_ranks(_run_rank, 2, 2, str(tmp_path))
 
     for name in FILES:
-        hf = wide_llama()
+        hf = wide_llama(intermediate_size=CUT_WIDTH)
         quantized(hf, FILES[name].pack)
         for rank in range(2):
             assert_same_logits(torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True), hf)

@@ -22,7 +22,7 @@ from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.common.quantization import GgufFormat, QuantizedLinear, StackedLinear, UnquantizedLinear
 from lightserve.config import WorkerConfig
-from lightserve.errors import CheckpointError, ModelFilesError
+from lightserve.errors import CheckpointError
 from lightserve.model_files import resolve
 from lightserve.model_files.gguf.header import ENCODINGS
 from lightserve.model_files.quantization import PACKED_TYPES, GgufQuantConfig, GgufScheme, OnLoadConfig
@@ -190,11 +190,13 @@ def test_ranks_split_blocks_of_256_into_groups(tmp_path: Path) -> None:
         assert_same_logits(source, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
 
 
-def test_ranks_that_cut_a_group_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_cut_a_group_have_smaller_ones(tmp_path: Path) -> None:
     source = save_case("qwen2", tmp_path / "model.gguf")
 
-    with pytest.raises(ModelFilesError, match=r"o_proj: a rank has the inputs 48 to 96, which cuts groups of 32; use"):
-        model_of(packed(source), RankGroup(rank=1, size=2), is_dummy=True)
+    method = model_of(packed(source), RankGroup(rank=1, size=2), is_dummy=True).layer_weights[0].o_proj.method
+
+    assert isinstance(method, QuantizedLinear)
+    assert method.weight.group_size == 16
 
 
 def test_dummy_weights_of_a_packed_file_give_finite_logits(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ PROMPT = [5, 17, 3, 99, 42, 8, 1, 77, 2]
 # as in the config.json of gpt-oss
 NOT_CONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_CONVERTED}
-SIZES = {"hidden_size": 96, "intermediate_size": 64}
+SIZES = {"hidden_size": 96, "intermediate_size": 96}  # two ranks cut a block
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -107,12 +107,12 @@ def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
         assert_same(torch.load(tmp_path / f"{rank}.pt", weights_only=True), tiny.hf)
 
 
-def test_ranks_that_cut_a_block_are_refused() -> None:
+def test_ranks_that_cut_a_block_too_small_are_refused() -> None:
     tiny = build_mxfp4()
     config = {**tiny.config_json, "num_attention_heads": 4, "num_key_value_heads": 4}
 
     with pytest.raises(
-        ModelFilesError, match=r"layers.0.mlp.experts: a rank has the units 16 to 32 .* groups of 32; u"
+        ModelFilesError, match=r"layers.0.mlp.experts: a rank has the inputs 24 to 48, .* into groups of 8; .* use --ep"
     ):
         build_model(config, tiny.checkpoint(), RankGroup(1, 4))
 
@@ -135,8 +135,8 @@ Change = Callable[[Tensor], Tensor | None]
     ("name", "change", "message"),
     [
         ("gate_up_proj_scales", lambda t: None, rf"lacks 1 tensors: {PREFIX}.gate_up_proj_scales"),
-        ("down_proj_scales", lambda t: t[:, :, :1], r"down_proj_scales has shape \(8, 96, 1\).* needs \(8, 96, 2\)"),
-        ("gate_up_proj_blocks", lambda t: t[..., :8], r"blocks has shape \(8, 128, 3, 8\).* needs \(8, 128, 3, 16\)"),
+        ("down_proj_scales", lambda t: t[:, :, :1], r"down_proj_scales has shape \(8, 96, 1\).* needs \(8, 96, 3\)"),
+        ("gate_up_proj_blocks", lambda t: t[..., :8], r"blocks has shape \(8, 192, 3, 8\).* needs \(8, 192, 3, 16\)"),
         ("down_proj_blocks", lambda t: t.float(), r"down_proj_blocks is float32; this model needs uint8"),
     ],
 )

@@ -87,11 +87,17 @@ def test_dummy_weights_are_as_large_as_those_of_a_float_model(kind: str) -> None
     assert Session(model).step(PROMPTS).isfinite().all()
 
 
-def test_ranks_that_cut_a_group_are_refused() -> None:
-    hf = build_hf("llama-gqa")
+def test_ranks_that_cut_a_group_have_smaller_ones() -> None:
+    model = build_on_load(build_hf("llama-gqa"), "w4", None, RankGroup(rank=1, size=2))
 
-    with pytest.raises(ModelFilesError, match=r"o_proj: a rank has the inputs 16 to 32, which cuts groups of 32; use"):
-        build_on_load(hf, "w4", None, RankGroup(rank=1, size=4))
+    method = model.layer_weights[0].ffn.down_proj.method  # type: ignore[attr-defined]
+    assert isinstance(method, QuantizedLinear)
+    assert method.weight.group_size == 16
+
+
+def test_ranks_that_cut_a_group_too_small_are_refused() -> None:
+    with pytest.raises(ModelFilesError, match=r"down_proj: a rank has the inputs 24 to 48, .* 32 into groups of 8;"):
+        build_on_load(build_hf("llama-gqa"), "w4", None, RankGroup(rank=1, size=4))
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(monkeypatch: pytest.MonkeyPatch) -> None:

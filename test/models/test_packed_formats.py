@@ -145,7 +145,7 @@ CASES = {
         Int8Weight,
     ),
 }
-ONE_RANK_ONLY = ("gptq-act-order", "pack-quantized-act-order", "awq-rows")  # a row is one group of 128
+ONE_RANK_ONLY = ("gptq-act-order", "pack-quantized-act-order")
 ON_TWO_RANKS = [name for name in CASES if name not in ONE_RANK_ONLY]
 
 
@@ -324,15 +324,6 @@ def test_a_wrong_tensor_is_named(what: str) -> None:
 
     with pytest.raises(CheckpointError, match=message):
         build(hf, CASES[name], checkpoint)
-
-
-def test_ranks_that_cut_a_group_are_refused_before_weights_are_loaded() -> None:
-    case = Case({"quant_method": "awq", "bits": 4, "group_size": 128}, lambda module: None, Int4Weight)
-
-    with pytest.raises(
-        ModelFilesError, match=r"o_proj: a rank has the inputs 64 to 128, which cuts groups of 128; use"
-    ):
-        build(build_hf(), case, None, RankGroup(rank=1, size=2))
 
 
 def test_act_order_with_ranks_is_refused_before_weights_are_loaded() -> None:

@@ -195,9 +195,22 @@ def test_the_parts_of_the_ranks_add_up_to_the_whole(moe: MoeSpec, kind: str, is_
     assert_same(parts[0] + parts[1], Layer(moe, on_load(kind)).load(tensors).ffn.forward(inputs(), None))
 
 
-def test_ranks_that_cut_a_group_are_refused() -> None:
-    with pytest.raises(ModelFilesError, match=r"experts: a rank has the units 16 to 32 .* cuts groups of 32; use a sm"):
-        Layer(MOE, on_load("w4"), Parallel(tp=RankGroup(1, 4)))
+@pytest.mark.parametrize("moe", SPECS.values(), ids=SPECS)
+def test_ranks_that_cut_a_group_have_smaller_ones(moe: MoeSpec) -> None:
+    tensors, sum_of_parts = random_checkpoint(moe), torch.zeros(9, HIDDEN)
+    for rank in range(4):
+        layer = Layer(moe, on_load("w4"), Parallel(tp=RankGroup(rank, 4))).load(tensors)
+        layer.ffn._tp = RankGroup()
+        assert isinstance(layer.ffn.experts.method, QuantizedExperts)
+        assert layer.ffn.experts.method.w2.group_size == 16
+        sum_of_parts += layer.ffn.forward(inputs(), None)
+
+    assert_same(sum_of_parts, Layer(moe, on_load("w4")).load(tensors).ffn.forward(inputs(), None))
+
+
+def test_ranks_that_cut_a_group_too_small_are_refused() -> None:
+    with pytest.raises(ModelFilesError, match=r"experts: .* inputs 8 to 16, .* of 32 into groups of 8; .* use --ep, "):
+        Layer(MOE, on_load("w4"), Parallel(tp=RankGroup(1, 8)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -274,6 +274,7 @@ def compile_quantized_experts(dtype: torch.dtype) -> None:
         (ops.Int4Weight, 128, True, 8),
         (ops.Int4Weight, 32, False, 64),
         (ops.Mxfp4Weight, 32, False, 8),
+        (ops.Mxfp4Weight, 16, False, 8),
     ]
     x, ids = torch.ones(2, 2048, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
     for kind, group, has_offsets, block_m in weights:

@@ -128,6 +128,18 @@ def test_products_with_tables_of_numbers_match_their_definitions(
     assert_close(out, wide(x) @ weight.dequantize().T, dtype)
 
 
+@each_op_backend_and_dtype("linear_codebook4", "linear_mxfp4")
+def test_products_with_tables_take_cut_groups(name: str, backend: str, dtype: torch.dtype) -> None:
+    x = randn(3, 112, dtype=dtype, device=device_of(backend))
+    whole = WITH_TABLES[name](17, 192, device_of(backend))
+
+    cut = whole.columns(slice(80, 192))
+
+    assert cut.group_size == 16
+    assert torch.equal(cut.dequantize(), whole.dequantize()[:, 80:])
+    assert_close(ops.OPS[name].impls[backend](x, cut), wide(x) @ cut.dequantize().T, dtype)
+
+
 @pytest.mark.parametrize("name", ["linear_int4", "linear_codebook4"])
 def test_a_row_is_the_same_in_every_batch(name: str) -> None:
     x = randn(70, 128, device=device_of("triton"))

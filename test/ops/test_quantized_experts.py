@@ -57,6 +57,7 @@ KINDS = {
     "int4 in small groups with offsets": Kind(Int4Weight, 16, has_offsets=True),
     "int4 in large groups with offsets": Kind(Int4Weight, 128, has_offsets=True),
     "mxfp4": Kind(Mxfp4Weight, 32),
+    "mxfp4 in small groups": Kind(Mxfp4Weight, 16),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 

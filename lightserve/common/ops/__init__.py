@@ -87,6 +87,7 @@ from lightserve.common.ops.quantized_weight import (
     Int8Weight,
     Mxfp4Weight,
     QuantizedWeight,
+    group_of_columns,
     in_groups,
     pack_int4,
 )

@@ -124,7 +124,7 @@ class QuantizedWeight(ABC):
         return self._map(lambda tensor: tensor[..., rows, :])
 
     def columns(self, columns: slice) -> Self:
-        """Some of the inputs: whole groups."""
+        """Some of the inputs. A group that they cut becomes smaller groups (``group_of_columns``)."""
         start, stop = columns.start, columns.stop
 
         def cut(tensor: Tensor) -> Tensor:
@@ -133,9 +133,24 @@ class QuantizedWeight(ABC):
 
         if self.scales.shape[-1] == 1 and self.codes_per_byte == 1:
             return replace(self, codes=cut(self.codes))
-        if start % self.group_size or stop % self.group_size:
-            raise ValueError(f"columns {start} to {stop} cut a group of {self.group_size} numbers")
-        return self._map(cut)
+        group = self.group_size
+        smaller = group_of_columns(group, columns)
+        if smaller == group:
+            return self._map(cut)
+        first, last = start // group * group, -(-stop // group) * group
+        whole = self.columns(slice(first, last))._in_smaller_groups(smaller)
+        return whole.columns(slice(start - first, stop - first))
+
+    def _in_smaller_groups(self, group_size: int) -> Self:
+        """The same numbers; the groups of a former one have the same scale."""
+        repeats = self.group_size // group_size
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(repeats, dim=-1)
+        scales = self.scales.repeat_interleave(repeats, dim=-1)
+        return replace(self, codes=self._codes_in_groups(group_size), scales=scales, offsets=offsets)
+
+    def _codes_in_groups(self, group_size: int) -> Tensor:
+        """``codes``, where their layout depends on the groups."""
+        return self.codes
 
     def copy_(self, other: Self) -> None:
         """Overwrite with ``other``, which has the same shape. Its ``input_scale`` counts if it is larger."""
@@ -189,6 +204,9 @@ class Int4Weight(QuantizedWeight):
     def values(self) -> Tensor:
         return unpack_nibbles(self.codes, self.group_size).float() - 8
 
+    def _codes_in_groups(self, group_size: int) -> Tensor:
+        return pack_nibbles(unpack_nibbles(self.codes, self.group_size), group_size)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Codebook4Weight(QuantizedWeight):
@@ -204,6 +222,9 @@ class Codebook4Weight(QuantizedWeight):
 
     def values(self) -> Tensor:
         return self.codebook[unpack_nibbles(self.codes, self.group_size).int()]
+
+    def _codes_in_groups(self, group_size: int) -> Tensor:
+        return pack_nibbles(unpack_nibbles(self.codes, self.group_size), group_size)
 
 
 class Int8Weight(QuantizedWeight):
@@ -298,7 +319,20 @@ def unpack_nibbles(codes: Tensor, group_size: int) -> Tensor:
 
 def pack_int4(numbers: Tensor, group_size: int) -> Tensor:
     """The ``codes`` of an Int4Weight, from numbers -8 to 7 ``[..., out, in]``."""
+    return pack_nibbles((numbers + 8).to(torch.uint8), group_size)
+
+
+def pack_nibbles(numbers: Tensor, group_size: int) -> Tensor:
+    """The ``codes`` of an Int4Weight, from numbers 0 to 15 of type uint8."""
     if group_size not in INT4_GROUPS:
         raise ValueError(f"4-bit groups of {group_size} numbers; supported are {INT4_GROUPS}")
-    low, high = in_groups((numbers + 8).to(torch.uint8), group_size).chunk(2, dim=-1)
+    low, high = in_groups(numbers, group_size).chunk(2, dim=-1)
     return (low | (high << 4)).flatten(-2)
+
+
+def group_of_columns(group_size: int, columns: slice) -> int:
+    """The group size of some of the inputs: smaller than ``group_size`` if they cut groups.
+
+    Kernels take ``min(INT4_GROUPS)`` and more.
+    """
+    return math.gcd(group_size, columns.start, columns.stop)

@@ -14,8 +14,10 @@ from lightserve.common.checkpoint.piece import DUMMY_STD, Piece, StoredSize
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.experts_method import ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.unquantized import slicer
-from lightserve.common.quantization.weight_format import RawLinear, RawTensor, WeightFormat
+from lightserve.common.quantization.weight_format import RawLinear, RawTensor, WeightFormat, own_group_size
 from lightserve.errors import ModelFilesError
+
+WHOLE_EXPERTS = "use --ep, with which ranks have whole experts, or a smaller --tp"
 
 
 class ExpertsFormats(NamedTuple):
@@ -54,8 +56,8 @@ class QuantizedExperts(ExpertsMethod):
         self._spec, self._formats = spec, formats
         _check_order(spec, formats)
         experts, units, hidden = spec.num_own, spec.num_units, spec.hidden_size
-        group_13, group_2 = formats.gate_up.group_size(hidden), formats.down.group_size(spec.width)
-        _check_groups(spec, group_13, group_2)
+        group_13 = own_group_size(formats.gate_up, spec.prefix, hidden, slice(0, hidden))
+        group_2 = own_group_size(formats.down, spec.prefix, spec.width, spec.units, WHOLE_EXPERTS)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -127,18 +129,6 @@ class QuantizedExperts(ExpertsMethod):
     def _down(self, in_size: int, units: slice) -> _Linear:
         hidden = self._spec.hidden_size
         return _Linear(self.w2, self._formats.down, hidden, in_size, slice(None), units, slice(None))
-
-
-def _check_groups(spec: ExpertsSpec, group_13: int | None, group_2: int | None) -> None:
-    for group, in_size in ((group_13, spec.hidden_size), (group_2, spec.width)):
-        if group is not None and in_size % group:
-            raise ModelFilesError(f"{spec.prefix}: {in_size} inputs are no whole groups of {group}")
-    units = spec.units
-    if group_2 is not None and (units.start % group_2 or units.stop % group_2):
-        raise ModelFilesError(
-            f"{spec.prefix}: a rank has the units {units.start} to {units.stop} of each expert, which cuts groups of "
-            f"{group_2}; use a smaller --tp"
-        )
 
 
 def _check_order(spec: ExpertsSpec, formats: ExpertsFormats) -> None:

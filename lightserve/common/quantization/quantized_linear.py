@@ -16,7 +16,7 @@ from lightserve.common.checkpoint.piece import DUMMY_STD, Piece, StoredSize, tot
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.unquantized import bias_pieces
-from lightserve.common.quantization.weight_format import RawLinear, WeightFormat, raw_pieces
+from lightserve.common.quantization.weight_format import RawLinear, WeightFormat, own_group_size, raw_pieces
 from lightserve.errors import CheckpointError, ModelFilesError
 
 PRODUCTS: dict[type[QuantizedWeight], Callable[[Tensor, Any, Tensor | None], Tensor]] = {
@@ -65,9 +65,8 @@ class QuantizedLinear(LinearMethod):
         packed_input_bits: int = 8,
     ) -> None:
         self._spec, self._format, self._dtype, self._packed_input_bits = spec, weight_format, dtype, packed_input_bits
-        group = weight_format.group_size(spec.in_size)
-        self._check(spec, group)
-        self._check_order(spec, weight_format)
+        self._check(spec, weight_format)
+        group = own_group_size(weight_format, spec.parts[0].prefix, spec.in_size, spec.columns)
         self.weight = self._empty(group or spec.num_columns, device)
         self._loading: _Loading | None = None  # from the first piece to the last
         # Which input each column of the weight multiplies; None: the columns have the order of the inputs.
@@ -98,24 +97,14 @@ class QuantizedLinear(LinearMethod):
         return self._loading.weight
 
     @staticmethod
-    def _check(spec: LinearSpec, group: int | None) -> None:
-        name, columns = spec.parts[0].prefix, spec.columns
+    def _check(spec: LinearSpec, weight_format: WeightFormat) -> None:
+        name = spec.parts[0].prefix
         if spec.is_transposed:
             raise ModelFilesError(f"{name}: a quantised linear that is stored as [in, out] is not supported")
-        if group is not None and spec.in_size % group:
-            raise ModelFilesError(f"{name}: {spec.in_size} inputs are no whole groups of {group}")
-        if group is not None and (columns.start % group or columns.stop % group):
-            raise ModelFilesError(
-                f"{name}: a rank has the inputs {columns.start} to {columns.stop}, which cuts groups of {group}; "
-                "use a smaller --tp"
-            )
-
-    @staticmethod
-    def _check_order(spec: LinearSpec, weight_format: WeightFormat) -> None:
         if weight_format.has_input_order and spec.num_columns != spec.in_size:
             raise ModelFilesError(
-                f"{spec.parts[0].prefix}: act-order spreads its groups over the inputs of all ranks; use --tp 1, "
-                "or a checkpoint without act-order (desc_act false)"
+                f"{name}: act-order spreads its groups over the inputs of all ranks; use --tp 1, or a checkpoint "
+                "without act-order (desc_act false)"
             )
 
     def pieces(self) -> Iterator[Piece]:

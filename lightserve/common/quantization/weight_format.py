@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 
 from lightserve.common.checkpoint.piece import ANY_SIZE, FLOATS, Piece, whole
-from lightserve.common.ops import QuantizedWeight
+from lightserve.common.ops import INT4_GROUPS, QuantizedWeight, group_of_columns
 from lightserve.common.quantization.linear_method import LinearPart, LinearSpec
-from lightserve.errors import CheckpointError
+from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files.quantization import Scheme
 
-__all__ = ["ANY_SIZE", "FORMATS", "RawLinear", "RawTensor", "WeightFormat", "format_of", "raw_pieces", "reads"]
+__all__ = [
+    "ANY_SIZE",
+    "FORMATS",
+    "RawLinear",
+    "RawTensor",
+    "WeightFormat",
+    "format_of",
+    "own_group_size",
+    "raw_pieces",
+    "reads",
+]
 
 
 class RawTensor(NamedTuple):
@@ -55,7 +65,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
-        """Memory for what ``convert`` returns, or for a part of it: whole groups. ``device`` may be ``meta``."""
+        """Memory for what ``convert`` returns, or for a part of it. ``device`` may be ``meta``."""
 
     def in_final_layout(self, weight: QuantizedWeight, spec: LinearSpec) -> QuantizedWeight:
         """Memory that products of ``spec`` read, from that of ``empty``. No weight was loaded yet."""
@@ -78,6 +88,27 @@ def reads(scheme: type[Scheme]) -> Callable[[F], F]:
 
 def format_of(scheme: Scheme) -> WeightFormat:
     return FORMATS[type(scheme)](scheme)
+
+
+def own_group_size(
+    weight_format: WeightFormat, name: str, in_size: int, columns: slice, remedy: str = "use a smaller --tp"
+) -> int | None:
+    """The group size of the inputs ``columns`` of a rank; None: one group.
+
+    A group that ranks cut becomes smaller ones, so that both ranks have its scale.
+    """
+    group = weight_format.group_size(in_size)
+    if group is None:
+        return None
+    if in_size % group:
+        raise ModelFilesError(f"{name}: {in_size} inputs are no whole groups of {group}")
+    own, least = group_of_columns(group, columns), min(INT4_GROUPS)
+    if own < min(group, least):
+        raise ModelFilesError(
+            f"{name}: a rank has the inputs {columns.start} to {columns.stop}, which cuts groups of {group} into "
+            f"groups of {own}; the least is {least}; {remedy}"
+        )
+    return own
 
 
 class RawLinear:

@@ -2,7 +2,8 @@
 
 ``folders`` has facts of each folder: values of config.json, of tokenizer_config.json and of the post-processor in
 tokenizer.json, for some also the tensors of the first layer or the name of a linear in an adapter. ``source`` says
-where the facts are from; "memory": nobody has compared them with the files yet.
+where the facts are from; "memory": nobody has compared them with the files yet. ``quantized.json`` has folders that
+differ from another one in their ``quantization_config`` only.
 
 ``expected.json`` has one line for each folder: ``tp`` that are served, a part of the message for the others, and how
 a text is encoded.
@@ -32,10 +33,18 @@ META = torch.device("meta")
 SIZES = (1, 2, 4, 8)
 Json = dict[str, Any]
 
-FOLDERS: dict[str, Json] = {
+QUANTIZED: dict[str, Json] = json.loads((HERE / "quantized.json").read_text(encoding="utf-8"))
+FLOAT: dict[str, Json] = {
     name: folder
     for path in sorted((HERE / "folders").glob("*.json"))
     for name, folder in json.loads(path.read_text(encoding="utf-8")).items()
+}
+FOLDERS = FLOAT | {
+    name: {
+        "source": folder["source"],
+        "config": {**FLOAT[folder["like"]]["config"], "quantization_config": folder["quantization_config"]},
+    }
+    for name, folder in QUANTIZED.items()
 }
 EXPECTED: dict[str, Json] = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
 
