@@ -15,6 +15,7 @@ from lightserve.model_files.folder import find_weight_files, read_chat_templates
 from lightserve.model_files.gguf.config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf.header import GgufHeader, read_gguf_header
 from lightserve.model_files.gguf.packing import quantization_table
+from lightserve.model_files.gguf.shards import is_later_shard, model_stem
 from lightserve.model_files.hub import HubModel, default_model as fetch, open_model, parse_hub_name
 from lightserve.model_files.pooling import PoolingConfig, read_pooling
 from lightserve.model_files.quantization.files import with_quantization_files
@@ -84,7 +85,7 @@ class HubSource(FolderSource):
 
 @dataclass(frozen=True)
 class GgufSource(ModelSource):
-    """One GGUF file, with config and tokenizer in its metadata."""
+    """A GGUF file, with config and tokenizer in its metadata; ``path`` is the first of several."""
 
     header: GgufHeader
     is_packed: bool = field(default=False, kw_only=True)  # linears keep their blocks; False: all are expanded
@@ -107,7 +108,7 @@ class GgufSource(ModelSource):
             return {**fetch.shipped_generation_config(self.path), **generation_config_from_gguf(self.header)}
 
     def weight_files(self) -> list[Path]:
-        return [self.path]
+        return self.header.paths
 
 
 def resolve(model_dir: str | None, *, needs_weights: bool = True, trusts_code: bool = False) -> ModelSource:
@@ -155,7 +156,7 @@ def _find(model_dir: str | None, trusts_code: bool) -> ModelSource:
         if path.is_dir():
             return _folder_source(path, path.resolve().name)
         if path.is_file():
-            return _gguf_source(path, path.stem)
+            return _gguf_source(path, model_stem(path.name))
     except (OSError, RuntimeError) as error:  # a name that is too long, or ~user without such a user
         reason = getattr(error, "strerror", None) or error
         raise ModelFilesError(f"{model_dir[:200]}: cannot be opened ({reason}); check --model_dir") from error
@@ -163,7 +164,8 @@ def _find(model_dir: str | None, trusts_code: bool) -> ModelSource:
 
 
 def _gguf_source(path: Path, name: str) -> GgufSource:
-    source = GgufSource(name, path, read_gguf_header(path))
+    header = read_gguf_header(path)
+    source = GgufSource(name, header.path, header)
     source.hf_config()  # refuses an unsupported model here, not after the processes have started
     return source
 
@@ -182,7 +184,7 @@ def _folder_source(folder: Path, name: str) -> ModelSource:
         source = FolderSource(name, folder)
         source.hf_config()
         return source
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = sorted(path for path in folder.glob("*.gguf") if not is_later_shard(path.name))
     if len(ggufs) == 1:
         return _gguf_source(ggufs[0], name)
     if ggufs:

@@ -49,11 +49,16 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def save_as_gguf(model: PreTrainedModel, path: Path, add: dict[str, Any] | None = None) -> Path:
-    """Write ``model`` in float32 as llama.cpp's converter does; ``add`` holds more tensors and metadata."""
+def save_as_gguf(
+    model: PreTrainedModel, path: Path, add: dict[str, Any] | None = None, *, split_max_tensors: int = 0
+) -> Path:
+    """Write ``model`` in float32 as llama.cpp's converter does; ``add`` holds more tensors and metadata.
+
+    ``split_max_tensors``: of each of several files; 0: one file.
+    """
     model_type = model.config.model_type
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model_type.upper()], LAYERS)
-    writer = start_gguf(path, model_type, model.config)
+    writer = start_gguf(path, model_type, model.config, split_max_tensors)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -64,8 +69,8 @@ def save_as_gguf(model: PreTrainedModel, path: Path, add: dict[str, Any] | None 
     return finish(writer, path)
 
 
-def start_gguf(path: Path, model_type: str, config: Any) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, model_type)
+def start_gguf(path: Path, model_type: str, config: Any, split_max_tensors: int = 0) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, model_type, split_max_tensors=split_max_tensors)
     writer.add_context_length(128)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -394,10 +394,21 @@ def test_the_only_gguf_file_of_a_repository_needs_no_name(server: HubServer, tmp
     assert resolve(REPO).name == REPO
 
 
+@pytest.mark.parametrize("text", [REPO, f"{REPO}:Q4/m-00001-of-00003.gguf"])
+def test_all_files_of_a_split_gguf_are_downloaded(server: HubServer, tmp_path: Path, text: str) -> None:
+    save_as_gguf(tiny_model("llama"), tmp_path / "m.gguf", split_max_tensors=8)
+    server.files = {f"Q4/{path.name}": path.read_bytes() for path in sorted(tmp_path.glob("m-*.gguf"))}
+
+    source = resolve(text)
+
+    assert [path.name for path in source.weight_files()] == [Path(name).name for name in server.files]
+    assert sorted(server.downloads()) == sorted(server.files)
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (["m-00001-of-00002.gguf"], "one part of a split GGUF file"),
+        (["m-00001-of-00002.gguf"], "has no file m-00002-of-00002.gguf; it has m-00001-of-00002.gguf"),
         (["adapter_config.json"], "no config.json and no .gguf file; it has adapter_config.json"),
         (["config.json", "original/consolidated.00.pth"], "has no weights"),
     ],

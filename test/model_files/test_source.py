@@ -273,7 +273,8 @@ def test_factors_of_one_mean_no_scaling(tmp_path: Path) -> None:
         ),
         ({"llama.expert_count": 8}, "metadata llama.expert_used_count is missing"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
-        ({"split.count": 3}, "llama-gguf-split --merge"),
+        ({"split.count": 3}, "one of 3 files of a split GGUF"),
+        ({"split.count": "3"}, "truncated or damaged"),
     ],
 )
 def test_an_unsupported_gguf_is_refused_with_the_reason(

@@ -72,9 +72,9 @@ def blocks_of(name: str, rows: int, columns: int) -> Any:
     return blocks
 
 
-def save_llama(path: Path, type_of: TypeOf, is_tied: bool = True) -> GgufSource:
+def save_llama(path: Path, type_of: TypeOf, is_tied: bool = True, *, split_max_tensors: int = 0) -> GgufSource:
     """A Llama whose linears and vocabularies have the type ``type_of`` their name in the file."""
-    writer = start_gguf(path, "llama", CONFIG)
+    writer = start_gguf(path, "llama", CONFIG, split_max_tensors)
     shapes = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in LAYER_SHAPES.items()}
     shapes |= {"token_embd": (131, 256)} if is_tied else {"token_embd": (131, 256), "output": (131, 256)}
     for name, shape in shapes.items():
@@ -82,7 +82,8 @@ def save_llama(path: Path, type_of: TypeOf, is_tied: bool = True) -> GgufSource:
         writer.add_tensor(f"{name}.weight", blocks_of(raw_type.name, *shape), raw_dtype=raw_type)
     for name in ("output_norm", *(f"blk.{i}.{norm}_norm" for i in range(2) for norm in ("attn", "ffn"))):
         writer.add_tensor(f"{name}.weight", np.random.default_rng(0).standard_normal(256, dtype=np.float32))
-    source = resolve(str(finish(writer, path)))
+    finish(writer, path)
+    source = resolve(str(path.parent if split_max_tensors else path))
     assert isinstance(source, GgufSource)
     return source
 
@@ -188,6 +189,15 @@ def test_ranks_split_blocks_of_256_into_groups(tmp_path: Path) -> None:
 
     for rank in range(2):
         assert_same_logits(source, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+
+
+def test_a_split_model_stays_packed_in_all_files(tmp_path: Path) -> None:
+    (tmp_path / "split").mkdir()
+    whole = save_llama(tmp_path / "model.gguf", mixed)
+    split = save_llama(tmp_path / "split" / "model.gguf", mixed, split_max_tensors=4)
+
+    assert len(split.weight_files()) > 2
+    assert torch.equal(logits_of(model_of(packed(split))), logits_of(model_of(packed(whole))))
 
 
 def test_ranks_that_cut_a_group_have_smaller_ones(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +28,18 @@ ReadTensor = Callable[[GgufTensor, tuple[int, ...] | None], Tensor]
 
 def gguf_tensors(header: GgufHeader, config: dict[str, Any], is_packed: bool = False) -> Iterator[Named]:
     """``is_packed``: linears are views of the file, uint8 ``[rows, bytes of a row]``."""
-    file_bytes = header.path.stat().st_size if is_packed else 0
-    whole = torch.from_file(str(header.path), size=file_bytes, dtype=torch.uint8)
-    with header.path.open("rb") as file:
 
-        def read(tensor: GgufTensor, packed_shape: tuple[int, ...] | None) -> Tensor:
-            entry = tensor.entry
-            if packed_shape is None:
-                return _read(file, entry)
-            return whole[entry.offset : entry.offset + entry.n_bytes].view(packed_shape)
+    @cache
+    def mapped(path: Path) -> Tensor:
+        return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
 
-        yield from _renamed(header, config, is_packed, read)
+    def read(tensor: GgufTensor, packed_shape: tuple[int, ...] | None) -> Tensor:
+        entry = tensor.entry
+        if packed_shape is None:
+            return _read(entry)
+        return mapped(entry.path)[entry.offset : entry.offset + entry.n_bytes].view(packed_shape)
+
+    yield from _renamed(header, config, is_packed, read)
 
 
 def gguf_metadata(header: GgufHeader, config: dict[str, Any], is_packed: bool = False) -> Iterator[Named]:
@@ -160,17 +163,17 @@ JOINS: dict[Join, Callable[..., Tensor]] = {
 }
 
 
-def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
+def _read(entry: TensorEntry) -> Tensor:
     """Read and decode one tensor in chunks, so that memory holds it only once."""
     name, block, block_bytes = entry.encoding
     n_blocks = math.prod(entry.shape) // block
     out = torch.empty(n_blocks, block, dtype=torch.float32)
-    file.seek(entry.offset)
-    with one_thread():
+    with entry.path.open("rb") as file, one_thread():
+        file.seek(entry.offset)
         for begin in range(0, n_blocks, CHUNK // block):
             rows = out[begin : begin + CHUNK // block]
             raw = bytearray(len(rows) * block_bytes)
-            if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
-                raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
+            if file.readinto(raw) != len(raw):
+                raise CheckpointError(f"{entry.path}: tensor {entry.name} is truncated; fetch the file again")
             decode(name, torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
     return out.view(entry.shape)

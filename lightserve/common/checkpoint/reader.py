@@ -46,7 +46,7 @@ def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
     tensors are decoded to float32 one by one, unless they stay packed: then they are views of uint8.
     """
     first_file: dict[str, str] = {}
-    for file in source.weight_files():
+    for file in _files_of(source):
         for name, tensor in _tensors_of(source, file):
             if name in first_file:
                 raise CheckpointError(f"{file}: tensor {name} is also in {first_file[name]}; remove one of the files")
@@ -56,7 +56,7 @@ def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
 
 def tensor_metadata(source: ModelSource) -> Iterator[CheckpointTensor]:
     """The same tensors on the meta device: enough to check names, shapes and dtypes. It takes milliseconds."""
-    for file in source.weight_files():
+    for file in _files_of(source):
         if isinstance(source, GgufSource):
             tensors = gguf_metadata(source.header, source.hf_config(), source.is_packed)
         elif file.suffix == ".safetensors":
@@ -85,6 +85,11 @@ def total_bytes(source: ModelSource) -> int:
         return gguf_bytes(source.header, source.is_packed)
     files = source.weight_files()
     return sum(tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in files)
+
+
+def _files_of(source: ModelSource) -> list[Path]:
+    """Those that ``_tensors_of`` reads. The first file of a GGUF model stands for all."""
+    return [source.path] if isinstance(source, GgufSource) else source.weight_files()
 
 
 def _tensors_of(source: ModelSource, file: Path) -> Iterator[tuple[str, torch.Tensor]]:

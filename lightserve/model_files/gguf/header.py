@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata and the positions of its tensors.
+"""The header of a GGUF file: its metadata and the positions of its tensors. A model may have several files.
 
 ``gguf.GGUFReader`` makes a numpy array of every vocabulary entry: it takes 2.4 s for SmolLM2's 49k tokens, this module
 0.1 s, and each process reads the header at start.
@@ -10,14 +10,16 @@ import math
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
+from lightserve.model_files.gguf.shards import shard_names
 
 READABLE_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+SHOWN = 5  # missing files in an error
 
 # types of tokens in tokenizer.ggml.token_type
 CONTROL = 3  # never part of plain text
@@ -59,6 +61,7 @@ class TensorEntry(NamedTuple):
     name: str
     shape: tuple[int, ...]  # in torch's order: rows first
     encoding: Encoding
+    path: Path  # of the file that has it
     offset: int  # bytes from the start of the file
 
     @property
@@ -68,9 +71,14 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufHeader:
-    path: Path
+    path: Path  # the first file
     metadata: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, TensorEntry]  # of all files
+    other_paths: tuple[Path, ...] = ()  # of a split model
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.path, *self.other_paths]
 
     @property
     def architecture(self) -> Any:
@@ -82,12 +90,55 @@ class GgufHeader:
         entry = self.tensors[name]
         if entry.encoding.name != "F32":
             raise ModelFilesError(f"{self.path}: tensor {name} is {entry.encoding.name}, not F32; convert it again")
-        with self.path.open("rb") as file:
+        with entry.path.open("rb") as file:
             file.seek(entry.offset)
             return list(struct.unpack(f"<{math.prod(entry.shape)}f", file.read(entry.n_bytes)))
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
+    """Of a whole model. ``path`` may be any of its files."""
+    header = _read_file(path)
+    count = header.metadata.get("split.count", 1)
+    if not isinstance(count, int):
+        raise _truncated(path)
+    if count <= 1:
+        return header
+    first, *others = _shards(path, count)
+    return _joined(header if first == path else _read_file(first), [_read_file(other) for other in others])
+
+
+def _shards(path: Path, count: int) -> list[Path]:
+    names = shard_names(path.name)
+    if len(names) != count:
+        raise ModelFilesError(
+            f"{path}: one of {count} files of a split GGUF, whose names must end with -00001-of-{count:05}.gguf and so "
+            "on; rename them"
+        )
+    shards = [path.with_name(name) for name in names]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        listed = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else "")
+        raise ModelFilesError(
+            f"{path}: the model is split into {count} files; {listed} not found beside it; fetch it too"
+        )
+    return shards
+
+
+def _joined(first: GgufHeader, others: list[GgufHeader]) -> GgufHeader:
+    """The first file has the metadata of the model."""
+    headers = [first, *others]
+    tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
+    found = sum(len(header.tensors) for header in headers)
+    wanted = first.metadata.get("split.tensors.count", found)
+    if not len(tensors) == found == wanted:
+        raise ModelFilesError(
+            f"{first.path}: its {len(headers)} files have {found} tensors with {len(tensors)} names instead of "
+            f"{wanted}; they are not of one model: fetch all of them again"
+        )
+    return replace(first, tensors=tensors, other_paths=tuple(header.path for header in others))
+
+
+def _read_file(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _check_magic(path, data)
@@ -115,11 +166,6 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     for _ in range(n_fields):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
-    if metadata.get("split.count", 1) > 1:
-        raise ModelFilesError(
-            f"{path}: one of {metadata['split.count']} parts of a split GGUF; merge them with llama-gguf-split --merge"
-        )
-
     raw = [_read_tensor_entry(path, cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -147,7 +193,7 @@ def _read_tensor_entry(path: Path, cursor: _Cursor) -> TensorEntry:
         raise ModelFilesError(
             f"{path}: tensor {name} has rows of {shape[-1]}; {encoding.name} needs multiples of {encoding.block}"
         )
-    return TensorEntry(name, shape, encoding, cursor.scalar("Q"))
+    return TensorEntry(name, shape, encoding, path, cursor.scalar("Q"))
 
 
 def _type_name(code: int) -> str:

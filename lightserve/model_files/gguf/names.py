@@ -35,7 +35,7 @@ class GgufTensor(NamedTuple):
 def model_tensors(header: GgufHeader, architecture: GgufArchitecture) -> list[GgufTensor]:
     """The tensors of the model in file order."""
     layers = layer_count(header)
-    entries = sorted(header.tensors.values(), key=lambda entry: entry.offset)
+    entries = sorted(header.tensors.values(), key=lambda entry: (entry.path, entry.offset))
     return [_named(header, architecture, one) for one in entries if not _is_skipped(architecture, one, layers)]
 
 

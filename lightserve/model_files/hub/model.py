@@ -11,7 +11,7 @@ from lightserve.model_files.hub.cache import CachedRepo
 from lightserve.model_files.hub.errors import one_line_errors
 from lightserve.model_files.hub.listing import Listing, read_listing
 from lightserve.model_files.hub.name import HubName
-from lightserve.model_files.hub.needed_files import gguf_file, settings_files, weight_files
+from lightserve.model_files.hub.needed_files import gguf_files, settings_files, weight_files
 from lightserve.model_files.hub.settings import HubSettings, read_settings
 from lightserve.model_files.hub.transfer import Transfer
 from lightserve.utils.logger import init_logger
@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class HubModel:
     name: HubName
-    path: Path  # the snapshot's folder, or the .gguf file
+    path: Path  # the snapshot's folder, or the .gguf file, the first of several
     settings: HubSettings
     listing: Listing | None  # None: the hub was not asked or did not answer
     problem: str = ""  # why it did not
@@ -47,7 +47,7 @@ class HubModel:
 
 
 def open_model(name: HubName, trusts_code: bool) -> HubModel:
-    """Download config and tokenizer, or the GGUF file. The hub is asked each time, so a branch is up to date.
+    """Download config and tokenizer, or the GGUF files. The hub is asked each time, so a branch is up to date.
 
     If the hub does not answer, the copy in the cache is used.
     """
@@ -67,18 +67,18 @@ def open_model(name: HubName, trusts_code: bool) -> HubModel:
 
 
 def _fetched(name: HubName, settings: HubSettings, listing: Listing, trusts_code: bool) -> HubModel:
-    gguf = gguf_file(name, listing)
+    ggufs = gguf_files(name, listing)
     repo = CachedRepo(settings.cache, name.repo)
     path = repo.snapshot(listing.commit)
     transfer = Transfer(name, listing.commit, settings)
     with one_line_errors(name, settings):
-        if gguf is not None:
-            transfer.run([gguf])
+        if ggufs:
+            transfer.run(ggufs)
         else:  # a few MB
             transfer.run(settings_files(listing, trusts_code), shows_progress=False)
-        if gguf is not None or not repo.has_ref(name.revision):  # else only the weights make it complete
+        if ggufs or not repo.has_ref(name.revision):  # else only the weights make it complete
             repo.write_ref(name.revision, listing.commit)
-    return HubModel(name, path if gguf is None else path / gguf.path, settings, listing)
+    return HubModel(name, path / ggufs[0].path if ggufs else path, settings, listing)
 
 
 def _offline(name: HubName, settings: HubSettings) -> HubModel:

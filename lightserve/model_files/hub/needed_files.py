@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.folder import shard_names
+from lightserve.model_files.folder import shard_names as indexed_names
+from lightserve.model_files.gguf.shards import is_later_shard, shard_names
 from lightserve.model_files.hub.listing import HubFile, Listing
 from lightserve.model_files.hub.name import HubName
 from lightserve.model_files.pooling.sentence_transformers import (
@@ -41,7 +41,6 @@ SETTINGS = (
 )
 REMOTE_CODE = "*.py"
 SHOWN = 12  # files in an error
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def settings_files(listing: Listing, trusts_code: bool) -> list[HubFile]:
@@ -54,7 +53,7 @@ def weight_files(name: HubName, listing: Listing, folder: Path) -> list[HubFile]
     """The same choice as ``find_weight_files`` makes in a folder. ``folder`` has the index, if there is one."""
     for index, *files in (SAFETENSORS, PYTORCH):
         if index in listing.files:
-            shards = [_listed(name, listing, shard) for shard in shard_names(folder / index)]
+            shards = [_listed(name, listing, shard) for shard in indexed_names(folder / index)]
             return shards + _matching(listing, DENSE_WEIGHTS)
         for pattern in files:
             if found := _matching(listing, [pattern]):
@@ -64,15 +63,16 @@ def weight_files(name: HubName, listing: Listing, folder: Path) -> list[HubFile]
     )
 
 
-def gguf_file(name: HubName, listing: Listing) -> HubFile | None:
-    """The file to serve if it is a GGUF file; None: the repository is a folder with a config and weights."""
+def gguf_files(name: HubName, listing: Listing) -> list[HubFile]:
+    """The GGUF files of one model, the first first; []: the repository is a folder with a config and weights."""
     if name.file is not None:
-        return _whole(name, _listed(name, listing, name.file))
+        return _shards(name, listing, name.file)
     if "config.json" in listing.files and _matching(listing, (*SAFETENSORS, *PYTORCH)):
-        return None
-    files = [file for path, file in sorted(listing.files.items()) if path.endswith(".gguf") and "mmproj" not in path]
+        return []
+    ggufs = sorted(path for path in listing.files if path.endswith(".gguf") and "mmproj" not in path)
+    files = [listing.files[path] for path in ggufs if not is_later_shard(path)]
     if len(files) == 1:
-        return _whole(name, files[0])
+        return _shards(name, listing, files[0].path)
     if files:
         shown = _shown(f"{file.path} ({format_bytes(file.size)})" for file in files)
         raise ModelFilesError(
@@ -80,16 +80,12 @@ def gguf_file(name: HubName, listing: Listing) -> HubFile | None:
         )
     if "config.json" not in listing.files:
         raise ModelFilesError(f"{name}: has no config.json and no .gguf file; it has {_shown(listing.files)}")
-    return None
+    return []
 
 
-def _whole(name: HubName, file: HubFile) -> HubFile:
-    if _SPLIT.search(file.path):
-        raise ModelFilesError(
-            f"{name}: {file.path} is one part of a split GGUF file; choose a file that is not split, or join the parts "
-            "with `llama-gguf-split --merge` and set --model_dir to the result"
-        )
-    return file
+def _shards(name: HubName, listing: Listing, path: str) -> list[HubFile]:
+    """The file, or all files of a model that is split into several."""
+    return [_listed(name, listing, shard) for shard in shard_names(path)]
 
 
 def _listed(name: HubName, listing: Listing, path: str) -> HubFile:
