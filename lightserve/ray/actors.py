@@ -135,8 +135,8 @@ class ProxyActor:
 
     def use(self, raw: bytes) -> None:
         """Send requests to these gateways."""
-        found = unpack(raw, GatewayUrls).urls
-        urls = [old if new is None else new for old, new in zip(self._urls, found, strict=True)]
+        new_urls = unpack(raw, GatewayUrls).urls
+        urls = [old if new is None else new for old, new in zip(self._urls, new_urls, strict=True)]
         if urls != self._urls:
             write_json(self._folder / "gateways.json", urls)
             self._urls = urls

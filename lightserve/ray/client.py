@@ -37,12 +37,12 @@ class CannotStartError(ServerError):
 
 
 def controller_of(name: str) -> Any:
-    found = cluster.get_actor(f"{name}/controller")
-    if found is None:
+    controller = cluster.get_actor(f"{name}/controller")
+    if controller is None:
         raise ServerError(
             f"there is no deployment {name!r} in this Ray cluster; `lightserve deploy` makes one (--name)"
         )
-    return found
+    return controller
 
 
 def status(name: str) -> DeploymentStatus:
@@ -50,20 +50,20 @@ def status(name: str) -> DeploymentStatus:
 
 
 def owner_of(name: str) -> str | None:
-    found = cluster.get_actor(f"{name}/controller")
-    return None if found is None else unpack(cluster.call(found.deployment.remote()), Deployment).owner
+    controller = cluster.get_actor(f"{name}/controller")
+    return None if controller is None else unpack(cluster.call(controller.deployment.remote()), Deployment).owner
 
 
 def apply(deployment: Deployment) -> bool:
     """Make a new deployment, or change the one of this name. Returns whether it is new."""
-    found = cluster.get_actor(f"{deployment.name}/controller")
-    if found is None:
+    controller = cluster.get_actor(f"{deployment.name}/controller")
+    if controller is None:
         made = msgspec.structs.replace(deployment, keys=_new_keys())
         cluster.call(cluster.start_controller(Controller, made.name, pack(made)).status.remote())
         return True
-    old = unpack(cluster.call(found.deployment.remote()), Deployment)
+    old = unpack(cluster.call(controller.deployment.remote()), Deployment)
     check_change(old, deployment)
-    cluster.call(found.apply.remote(pack(new_version(old, deployment))))
+    cluster.call(controller.apply.remote(pack(new_version(old, deployment))))
     return False
 
 
@@ -72,14 +72,16 @@ def check_change(old: Deployment, new: Deployment) -> None:
     for name in SAME_IN_ALL:
         values = old.engine_flags.get(name), new.engine_flags.get(name)
         if values[0] != values[1]:
-            found = f"deployment {old.name!r} has {name}={values[0]}, not {values[1]}"
-            raise OptionError(f"{found}: replicas of both cannot serve together; undeploy it, or choose another --name")
+            conflict = f"deployment {old.name!r} has {name}={values[0]}, not {values[1]}"
+            raise OptionError(
+                f"{conflict}: replicas of both cannot serve together; undeploy it, or choose another --name"
+            )
     if old.num_gateways != new.num_gateways:
-        found = f"deployment {old.name!r} has gateways={old.num_gateways}, not {new.num_gateways}"
-        raise OptionError(f"{found}: their number cannot change while they serve; undeploy it first")
+        conflict = f"deployment {old.name!r} has gateways={old.num_gateways}, not {new.num_gateways}"
+        raise OptionError(f"{conflict}: their number cannot change while they serve; undeploy it first")
     if old.gateway_flags != new.gateway_flags:
         names = sorted(set(old.gateway_flags) | set(new.gateway_flags))
-        changed = [one for one in names if old.gateway_flags.get(one) != new.gateway_flags.get(one)]
+        changed = [flag for flag in names if old.gateway_flags.get(flag) != new.gateway_flags.get(flag)]
         raise OptionError(
             f"deployment {old.name!r} has other values of {', '.join(changed)}: these belong to the gateway, which is "
             "not replaced while it serves; undeploy it first"
@@ -95,26 +97,28 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
     """Until as many replicas as wanted have the newest flags and take requests. Raises a ServerError."""
     end_s, shown = time.monotonic() + timeout_s, ""
     while True:
-        found = status(name)
-        current = found.current
-        are_serving = all(found.serving(group.role) >= group.wanted for group in found.groups)
-        processes = [found.gateway.process, *(one.process for one in found.gateways)]
-        is_up = all(one.state == "serving" for one in processes) and all(one.taking for one in found.gateways)
-        if is_up and are_serving and len(found.replicas) == len(current):
-            return found
-        failed = [one for one in current if one.process.state == "failed"]
-        for one in failed:
-            if one.process.exit_code == EXIT_CONFIG_ERROR and not found.serving(one.role):
-                raise CannotStartError(f"replicas do not start: {one.process.reason}")
+        deployment = status(name)
+        current = deployment.current
+        are_serving = all(deployment.serving(group.role) >= group.wanted for group in deployment.groups)
+        processes = [deployment.gateway.process, *(gateway.process for gateway in deployment.gateways)]
+        is_up = all(process.state == "serving" for process in processes) and all(
+            gateway.taking for gateway in deployment.gateways
+        )
+        if is_up and are_serving and len(deployment.replicas) == len(current):
+            return deployment
+        failed = [replica for replica in current if replica.process.state == "failed"]
+        for replica in failed:
+            if replica.process.exit_code == EXIT_CONFIG_ERROR and not deployment.serving(replica.role):
+                raise CannotStartError(f"replicas do not start: {replica.process.reason}")
         for process in processes:
             if process.exit_code == EXIT_CONFIG_ERROR and process.state == "failed":
                 raise CannotStartError(f"the gateway does not start: {process.reason}")
-        line = found.progress()
+        line = deployment.progress()
         if line != shown:
             show(line)
             shown = line
         if time.monotonic() > end_s:
-            reasons = "; ".join(one.process.reason for one in failed)
+            reasons = "; ".join(replica.process.reason for replica in failed)
             raise ServerError(
                 f"after {timeout_s:g} s {line}{f' ({reasons})' if reasons else ''}; see lightserve status"
             )
@@ -122,10 +126,10 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
 
 
 def drain(name: str, target: str) -> int:
-    found: int = cluster.call(controller_of(name).drain.remote(target))
-    if found < 0:
+    count: int = cluster.call(controller_of(name).drain.remote(target))
+    if count < 0:
         raise OptionError(f"{target!r} is neither a replica nor the beginning of a node's id; see lightserve status")
-    return found
+    return count
 
 
 def resume(name: str, node: str) -> None:

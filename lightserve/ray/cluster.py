@@ -30,15 +30,15 @@ def connect(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        found = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise ServerError(
-            f"no Ray cluster at {address!r} ({found}); start one with `ray start --head`, or set --ray_address"
+            f"no Ray cluster at {address!r} ({reason}); start one with `ray start --head`, or set --ray_address"
         ) from error
 
 
-def warning(found: Sequence[Node]) -> str:
+def warning(cluster_nodes: Sequence[Node]) -> str:
     """What the operator of several machines should know; "": nothing."""
-    if os.environ.get("RAY_AUTH_MODE") == "token" or len({node.name for node in found}) < 2:
+    if os.environ.get("RAY_AUTH_MODE") == "token" or len({node.name for node in cluster_nodes}) < 2:
         return ""
     return "who reaches Ray's ports can run code on all nodes; set RAY_AUTH_MODE=token, and see SECURITY.md"
 
@@ -46,9 +46,10 @@ def warning(found: Sequence[Node]) -> str:
 def nodes(without: Iterable[str] = ()) -> list[Node]:
     """Nodes that are alive, with what is free there."""
     free = ray._private.state.available_resources_per_node()
-    found = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in set(without)]
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in set(without)]
     return [
-        Node(one["NodeID"], one["NodeManagerAddress"], free.get(one["NodeID"], {}), one["Resources"]) for one in found
+        Node(node["NodeID"], node["NodeManagerAddress"], free.get(node["NodeID"], {}), node["Resources"])
+        for node in alive
     ]
 
 
@@ -61,7 +62,7 @@ def get_actor(name: str) -> Any | None:
 
 def actor_names(prefix: str) -> list[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
-    return [one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
+    return [actor["name"] for actor in named if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix)]
 
 
 def start_controller(controller: type, name: str, *args: Any) -> Any:
@@ -130,5 +131,5 @@ def call(ref: Any, timeout_s: float = CALL_S) -> Any:
     try:
         return ray.get(ref, timeout=timeout_s)
     except (ray.exceptions.RayError, TimeoutError) as error:
-        found = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ServerError(f"an actor in the Ray cluster does not answer: {found}") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ServerError(f"an actor in the Ray cluster does not answer: {reason}") from error

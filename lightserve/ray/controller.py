@@ -32,7 +32,7 @@ from lightserve.ray.messages import (
     pack,
     unpack,
 )
-from lightserve.ray.placement import place, why_no_room
+from lightserve.ray.placement import place_replicas, why_no_room
 from lightserve.ray.polled_actor import PolledActor
 from lightserve.ray.replica_changes import GroupView, ReplicaView, group_changes
 from lightserve.ray.replica_name import parse_replica_name, replica_name
@@ -93,15 +93,15 @@ class Controller:
             taking = set(gateway.taking)
             replicas = [
                 ReplicaStatus(
-                    *(one.short_name, one.version, one.node, _shown(one)),
-                    takes_requests=_address(one) in taking and not one.is_draining,
-                    role=one.role,
+                    *(replica.short_name, replica.version, replica.node, _shown(replica)),
+                    takes_requests=_address(replica) in taking and not replica.is_draining,
+                    role=replica.role,
                 )
-                for one in self._replicas.values()
+                for replica in self._replicas.values()
             ]
             groups = [
-                GroupStatus(role, one.wanted, one.group.min_replicas, one.group.max_replicas)
-                for role, one in self._autoscalers.items()
+                GroupStatus(role, scaler.wanted, scaler.group.min_replicas, scaler.group.max_replicas)
+                for role, scaler in self._autoscalers.items()
             ]
             return pack(
                 DeploymentStatus(
@@ -118,7 +118,7 @@ class Controller:
     def drain(self, target: str) -> int:
         """Replace a replica, or all replicas of a node, which gets no new ones. Returns how many."""
         with self._lock:
-            by_name = [one for one in self._replicas.values() if one.short_name == target]
+            by_name = [replica for replica in self._replicas.values() if replica.short_name == target]
             found_nodes = [node.id for node in cluster.nodes() if target in (node.id, node.id[: len(target)])]
             if not by_name and len(found_nodes) != 1:
                 return -1
@@ -126,14 +126,14 @@ class Controller:
                 replica.must_leave = True
             if not by_name:
                 self._drained_nodes.add(found_nodes[0])
-            return len(by_name) or sum(one.node == found_nodes[0] for one in self._replicas.values())
+            return len(by_name) or sum(replica.node == found_nodes[0] for replica in self._replicas.values())
 
     def resume(self, node: str) -> bool:
         """Use a drained node again."""
         with self._lock:
-            found = [one for one in self._drained_nodes if one.startswith(node)]
-            self._drained_nodes.difference_update(found)
-            return bool(found)
+            resumed = [node_id for node_id in self._drained_nodes if node_id.startswith(node)]
+            self._drained_nodes.difference_update(resumed)
+            return bool(resumed)
 
     def end(self) -> None:
         """Drain the gateways, then end everything but this actor. ``status`` shows when nothing is left."""
@@ -153,19 +153,19 @@ class Controller:
                 persisted.engines,
                 set(persisted.drained_nodes),
             )
-        for found in cluster.actor_names(f"{name}/replica-"):
-            actor = cluster.get_actor(found)
-            role, version, number = parse_replica_name(found)
+        for actor_name in cluster.actor_names(f"{name}/replica-"):
+            actor = cluster.get_actor(actor_name)
+            role, version, number = parse_replica_name(actor_name)
             if actor is not None:
-                process = ProcessStatus("starting", engines.get(found, ""))
-                self._replicas[found] = _Replica(found, role, version, PolledActor(actor), process=process)
+                process = ProcessStatus("starting", engines.get(actor_name, ""))
+                self._replicas[actor_name] = _Replica(actor_name, role, version, PolledActor(actor), process=process)
                 self._next_number = max(self._next_number, number + 1)
 
     def _set_limits(self) -> None:
         """Those of the deployment, in the order of its roles."""
         old, self._autoscalers = self._autoscalers, {}
         for group in self._deployment.groups:
-            running = sum(one.role == group.role for one in self._replicas.values())
+            running = sum(replica.role == group.role for replica in self._replicas.values())
             scaler = old.get(group.role) or Autoscaler(self._deployment, group, running)
             scaler.change(self._deployment, group)
             self._autoscalers[group.role] = scaler
@@ -185,7 +185,7 @@ class Controller:
         if self._is_ending:
             self._end_step()
             return
-        engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
+        engines = {replica.name: _address(replica) for replica in self._replicas.values() if _address(replica)}
         self._gateways.use(Persisted(self._deployment, engines, sorted(self._drained_nodes)))
         self._remove_ended()
         for role, scaler in self._autoscalers.items():
@@ -206,23 +206,23 @@ class Controller:
                 cluster.end_actor(replica.name, replica.polled.actor)
                 del self._replicas[replica.name]
                 logger.info("%s has ended", replica.short_name)
-                for other in self._replicas.values():
-                    other.waits_since_s = time.monotonic()
+                for remaining in self._replicas.values():
+                    remaining.waits_since_s = time.monotonic()
 
     def _change(self) -> None:
         nodes, bundle = cluster.nodes(without=self._drained_nodes), self._deployment.bundle
-        used = [(one.node, one.role) for one in self._replicas.values()]
+        used = [(replica.node, replica.role) for replica in self._replicas.values()]
         groups = self._views()
-        for view in (one for group in groups for one in group.replicas):
+        for view in (view for group in groups for view in group.replicas):
             self._replicas[view.replica].no_room = why_no_room(nodes, bundle) if view.is_stuck else ""
         most = sum(group.missing + 1 for group in groups)
-        room = sum(node is not None for node in place(nodes, bundle, [NORMAL] * most, used))
+        room = sum(node is not None for node in place_replicas(nodes, bundle, [NORMAL] * most, used))
         changes = group_changes(groups, room)
-        roles = [role for role, one in changes.items() for _ in range(one.start)]
-        for role, node in zip(roles, place(nodes, bundle, roles, used), strict=True):
+        roles = [role for role, change in changes.items() for _ in range(change.start)]
+        for role, node in zip(roles, place_replicas(nodes, bundle, roles, used), strict=True):
             if node is not None or not self._drained_nodes:  # Ray could choose a drained node
                 self._start(role, node)
-        for name in (name for one in changes.values() for name in one.drain):
+        for name in (name for change in changes.values() for name in change.drain):
             self._replicas[name].is_draining = True
             self._replicas[name].polled.actor.drain.remote()
             logger.info("%s drains", self._replicas[name].short_name)
@@ -230,13 +230,13 @@ class Controller:
     def _views(self) -> list[GroupView]:
         """Wanted roles first, then those that are left from an earlier deployment."""
         taking = set(self._gateways.status().taking)
-        roles = dict.fromkeys((*self._autoscalers, *(one.role for one in self._replicas.values())))
-        found = []
+        roles = dict.fromkeys((*self._autoscalers, *(replica.role for replica in self._replicas.values())))
+        views = []
         for role in roles:
             wanted = self._autoscalers[role].wanted if role in self._autoscalers else 0
-            own = [self._view(one, taking) for one in self._replicas.values() if one.role == role]
-            found.append(GroupView(role, wanted, own))
-        return found
+            replicas = [self._view(replica, taking) for replica in self._replicas.values() if replica.role == role]
+            views.append(GroupView(role, wanted, replicas))
+        return views
 
     def _view(self, replica: _Replica, taking: set[str]) -> ReplicaView:
         is_wanted = replica.role in self._autoscalers

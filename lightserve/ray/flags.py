@@ -31,7 +31,7 @@ def parse_replicas(text: str) -> tuple[int, int]:
 
 def parse_count(name: str, text: str) -> tuple[int, int]:
     parts = text.split(":")
-    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+    if len(parts) > 2 or not all(number.isdecimal() for number in parts):
         raise OptionError(f"{name}={text!r}: must be a number, or MIN:MAX as 2:8")
     least, most = int(parts[0]), int(parts[-1])
     if not 1 <= least <= most:
@@ -41,21 +41,21 @@ def parse_count(name: str, text: str) -> tuple[int, int]:
 
 def parse_roles(text: str) -> list[ReplicaGroup]:
     """``prefill=1:2,decode=2:4``: what --replicas says, for each role."""
-    found: list[ReplicaGroup] = []
-    for part in text.split(","):
-        role, equals, count = (one.strip() for one in part.partition("="))
+    groups: list[ReplicaGroup] = []
+    for entry in text.split(","):
+        role, equals, count = (piece.strip() for piece in entry.partition("="))
         if not equals:
-            raise OptionError(f"roles={text!r}: {part.strip()!r} has no number; write prefill=1:2,decode=2:4")
+            raise OptionError(f"roles={text!r}: {entry.strip()!r} has no number; write prefill=1:2,decode=2:4")
         if role not in ROLES:
             raise OptionError(f"roles={text!r}: {role!r} is none; a role is one of {', '.join(ROLES)}")
-        if role in (group.role for group in found):
+        if role in (group.role for group in groups):
             raise OptionError(f"roles={text!r}: {role} is there twice")
-        found.append(ReplicaGroup(*parse_count(f"roles={text!r}: {role}", count), role))
-    if missing := missing_role([group.role for group in found]):
+        groups.append(ReplicaGroup(*parse_count(f"roles={text!r}: {role}", count), role))
+    if missing := missing_role([group.role for group in groups]):
         raise OptionError(
             f"roles={text!r}: no replica is {missing}, so no KV would be sent; use --replicas without roles"
         )
-    return found
+    return groups
 
 
 def engine_flags(config: ServerConfig) -> dict[str, Any]:
@@ -86,9 +86,9 @@ def proxied_hosts(http: HttpConfig) -> dict[str, Any]:
     return {"allowed_hosts": http.allowed_hosts or by_default}
 
 
-def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
+def _set(options: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
     """The options that differ from their defaults, of ``names`` only."""
-    return {name: value for name, value in changed_options(part).items() if names is None or name in names}
+    return {name: value for name, value in changed_options(options).items() if names is None or name in names}
 
 
 def _check_replica(config: ServerConfig, role: Role) -> None:

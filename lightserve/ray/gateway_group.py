@@ -31,12 +31,12 @@ class GatewayGroup:
 
     def __init__(self, deployment: Deployment, raw: bytes, classes: tuple[type, type]) -> None:
         names = cluster.gateway_names(deployment.name, deployment.num_gateways)
-        found = [cluster.get_actor(name) for name in names]
+        actors = [cluster.get_actor(name) for name in names]
         places = place_gateways(cluster.nodes(), len(names))
-        self._were_there = [actor for actor in found if actor is not None]
+        self._were_there = [actor for actor in actors if actor is not None]
         self._gateways = [
             PolledActor(actor or cluster.start_gateway(classes[0], name, raw, node))
-            for name, actor, node in zip(names, found, places, strict=True)
+            for name, actor, node in zip(names, actors, places, strict=True)
         ]
         self.statuses = [GatewayStatus(STARTING)] * len(names)
         self._proxy: PolledActor | None = None
@@ -48,14 +48,14 @@ class GatewayGroup:
     def persisted(self) -> Persisted | None:
         """What the last controller knew. A gateway's actor that was restarted meanwhile knows less than the others."""
         asked = [actor.persisted.remote() for actor in self._were_there]
-        found = []
+        answers = []
         for ref in asked:
             try:
-                found.append(unpack(cluster.call(ref, KEPT_S), Persisted))
+                answers.append(unpack(cluster.call(ref, KEPT_S), Persisted))
             except ServerError:  # its node is lost
-                if ref is asked[-1] and not found:
+                if ref is asked[-1] and not answers:
                     raise
-        return max(found, key=lambda persisted: (persisted.deployment.version, len(persisted.engines)), default=None)
+        return max(answers, key=lambda persisted: (persisted.deployment.version, len(persisted.engines)), default=None)
 
     def poll(self) -> None:
         for number, gateway in enumerate(self._gateways):
@@ -66,7 +66,7 @@ class GatewayGroup:
             raw = self._proxy.poll()
             if raw is not None:
                 self._proxy_process = unpack(raw, ProcessStatus)
-            self._proxy.actor.use.remote(pack(GatewayUrls([url_for_proxy(one) for one in self.statuses])))
+            self._proxy.actor.use.remote(pack(GatewayUrls([url_for_proxy(status) for status in self.statuses])))
 
     def use(self, persisted: Persisted) -> None:
         raw = pack(persisted)
@@ -91,5 +91,5 @@ class GatewayGroup:
 
     def load(self, role: str) -> Load:
         """Of the replicas of a role. Without roles, requests that wait for any replica are counted too."""
-        found = self.status()
-        return found.load if role == NORMAL and set(found.by_role) <= {NORMAL} else found.by_role.get(role, Load())
+        status = self.status()
+        return status.load if role == NORMAL and set(status.by_role) <= {NORMAL} else status.by_role.get(role, Load())

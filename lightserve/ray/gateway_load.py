@@ -9,12 +9,14 @@ from lightserve.ray.messages import GatewayStatus, Load
 
 def total_load(gateways: Sequence[GatewayStatus]) -> Load:
     """Each gateway counts the requests of all gateways in its engines, and besides those that wait in itself."""
-    return _together([one.load for one in gateways])
+    return _together([gateway.load for gateway in gateways])
 
 
 def total_by_role(gateways: Sequence[GatewayStatus]) -> dict[str, Load]:
-    roles = dict.fromkeys(role for one in gateways for role in one.by_role)
-    return {role: _together([one.by_role[role] for one in gateways if role in one.by_role]) for role in roles}
+    roles = dict.fromkeys(role for gateway in gateways for role in gateway.by_role)
+    return {
+        role: _together([gateway.by_role[role] for gateway in gateways if role in gateway.by_role]) for role in roles
+    }
 
 
 def _together(loads: Sequence[Load]) -> Load:
@@ -28,7 +30,7 @@ def _together(loads: Sequence[Load]) -> Load:
 
 def taken_by_all(gateways: Sequence[GatewayStatus]) -> list[str]:
     """Engines that get requests from every gateway that has engines at all: one may just have started."""
-    taken = [set(one.taking) for one in gateways if one.taking]
+    taken = [set(gateway.taking) for gateway in gateways if gateway.taking]
     return sorted(taken[0].intersection(*taken)) if taken else []
 
 

@@ -27,21 +27,21 @@ def read_metrics(url: str, key: str | None, certificate: str | None) -> tuple[Lo
 
 
 def parse_metrics(text: str) -> tuple[Load, dict[str, Load], list[str]]:
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     of_role: dict[str, dict[str, float]] = defaultdict(dict)
     taking = []
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found[sample.name] = sample.value
+            values[sample.name] = sample.value
             if "role" in sample.labels:
                 of_role[sample.labels["role"]][sample.name] = sample.value
             if sample.name == "lightserve_engine_takes_requests" and sample.value:
                 taking.append(sample.labels["address"])
-    local_prefill_tokens = found.get("lightserve_kv_transfer_local_prefill_tokens_total", 0.0)
-    load = _load(found, ALL, local_prefill_tokens)
-    return load, {role: _load(own, OF_ROLE, local_prefill_tokens) for role, own in of_role.items()}, taking
+    local_prefill_tokens = values.get("lightserve_kv_transfer_local_prefill_tokens_total", 0.0)
+    load = _load(values, ALL, local_prefill_tokens)
+    return load, {role: _load(samples, OF_ROLE, local_prefill_tokens) for role, samples in of_role.items()}, taking
 
 
-def _load(found: Mapping[str, float], names: Sequence[str], local_prefill_tokens: float) -> Load:
-    running, waiting, kv_usage = (found.get(f"lightserve_{name}", 0.0) for name in names)
+def _load(values: Mapping[str, float], names: Sequence[str], local_prefill_tokens: float) -> Load:
+    running, waiting, kv_usage = (values.get(f"lightserve_{name}", 0.0) for name in names)
     return Load(running, waiting, kv_usage, local_prefill_tokens)

@@ -118,16 +118,19 @@ class DeploymentStatus(msgspec.Struct, frozen=True):
     def current(self) -> list[ReplicaStatus]:
         """Replicas of the newest flags and of a role that is wanted. All others are replaced."""
         roles = {group.role for group in self.groups}
-        return [one for one in self.replicas if one.version == self.version and one.role in roles]
+        return [replica for replica in self.replicas if replica.version == self.version and replica.role in roles]
 
     def serving(self, role: str) -> int:
         """Replicas of the newest flags that take requests."""
-        return sum(one.takes_requests for one in self.current if one.role == role)
+        return sum(replica.takes_requests for replica in self.current if replica.role == role)
 
     def progress(self) -> str:
         """How many replicas of the newest flags serve, and why one has no node."""
         counts = [f"{self.serving(group.role)} of {group.wanted}" for group in self.groups]
-        no_room = next((f": {one.process.reason}" for one in self.current if not one.node and one.process.reason), "")
+        no_room = next(
+            (f": {replica.process.reason}" for replica in self.current if not replica.node and replica.process.reason),
+            "",
+        )
         return f"{self.by_role(counts)} serve{no_room}"
 
     def by_role(self, counts: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ class Node:
     total: Mapping[str, float]
 
 
-def place(
+def place_replicas(
     nodes: Sequence[Node], bundle: Mapping[str, float], roles: Sequence[str], used: Iterable[tuple[str, str]] = ()
 ) -> list[str | None]:
     """The node of a replica of each role; None: there is no room. ``used``: nodes and roles of those that run already.
@@ -29,19 +29,21 @@ def place(
     free = {node.id: dict(node.free) for node in nodes}
     of_role = Counter(used)
     replicas = Counter(node for node, _ in of_role.elements())
-    found: list[str | None] = []
+    placed: list[str | None] = []
     for role in roles:
         fitting = [node.id for node in nodes if fits(bundle, free[node.id])]
         if not fitting:
-            found.append(None)
+            placed.append(None)
             continue
-        best = min(fitting, key=lambda one: (of_role[one, role], replicas[one], -_room(bundle, free[one])))
+        best = min(
+            fitting, key=lambda node_id: (of_role[node_id, role], replicas[node_id], -_room(bundle, free[node_id]))
+        )
         of_role[best, role] += 1
         replicas[best] += 1
         for resource, amount in bundle.items():
             free[best][resource] -= amount
-        found.append(best)
-    return found
+        placed.append(best)
+    return placed
 
 
 def place_gateways(nodes: Sequence[Node], count: int) -> list[str | None]:
@@ -74,9 +76,9 @@ def describe(resources: Mapping[str, float]) -> str:
 def plan_lines(nodes: Sequence[Node], bundle: Mapping[str, float], roles: Sequence[str]) -> list[str]:
     """The placement, for people."""
     names = {node.id: f"node {node.id[:8]} ({node.name})" for node in nodes}
-    found = list(zip(roles, place(nodes, bundle, roles), strict=True))
-    lines = [f"{_kind(role)} {index}: {names[node]}" for index, (role, node) in enumerate(found) if node is not None]
-    for role, missing in Counter(role for role, node in found if node is None).items():
+    placed = list(zip(roles, place_replicas(nodes, bundle, roles), strict=True))
+    lines = [f"{_kind(role)} {index}: {names[node]}" for index, (role, node) in enumerate(placed) if node is not None]
+    for role, missing in Counter(role for role, node in placed if node is None).items():
         replicas = f"1 {_kind(role)} has" if missing == 1 else f"{missing} {_kind(role)}s have"
         lines.append(f"{replicas} no place: {why_no_room(nodes, bundle)}")
     return lines

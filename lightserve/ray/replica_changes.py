@@ -29,22 +29,24 @@ class GroupView:
 
     @property
     def missing(self) -> int:
-        return max(self.wanted - sum(not one.is_draining for one in self.replicas), 0)
+        return max(self.wanted - sum(not view.is_draining for view in self.replicas), 0)
 
 
 def group_changes(groups: Sequence[GroupView], room: int) -> dict[str, Changes]:
     """By role. ``room``: so many more replicas fit. Of all groups together, one replica is replaced at a time."""
     spare = room - sum(group.missing for group in groups)
     views = {group.role: list(group.replicas) for group in groups}
-    found = {}
+    changes_by_role = {}
     for group in groups:
-        own = views.pop(group.role)
-        others = [one for replicas in views.values() for one in replicas]
-        changes = found[group.role] = next_changes(own, group.wanted, spare > 0, others)
+        group_replicas = views.pop(group.role)
+        others = [view for replicas in views.values() for view in replicas]
+        changes = changes_by_role[group.role] = next_changes(group_replicas, group.wanted, spare > 0, others)
         spare -= max(changes.start - group.missing, 0)
-        views[group.role] = [replace(one, is_draining=True) if one.replica in changes.drain else one for one in own]
+        views[group.role] = [
+            replace(view, is_draining=True) if view.replica in changes.drain else view for view in group_replicas
+        ]
         views[group.role] += [ReplicaView("", True, False, False)] * changes.start
-    return found
+    return changes_by_role
 
 
 def next_changes(
@@ -55,22 +57,22 @@ def next_changes(
     One replica is replaced at a time. Its successor takes requests before it is drained, if there is room for both.
     ``others``: replicas of other roles. While one of them starts or drains, none is replaced here.
     """
-    active = [one for one in replicas if not one.is_draining]
-    old = [one for one in active if not one.is_current]
+    active = [view for view in replicas if not view.is_draining]
+    old = [view for view in active if not view.is_current]
     if len(active) < wanted:
         return Changes(start=wanted - len(active))
     if not old:
         newest_first = active[::-1]
-        extra = sorted(newest_first, key=lambda one: one.takes_requests)[: len(active) - wanted]
-        return Changes(drain=tuple(one.replica for one in extra))
-    idle = [one for one in old if not one.takes_requests]
+        extra = sorted(newest_first, key=lambda view: view.takes_requests)[: len(active) - wanted]
+        return Changes(drain=tuple(view.replica for view in extra))
+    idle = [view for view in old if not view.takes_requests]
     if idle:  # it costs nothing to replace it
         return Changes(drain=(idle[0].replica,))
-    is_draining = any(one.is_draining for one in (*replicas, *others))
-    starting = [one for one in (*active, *others) if not one.takes_requests and not one.is_draining]
+    is_draining = any(view.is_draining for view in (*replicas, *others))
+    starting = [view for view in (*active, *others) if not view.takes_requests and not view.is_draining]
     if starting:  # a second one could take the place that the first one waits for
-        waiting = starting if len(active) > wanted else [one for one in starting if one in active]
-        makes_room = bool(waiting) and all(one.is_stuck for one in waiting) and not is_draining
+        waiting = starting if len(active) > wanted else [view for view in starting if view in active]
+        makes_room = bool(waiting) and all(view.is_stuck for view in waiting) and not is_draining
         return Changes(drain=(old[0].replica,)) if makes_room else Changes()
     if has_room and len(active) == wanted:
         return Changes(start=1)

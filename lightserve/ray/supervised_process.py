@@ -105,8 +105,8 @@ class SupervisedProcess:
         for line in process.stderr or ():
             lines.append(line.rstrip())
             print(line, end="", file=sys.stderr, flush=True)
-            if found := READY.search(line):
+            if match := READY.search(line):
                 with self._lock:
-                    self._address, self._reason, self._failures = found[1], "", 0
+                    self._address, self._reason, self._failures = match[1], "", 0
                     if not self._stop_requested.is_set():
                         self._state = "serving"

@@ -24,7 +24,7 @@ from lightserve.ray.messages import (
     pack,
     unpack,
 )
-from lightserve.ray.placement import HEAD_RESOURCE, Node, place, place_gateways, plan_lines
+from lightserve.ray.placement import HEAD_RESOURCE, Node, place_gateways, place_replicas, plan_lines
 from lightserve.ray.replica_changes import Changes, GroupView, ReplicaView, group_changes, next_changes
 from lightserve.ray.replica_name import parse_replica_name, replica_name
 
@@ -52,9 +52,9 @@ def scaler_of(group: ReplicaGroup, running: int) -> Autoscaler:
 def test_replicas_are_spread_over_the_nodes_that_have_room() -> None:
     nodes = [node("1", GPU=4, CPU=8), node("2", GPU=2, CPU=8), node("3", GPU=1, CPU=8), node("4", GPU=4, CPU=0)]
 
-    assert place(nodes, BUNDLE, [NORMAL] * 4) == ["1", "2", "1", None]
-    assert place(nodes, BUNDLE, [NORMAL], used=[("1", NORMAL)]) == ["2"]
-    assert place([], BUNDLE, [NORMAL]) == [None]
+    assert place_replicas(nodes, BUNDLE, [NORMAL] * 4) == ["1", "2", "1", None]
+    assert place_replicas(nodes, BUNDLE, [NORMAL], used=[("1", NORMAL)]) == ["2"]
+    assert place_replicas([], BUNDLE, [NORMAL]) == [None]
 
 
 def test_the_first_gateway_is_on_the_head_node_and_the_others_are_spread() -> None:
@@ -141,8 +141,9 @@ def test_every_rolling_update_ends_with_new_replicas_only_and_keeps_all_but_one_
 def test_replicas_of_one_role_are_spread_first() -> None:
     nodes = [node("1", GPU=8, CPU=8), node("2", GPU=4, CPU=8)]
 
-    assert place(nodes, BUNDLE, ["prefill", "prefill", "decode", "decode"]) == ["1", "2", "1", "2"]
-    assert place(nodes, BUNDLE, ["decode"], used=[("1", "decode"), ("2", "prefill"), ("2", "prefill")]) == ["2"]
+    assert place_replicas(nodes, BUNDLE, ["prefill", "prefill", "decode", "decode"]) == ["1", "2", "1", "2"]
+    used = [("1", "decode"), ("2", "prefill"), ("2", "prefill")]
+    assert place_replicas(nodes, BUNDLE, ["decode"], used) == ["2"]
 
 
 def test_the_plan_says_which_role_has_no_place() -> None:
