@@ -50,5 +50,5 @@ def _import(name: str) -> ModuleType:
 
 
 def help_text() -> str:
-    lines = [f"  {name:8} {one.help}" for name, one in BENCHMARKS.items()]
+    lines = [f"  {name:8} {benchmark.help}" for name, benchmark in BENCHMARKS.items()]
     return "\n".join(["usage: lightserve bench NAME [flags]", "", *lines, "", "`bench NAME --help` lists its flags."])

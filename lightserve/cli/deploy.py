@@ -74,30 +74,30 @@ def main(argv: Sequence[str]) -> int:
     arguments().parse(argv)  # --help and wrong flags need no more than this
     own_parser = Parser(prog=PROG, add_help=False)
     _add_own(own_parser)
-    own, rest = own_parser.parse_known_args(argv)
+    args, rest = own_parser.parse_known_args(argv)
     config = parse_server(rest, PROG)
     from lightserve.ray import client, cluster, flags  # here, because Ray is an extra
 
-    deployment = flags.make_deployment(config, own.name, own.replicas, own.gateways, own.roles)
-    cluster.connect(own.ray_address)
+    deployment = flags.make_deployment(config, args.name, args.replicas, args.gateways, args.roles)
+    cluster.connect(args.ray_address)
     nodes = cluster.nodes()
-    deployment = flags.with_resources(deployment, flags.bundle_of(config, nodes, own.cpus_per_replica))
-    deployment = flags.with_scaling(deployment, own.target_queue, own.scale_down_s)
-    if own.dry_run:
+    deployment = flags.with_resources(deployment, flags.bundle_of(config, nodes, args.cpus_per_replica))
+    deployment = flags.with_scaling(deployment, args.target_queue, args.scale_down_s)
+    if args.dry_run:
         print("\n".join(client.dry_run(nodes, deployment)))
         return 0
     if warning := cluster.warning(nodes):
         _show(warning)
     is_new = client.apply(deployment)
-    if own.wait_s:
+    if args.wait_s:
         try:
-            found = client.wait_until_serving(own.name, own.wait_s, _show)
+            status = client.wait_until_serving(args.name, args.wait_s, _show)
         except client.CannotStartError:
             if is_new:  # with these flags it would fail for ever
-                client.undeploy(own.name, timeout_s=0.0)
+                client.undeploy(args.name, timeout_s=0.0)
             raise
-        replicas = found.by_role(str(group.wanted) for group in found.groups)
-        print(f"{found.gateway.process.address} serves with {replicas} ({time.monotonic() - begin_s:.1f} s)")
+        replicas = status.by_role(str(group.wanted) for group in status.groups)
+        print(f"{status.gateway.process.address} serves with {replicas} ({time.monotonic() - begin_s:.1f} s)")
     return 0
 
 

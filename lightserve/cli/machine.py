@@ -57,9 +57,9 @@ def check_torch(port: int) -> Finding:
 
 
 def check_cores(port: int) -> Finding:
-    found = [name for name in INSTRUCTIONS if name in _cpu_features()]
+    instructions = [name for name in INSTRUCTIONS if name in _cpu_features()]
     return Finding(
-        f"{available_cores()} of {os.cpu_count()}, {' '.join(found) or 'no vector instructions known to us'}"
+        f"{available_cores()} of {os.cpu_count()}, {' '.join(instructions) or 'no vector instructions known to us'}"
     )
 
 
@@ -106,13 +106,13 @@ def _gpu_has_fp8() -> bool:
 def check_triton(port: int) -> Finding:
     has_gpu = GPU_CONTROL.exists()
     try:
-        found = version("triton")
+        triton_version = version("triton")
     except PackageNotFoundError:
         remedy = f"a GPU needs it: {install_command('gpu')}" if has_gpu else ""
         return Finding("not installed" + ("" if has_gpu else "; a CPU does not need it"), remedy, is_fatal=has_gpu)
     if has_gpu and shutil.which("gcc") is None and shutil.which("cc") is None:
-        return Finding(found, "no C compiler, which triton calls; install gcc")
-    return Finding(found + ("" if has_gpu else "; a CPU does not need it"))
+        return Finding(triton_version, "no C compiler, which triton calls; install gcc")
+    return Finding(triton_version + ("" if has_gpu else "; a CPU does not need it"))
 
 
 def check_fast(port: int) -> Finding:

@@ -32,25 +32,26 @@ def main(argv: Sequence[str]) -> int:
 
 def lines(status: DeploymentStatus) -> list[str]:
     gateway, load = status.gateway.process, status.gateway.load
-    serving = Counter(one.role for one in status.replicas if one.takes_requests)
+    serving = Counter(replica.role for replica in status.replicas if replica.takes_requests)
     counts = [f"{serving[group.role]} of {group.wanted}{group.limits}" for group in status.groups]
     roles, by_role = [group.role for group in status.groups], status.gateway.by_role
     several = status.gateways if len(status.gateways) > 1 else []
     front = "HAProxy" if several else "gateway"
-    found = [
+    output = [
         f"{status.name}: {status.by_role(counts)} serve, version {status.version}",
         f"{front} {gateway.state} at {gateway.address or '-'} {gateway.reason}".rstrip(),
         f"requests: {_load(load)}",
         *(f"{role}: {_load(by_role[role])}" for role in roles if role in by_role and len(roles) > 1),
-        *(_gateway_line(number, one) for number, one in enumerate(several)),
+        *(_gateway_line(number, gateway_status) for number, gateway_status in enumerate(several)),
         COLUMNS.format("replica", "role", "node", "address", "state", "restarts", "").rstrip(),
     ]
-    for one in status.replicas:
-        state = "serving" if one.takes_requests else "joining" if one.process.state == "serving" else one.process.state
-        row = one.replica, one.role, one.node[:8] or "-", one.process.address or "-", state, one.process.restarts
-        found.append(COLUMNS.format(*row, one.process.reason).rstrip())
-    found += [f"node {node[:8]} is drained" for node in status.drained_nodes]
-    return found
+    for replica in status.replicas:
+        process = replica.process
+        state = "serving" if replica.takes_requests else "joining" if process.state == "serving" else process.state
+        row = replica.replica, replica.role, replica.node[:8] or "-", process.address or "-", state, process.restarts
+        output.append(COLUMNS.format(*row, process.reason).rstrip())
+    output += [f"node {node[:8]} is drained" for node in status.drained_nodes]
+    return output
 
 
 def _load(load: Load) -> str:
@@ -59,5 +60,5 @@ def _load(load: Load) -> str:
 
 def _gateway_line(number: int, gateway: GatewayStatus) -> str:
     process = gateway.process
-    place = f"on node {gateway.node[:8]}" if gateway.node else "without a node"
-    return f"gateway {number} {process.state} at {process.address or '-'} {place} {process.reason}".rstrip()
+    location = f"on node {gateway.node[:8]}" if gateway.node else "without a node"
+    return f"gateway {number} {process.state} at {process.address or '-'} {location} {process.reason}".rstrip()

@@ -39,7 +39,7 @@ class Commands:
         return TABLE[name].function(self, argument.strip())
 
     def help(self, _: str) -> Outcome:
-        lines = [f"{f'{name} {one.argument}':22} {one.help}" for name, one in TABLE.items() if one.help]
+        lines = [f"{f'{name} {command.argument}':22} {command.help}" for name, command in TABLE.items() if command.help]
         return Outcome("\n".join([*lines, *KEYS]))
 
     def system(self, argument: str) -> Outcome:

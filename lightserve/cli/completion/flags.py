@@ -23,7 +23,7 @@ class Flag:
     @property
     def dashed(self) -> tuple[str, ...]:
         """For people who type dashes, as other servers have them."""
-        return tuple(one for one in self.spellings if "_" not in one)
+        return tuple(spelling for spelling in self.spellings if "_" not in spelling)
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class CommandFlags:
 
 def all_commands() -> list[CommandFlags]:
     words = {"bench": tuple(BENCHMARKS), "cluster": ("keygen",), "completion": SHELLS}
-    found = [
+    commands = [
         CommandFlags(name, command.help, _flags_of(f"{command.module}:arguments"), words.get(name, ()))
         for name, command in COMMANDS.items()
     ]
-    found += [
+    commands += [
         CommandFlags(f"bench {name}", benchmark.help, _flags_of(benchmark.parser))
         for name, benchmark in BENCHMARKS.items()
         if benchmark.parser is not None
     ]
-    return found
+    return commands
 
 
 def _flags_of(make_parser: str) -> tuple[Flag, ...]:
@@ -60,6 +60,6 @@ def _flags_of(make_parser: str) -> tuple[Flag, ...]:
 
 
 def _flag(action: argparse.Action) -> Flag:
-    spellings = tuple(one for one in action.option_strings if one.startswith("--"))
+    spellings = tuple(spelling for spelling in action.option_strings if spelling.startswith("--"))
     choices = tuple(map(str, action.choices or ()))
     return Flag(spellings[0], spellings, (action.help or "").replace("%%", "%"), action.nargs != 0, choices)

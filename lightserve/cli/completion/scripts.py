@@ -52,17 +52,17 @@ def _bash_case(command: CommandFlags) -> str:
     )
     with_value = [spelling for flag in command.flags if flag.takes_value for spelling in flag.spellings]
     if with_value:
-        free = [one for one in with_value if not any(one in flag.spellings for flag in with_choices)]
+        free = [spelling for spelling in with_value if not any(spelling in flag.spellings for flag in with_choices)]
         replies += f"            {'|'.join(free)})\n                return ;;\n" if free else ""
     inner = f"        case $previous in\n{replies}        esac\n" if replies else ""
     flags = " ".join(flag.name for flag in command.flags)
-    dashed = " ".join(one for flag in command.flags for one in flag.dashed)
+    dashed = " ".join(spelling for flag in command.flags for spelling in flag.dashed)
     words = " ".join(command.words)
     return f'    "{command.name}")\n{inner}        flags="{flags}" dashed="{dashed}" words="{words}" ;;'
 
 
 def zsh(commands: Sequence[CommandFlags]) -> str:
-    described = "\n".join(f"        {_quoted(f'{one.name}:{one.help}')}" for one in _first(commands))
+    described = "\n".join(f"        {_quoted(f'{command.name}:{command.help}')}" for command in _first(commands))
     cases = "\n".join(_zsh_case(command) for command in commands)
     return f"""\
 #compdef lightserve
@@ -127,7 +127,10 @@ end
 def fish(commands: Sequence[CommandFlags]) -> str:
     lines = [FISH_FUNCTION]
     is_first = "-n '__lightserve_command_is \"\"'"
-    lines += [f"complete -c lightserve -f {is_first} -a {one.name} -d {_quoted(one.help)}" for one in _first(commands)]
+    lines += [
+        f"complete -c lightserve -f {is_first} -a {command.name} -d {_quoted(command.help)}"
+        for command in _first(commands)
+    ]
     for command in commands:
         condition = f"-n '__lightserve_command_is {command.name}'"
         if command.words:
