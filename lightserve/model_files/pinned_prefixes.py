@@ -45,9 +45,9 @@ def _pairs(path: str, content: Any) -> list[tuple[Any, Any]]:
     if isinstance(content, Mapping):
         return list(content.items())
     if isinstance(content, list) and all(
-        isinstance(one, Mapping) and {*one} == {"task_id", "prompt"} for one in content
+        isinstance(entry, Mapping) and {*entry} == {"task_id", "prompt"} for entry in content
     ):
-        return [(one["task_id"], one["prompt"]) for one in content]
+        return [(entry["task_id"], entry["prompt"]) for entry in content]
     raise OptionError(
         f'pinned_prefixes={path}: must be an object as {{"support": "You are ..."}}, or a list of objects with task_id '
         "and prompt"

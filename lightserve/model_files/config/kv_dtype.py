@@ -29,8 +29,8 @@ def _declared(table: Mapping[str, Any]) -> str | None:
     table = inner if isinstance(inner, dict) else table
     scheme, algo = table.get("kv_cache_scheme"), table.get("kv_cache_quant_algo")
     if scheme is not None:
-        found = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, dict) else None
-        if found != ("float", 8):
+        number_format = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, dict) else None
+        if number_format != ("float", 8):
             raise _unknown("kv_cache_scheme", scheme, "8-bit floats")
         return FP8
     if algo is not None and algo != "FP8":

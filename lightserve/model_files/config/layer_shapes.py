@@ -45,12 +45,12 @@ def per_layer(field: str) -> str:
 
 def layer_lists(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The lists of a config.json under one name each. The field itself becomes the largest value."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field, names in OTHER_NAMES.items():
         values = next((hf[name] for name in (field, *names) if isinstance(hf.get(name), list)), None)
         if values and all(isinstance(value, int) for value in values):
-            found |= {field: max(values), per_layer(field): values}
-    return found
+            fields |= {field: max(values), per_layer(field): values}
+    return fields
 
 
 def nemotron_nas_fields(hf: Mapping[str, Any]) -> dict[str, Any]:

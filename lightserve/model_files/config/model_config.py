@@ -76,8 +76,8 @@ class RopeConfig:
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         rope_type = ROPE_ALIASES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
         if rope_type not in ROPE_TYPES:
-            found = reprlib.repr(rope_type)
-            raise ModelFilesError(f"config.json: rope type {found} is not supported; supported: {ROPE_TYPES}")
+            text = reprlib.repr(rope_type)
+            raise ModelFilesError(f"config.json: rope type {text} is not supported; supported: {ROPE_TYPES}")
         both = {**hf, **{key: value for key, value in rope.items() if value is not None}}
         max_position = _count(hf, "max_position_embeddings", default=1, most=MAX_POSITION)
         name, beta = "original_max_position_embeddings", "llama_4_scaling_beta"

@@ -7,9 +7,9 @@ LENGTHS_PER_CONTEXT = 4  # contexts are a quarter of the longest request or shor
 MIN_GAIN = 1.2  # a second pool must hold so many times the tokens of a single one
 
 
-def windowed_share(kept: int, max_len: int) -> float:
-    """Of the windowed pool, in tokens of the other pool. ``kept``: windowed slots that a running request keeps."""
-    return max(MIN_SHARE, LENGTHS_PER_CONTEXT * kept / max_len)
+def windowed_share(retained: int, max_len: int) -> float:
+    """Of the windowed pool, in tokens of the other pool. ``retained``: windowed slots that a running request keeps."""
+    return max(MIN_SHARE, LENGTHS_PER_CONTEXT * retained / max_len)
 
 
 def may_save_memory(window: int, max_len: int) -> bool:

@@ -32,18 +32,23 @@ def quantization_table(header: GgufHeader) -> dict[str, Any] | None:
 
 def stays_packed(header: GgufHeader, architecture: GgufArchitecture, tensor: GgufTensor) -> bool:
     """Rows of blocks can be reordered and joined. They cannot be transposed."""
-    part, entry = tensor.part, tensor.entry
-    if tensor.kind != "weight" or part not in LINEARS or part in architecture.expanded or len(entry.shape) != 2:
+    base_name, entry = tensor.part, tensor.entry
+    if (
+        tensor.kind != "weight"
+        or base_name not in LINEARS
+        or base_name in architecture.expanded
+        or len(entry.shape) != 2
+    ):
         return False
-    if entry.encoding.name not in PACKED_TYPES or architecture.row_orders.get(part) is RowOrder.TRANSPOSED:
+    if entry.encoding.name not in PACKED_TYPES or architecture.row_orders.get(base_name) is RowOrder.TRANSPOSED:
         return False
     return tensor.joined is None or (tensor.joined.how is Join.ROWS and len(_types_of_parts(header, tensor)) == 1)
 
 
 def _types_of_parts(header: GgufHeader, tensor: GgufTensor) -> set[str]:
     assert tensor.joined is not None
-    parts = (header.tensors.get(f"{tensor.block}{part}") for part in tensor.joined.parts)
-    return {part.encoding.name for part in parts if part is not None}
+    parts = (header.tensors.get(f"{tensor.block}{key}") for key in tensor.joined.parts)
+    return {entry.encoding.name for entry in parts if entry is not None}
 
 
 def _modules(header: GgufHeader, tensor: GgufTensor) -> dict[str, GgufModule]:

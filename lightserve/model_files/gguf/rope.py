@@ -115,4 +115,4 @@ def _is_llama3(factors: list[float], wavelengths: list[float], factor: float, or
         return 1 / ((1 - smooth) / factor + smooth)
 
     pairs = zip(factors, wavelengths, strict=True)
-    return original > 0 and all(math.isclose(found, expected(length), rel_tol=1e-3) for found, length in pairs)
+    return original > 0 and all(math.isclose(actual, expected(length), rel_tol=1e-3) for actual, length in pairs)

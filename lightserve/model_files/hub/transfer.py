@@ -216,14 +216,14 @@ def _check_digest(name: HubName, file: HubFile, path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as stream:
         if file.is_large:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
         else:  # as git computes it
             head = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-            found = hashlib.file_digest(stream, lambda: head).hexdigest()
-    if (size, found) == (file.size, file.digest):
+            digest = hashlib.file_digest(stream, lambda: head).hexdigest()
+    if (size, digest) == (file.size, file.digest):
         return
     _unlink_with_target(path)
-    raise _wrong_content(name, file, f"{size} bytes with digest {found[:16]}...")
+    raise _wrong_content(name, file, f"{size} bytes with digest {digest[:16]}...")
 
 
 def _unlink_with_target(path: Path) -> None:
@@ -233,8 +233,8 @@ def _unlink_with_target(path: Path) -> None:
     path.unlink()
 
 
-def _wrong_content(name: HubName, file: HubFile, found: str) -> ModelFilesError:
+def _wrong_content(name: HubName, file: HubFile, content: str) -> ModelFilesError:
     return ModelFilesError(
-        f"{name}: {file.path} arrived with {found}, instead of {file.size} bytes with digest {file.digest[:16]}...; it "
-        "was deleted: start again; if that fails too, a proxy or a mirror serves a different file"
+        f"{name}: {file.path} arrived with {content}, instead of {file.size} bytes with digest {file.digest[:16]}...; "
+        "it was deleted: start again; if that fails too, a proxy or a mirror serves a different file"
     )

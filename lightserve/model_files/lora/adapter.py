@@ -74,14 +74,14 @@ def check_rank(adapter: Adapter, max_rank: int) -> None:
 def check_base(adapter: Adapter, linears: Mapping[str, LinearSize], others: Iterable[str] = ()) -> None:
     """Check that the base model has the adapter's modules. ``others`` are modules that take no adapter."""
     for name, module in adapter.modules.items():
-        found = linears.get(name)
-        if found is None:
+        size = linears.get(name)
+        if size is None:
             reason = _reason(adapter, name, set(others))
             raise AdapterError(f"{adapter.file}: {reason}; the model has {_listed(sorted(linears))}")
-        if found != module.size:
+        if size != module.size:
             raise AdapterError(
                 f"{adapter.file}: {name} is for a linear of {module.size.in_size} inputs and {module.size.out_size} "
-                f"outputs; the model's has {found.in_size} and {found.out_size}; use the model that it was trained on"
+                f"outputs; the model's has {size.in_size} and {size.out_size}; use the model that it was trained on"
             )
     _check_complete(adapter, linears)
 
@@ -118,13 +118,15 @@ def _modules(config: LoraConfig, file: Path, tensors: Mapping[str, TensorInfo]) 
             raise AdapterError(f"{file}: {name} is {tensor.dtype[:20]}; supported: {', '.join(DTYPES)}")
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise AdapterError(f"{file}: {name} has shape {tensor.shape}; must be a matrix")
-        own = sides.setdefault((module, is_embedding), {})
-        if side in own:
-            raise AdapterError(f"{file}: {name} and {own[side]} are the same tensor; save the adapter again with PEFT")
-        own[side] = name
+        names = sides.setdefault((module, is_embedding), {})
+        if side in names:
+            raise AdapterError(
+                f"{file}: {name} and {names[side]} are the same tensor; save the adapter again with PEFT"
+            )
+        names[side] = name
     if not sides:
         raise AdapterError(f"{file}: has no tensors; save the adapter again with PEFT")
-    return {module: _module(config, file, module, own, tensors) for (module, _), own in sides.items()}
+    return {module: _module(config, file, module, names, tensors) for (module, _), names in sides.items()}
 
 
 def _parsed(file: Path, name: str) -> tuple[str, str, bool]:

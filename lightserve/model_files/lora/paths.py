@@ -54,14 +54,14 @@ def has_adapter(folder: Path) -> bool:
 
 def versions(folder: Path) -> tuple[FileVersion, ...]:
     """Of the files of an adapter: equal as long as nobody writes them. Files that are not there are left out."""
-    found = []
+    file_versions = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         try:
             stat = (folder / name).stat()
         except OSError:
             continue
-        found.append(FileVersion(stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
+        file_versions.append(FileVersion(stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(file_versions)
 
 
 def parse_module(text: str) -> tuple[str, str]:

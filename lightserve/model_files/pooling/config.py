@@ -164,8 +164,8 @@ def _is_regression(hf: Mapping[str, Any]) -> bool:
         return hf.get("problem_type") == "regression"
     activation = str(name).rpartition(".")[2]
     if activation not in ("Identity", "Sigmoid"):
-        found = activation[:100]
-        raise ModelFilesError(f"config.json: activation_fn {found!r} is not supported; supported: Identity, Sigmoid")
+        text = activation[:100]
+        raise ModelFilesError(f"config.json: activation_fn {text!r} is not supported; supported: Identity, Sigmoid")
     return activation == "Identity"
 
 
@@ -219,9 +219,9 @@ def _labels(hf: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _answers(hf: Mapping[str, Any]) -> tuple[str, str] | None:
     """vLLM's field for models that score by the logits of two tokens."""
-    found = hf.get("classifier_from_token")
-    if found is None:
+    tokens = hf.get("classifier_from_token")
+    if tokens is None:
         return None
-    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(one, str) for one in found):
+    if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
         raise ModelFilesError("config.json: classifier_from_token is not a list of two tokens; correct it")
-    return found[0], found[1]
+    return tokens[0], tokens[1]

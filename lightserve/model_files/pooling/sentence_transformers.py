@@ -65,7 +65,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     """The class and the folder of each module."""
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-        return [(str(one["type"]).rpartition(".")[2], _folder_name(path, one["path"])) for one in modules]
+        return [(str(module["type"]).rpartition(".")[2], _folder_name(path, module["path"])) for module in modules]
     except (ValueError, OSError, TypeError, KeyError, RecursionError) as error:
         raise ModelFilesError(f"{path}: not readable as a list of modules ({error}); download it again") from error
 
@@ -80,13 +80,13 @@ def _folder_name(path: Path, name: Any) -> str:
 def _pooling(path: Path) -> str:
     config = read_json(path)
     modes = [name for flag, name in POOLING_MODES.items() if config.get(flag) is True]
-    other = [flag for flag, value in config.items() if flag.startswith("pooling_mode_") and value is True]
+    enabled = [flag for flag, value in config.items() if flag.startswith("pooling_mode_") and value is True]
     named = config.get("pooling_mode")
     if isinstance(named, str):
-        modes, other = [POOLING_NAMES[named]] if named in POOLING_NAMES else [], [named]
-    if len(modes) != 1 or len(other) != 1:
-        found = ", ".join(other) or "none"
-        raise ModelFilesError(f"{path}: pooling {found}; supported is exactly one of {', '.join(POOLING_NAMES)}")
+        modes, enabled = [POOLING_NAMES[named]] if named in POOLING_NAMES else [], [named]
+    if len(modes) != 1 or len(enabled) != 1:
+        given = ", ".join(enabled) or "none"
+        raise ModelFilesError(f"{path}: pooling {given}; supported is exactly one of {', '.join(POOLING_NAMES)}")
     if config.get("include_prompt", True) is not True and modes[0] != "last":
         raise ModelFilesError(f"{path}: include_prompt false is not supported; the prompt is always pooled too")
     return modes[0]

@@ -20,7 +20,7 @@ class AwqConfig(QuantConfig):
     not_converted: tuple[str, ...]  # parts of the names of modules
 
     def scheme_of(self, module: str) -> Scheme | None:
-        is_converted = is_in_layer(module) and not any(part in module for part in self.not_converted)
+        is_converted = is_in_layer(module) and not any(fragment in module for fragment in self.not_converted)
         return self.scheme if is_converted else None
 
     def __str__(self) -> str:

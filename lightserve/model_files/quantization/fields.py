@@ -13,8 +13,8 @@ UNQUANTIZED = "use the unquantised checkpoint with --quantization"
 
 
 def refused(field: str, value: object, supported: object, remedy: str = UNQUANTIZED) -> ModelFilesError:
-    found = value[:100] if isinstance(value, str) else reprlib.repr(value)
-    return ModelFilesError(f"quantization_config: {field} {found} is not supported; supported: {supported}; {remedy}")
+    text = value[:100] if isinstance(value, str) else reprlib.repr(value)
+    return ModelFilesError(f"quantization_config: {field} {text} is not supported; supported: {supported}; {remedy}")
 
 
 def check_value(table: Mapping[str, Any], field: str, *supported: object) -> None:
@@ -33,13 +33,13 @@ def choice(table: Mapping[str, Any], field: str, choices: Mapping[str, T], defau
 
 def names(table: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
     """The entries of all lists of names in ``fields``."""
-    found: list[str] = []
+    entries: list[str] = []
     for field in fields:
         value = table.get(field) or []
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise refused(field, value, "a list of module names", "correct it")
-        found += value
-    return tuple(found)
+        entries += value
+    return tuple(entries)
 
 
 def subtable(table: Mapping[str, Any], field: str) -> dict[str, Any]:

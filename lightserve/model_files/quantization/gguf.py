@@ -61,13 +61,13 @@ class GgufQuantConfig(QuantConfig):
 
     def scheme_of(self, module: str) -> Scheme | None:
         names = (f"{prefix}{module}" for prefix in OPTIONAL_PREFIXES)
-        found = next((self.modules[name] for name in names if name in self.modules), None)
-        return None if found is None else GgufScheme(_ENCODINGS[found.type])
+        packed_module = next((self.modules[name] for name in names if name in self.modules), None)
+        return None if packed_module is None else GgufScheme(_ENCODINGS[packed_module.type])
 
     def __str__(self) -> str:
         types = sorted({module.type for module in self.modules.values()})
-        in_file = self._bits({name: 8 * one.n_bytes / one.block for name, one in _ENCODINGS.items()})
-        in_memory = self._bits({name: one.bits for name, one in PACKED_TYPES.items()})
+        in_file = self._bits({name: 8 * encoding.n_bytes / encoding.block for name, encoding in _ENCODINGS.items()})
+        in_memory = self._bits({name: packed_type.bits for name, packed_type in PACKED_TYPES.items()})
         return f"GGUF {', '.join(types)}, packed: {in_file:.1f} bits a weight in the file, {in_memory:.1f} in memory"
 
     def _bits(self, bits_of: Mapping[str, float]) -> float:

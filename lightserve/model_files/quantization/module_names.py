@@ -25,7 +25,7 @@ def is_linear(module: str) -> bool:
 
 def is_in_layer(module: str) -> bool:
     """Whether it is a linear of a numbered layer. Most tools quantise only these."""
-    return is_linear(module) and any(part.isdigit() for part in module.split("."))
+    return is_linear(module) and any(component.isdigit() for component in module.split("."))
 
 
 def is_head(module: str) -> bool:

@@ -92,6 +92,6 @@ def _read(path: Path) -> OnLoadConfig:
 def _scheme(path: Path, table: Mapping[str, Any], field: str) -> OnLoadScheme | None:
     kind = table.get(field, NONE)
     if kind not in (*KINDS, NONE):
-        found = str(kind)[:100]
-        raise ModelFilesError(f"{path}: {field[:100]} is {found}; it must be one of {', '.join((*KINDS, NONE))}")
+        text = str(kind)[:100]
+        raise ModelFilesError(f"{path}: {field[:100]} is {text}; it must be one of {', '.join((*KINDS, NONE))}")
     return None if kind == NONE else OnLoadScheme(kind)

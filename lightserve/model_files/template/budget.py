@@ -89,13 +89,13 @@ class RenderBudget:
         """
         if type(value) in PLAIN:
             return value
-        size, found = 0, [value]
-        for one in found:  # it grows meanwhile
-            kind = type(one)
+        size, items = 0, [value]
+        for item in items:  # it grows meanwhile
+            kind = type(item)
             if kind is str:
-                size += len(one)
+                size += len(item)
             elif kind not in NUMBERS:
-                found += self._contents(one)
+                items += self._contents(item)
         self.spend(TEXT_FACTOR * size)
         return value
 

@@ -64,7 +64,8 @@ class ChatTemplate:
     def system_rules(self) -> SystemRules:
         """Found by rendering short chats; it takes about a millisecond."""
         keeps = next(
-            (partial(self._keeps, one) for one in (NOTHING, TOOL_AND_DOCUMENT) if self._keeps(one, "user")), None
+            (partial(self._keeps, offered) for offered in (NOTHING, TOOL_AND_DOCUMENT) if self._keeps(offered, "user")),
+            None,
         )
         if keeps is None:  # it does not render a plain chat, which says nothing about system messages
             return SystemRules(True, True, True, True)

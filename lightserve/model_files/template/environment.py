@@ -94,10 +94,10 @@ class BudgetCodeGenerator(CodeGenerator):
             super().visit_Compare(node, frame)
             return
         self.write("environment.compare(context, [")
-        for operand in (node.expr, *(one.expr for one in node.ops)):
+        for operand in (node.expr, *(comparison.expr for comparison in node.ops)):
             self.visit(operand, frame)
             self.write(", ")
-        self.write(f"], {[one.op for one in node.ops]!r})")
+        self.write(f"], {[comparison.op for comparison in node.ops]!r})")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if not isinstance(node.arg, nodes.Slice):
@@ -195,7 +195,7 @@ def _check_method(budget: RenderBudget, function: Any, args: tuple[Any, ...], kw
         if name not in guards.FREE_STRING_METHODS:
             _guard_of(name)(budget, owner, *args, **{key: kwargs[key] for key in kwargs if key not in INTERNAL})
     elif isinstance(owner, METHOD_TYPES):
-        kind = next(one for one in METHOD_TYPES if isinstance(owner, one))
+        kind = next(method_type for method_type in METHOD_TYPES if isinstance(owner, method_type))
         if name not in guards.METHODS[kind]:
             raise SecurityError(f"the method {name!r} of {kind.__name__} is not available in a chat template")
         if name in ("count", "index"):

@@ -54,14 +54,14 @@ def eos_tokens_of_gguf(header: GgufHeader) -> tuple[int, ...]:
     ids = {token_id for token_id in named if token_id is not None}
     tokens = header.metadata.get("tokenizer.ggml.tokens", [])
     types = header.metadata.get("tokenizer.ggml.token_type") or [CONTROL] * len(tokens)
-    found = {
+    end_ids = {
         token: i
         for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
         if token in END_TEXTS and kind in (CONTROL, USER_DEFINED)  # in ordinary text, a model may write "</s>"
     }
-    if any(pair <= found.keys() for pair in _ENDS_MESSAGES_ONLY):
-        found.pop("<|end|>", None)
-    return tuple(sorted(ids | set(found.values())))
+    if any(pair <= end_ids.keys() for pair in _ENDS_MESSAGES_ONLY):
+        end_ids.pop("<|end|>", None)
+    return tuple(sorted(ids | set(end_ids.values())))
 
 
 def _eos_ids(path: Path) -> set[int]:
@@ -99,7 +99,7 @@ def _id_in_tokenizer(content: dict[str, Any], text: str) -> int | None:
     added = content.get("added_tokens")
     for entry in added if isinstance(added, list) else []:
         match entry:
-            case {"content": str(found), "id": int(token_id)} if found == text:
+            case {"content": str(token), "id": int(token_id)} if token == text:
                 return token_id
     match content.get("model"):
         case {"vocab": dict(vocab)} if isinstance(vocab.get(text), int):

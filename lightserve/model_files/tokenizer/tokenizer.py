@@ -202,8 +202,8 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
     except ModelFilesError:
         raise
     except (TemplateError, RecursionError) as error:
-        place = source.path if chat_template is None else "--chat_template"
-        raise ModelFilesError(f"{place}: the chat template is not valid Jinja ({error}); correct it") from error
+        origin = source.path if chat_template is None else "--chat_template"
+        raise ModelFilesError(f"{origin}: the chat template is not valid Jinja ({error}); correct it") from error
     except Exception as error:  # tokenizers raises only Exception, and a damaged file may cause any error
         reason = " ".join(str(error).split())[:200]
         raise ModelFilesError(f"{source.path}: its tokenizer is damaged ({reason}); download it again") from error

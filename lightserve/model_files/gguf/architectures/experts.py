@@ -157,9 +157,9 @@ def is_sigmoid(header: GgufHeader) -> bool:
 
 
 def _check_gating(header: GgufHeader, wanted: int, default: int) -> None:
-    found = number(header, "expert_gating_func", default)
-    if found not in (0, wanted):
-        raise bad_value(header, "expert_gating_func", found, str(wanted))
+    gating = number(header, "expert_gating_func", default)
+    if gating not in (0, wanted):
+        raise bad_value(header, "expert_gating_func", gating, str(wanted))
 
 
 _SHARED_EXPERT: Names = {

@@ -92,11 +92,11 @@ class TokenizerFile(ABC):
         """The tokens before and after each text."""
 
     def _check_added(self, backend: Tokenizer, token_id: int, token: AddedToken) -> None:
-        found = backend.token_to_id(token.content)
-        if found != token_id:
+        backend_id = backend.token_to_id(token.content)
+        if backend_id != token_id:
             raise ModelFilesError(
                 f"{self.config_path}: added token {token.content!r} has id {token_id}, but {self.path.name} gives it "
-                f"{found}; download both files again"
+                f"{backend_id}; download both files again"
             )
 
 

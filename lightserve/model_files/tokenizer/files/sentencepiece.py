@@ -100,10 +100,10 @@ class SentencePieceFile(TokenizerFile):
             for i, piece in enumerate(pieces)
             if piece.text and (piece.type is PieceType.CONTROL or piece.text in self._family.special)
         }
-        own = dict(enumerate(more, len(pieces)))
-        added = control | own
+        family_tokens = dict(enumerate(more, len(pieces)))
+        added = control | family_tokens
         for token_id, token in self.settings.added.items():
-            is_own = token_id in own and own[token_id].content == token.content
+            is_own = token_id in family_tokens and family_tokens[token_id].content == token.content
             if not is_own and not self._is_user_defined(token_id, token):
                 added[token_id] = token
         return {token_id: self._in_raw_text(token) for token_id, token in sorted(added.items())}

@@ -64,7 +64,9 @@ def _special(content: dict[str, Any]) -> list[str]:
     """The special tokens by id, with names for those that have none."""
     listed = content.get("special_tokens")
     tokens = (
-        dict(enumerate(_OLD_SPECIAL)) if listed is None else {int(one["rank"]): str(one["token_str"]) for one in listed}
+        dict(enumerate(_OLD_SPECIAL))
+        if listed is None
+        else {int(entry["rank"]): str(entry["token_str"]) for entry in listed}
     )
     count = int(content["config"].get("default_num_special_tokens", len(tokens)))
     if sorted(tokens) != list(range(len(tokens))) or len(tokens) > count:
