@@ -191,7 +191,7 @@ def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: T
     wanted = cdiv(_gpu.active.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, heads // packed)
     max_items = wanted + requests // tile + len(groups)  # a last split or tile may be shorter
     new = batch.b_req_idx.new_empty
-    found = SharedPrefixPlan(
+    plan = SharedPrefixPlan(
         items=new((max_items, WORK_FIELDS.value)),
         b_shared_len=new(requests),
         b_partials=new((requests, 3)),
@@ -201,9 +201,9 @@ def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: T
     _shared_prefix_plan_kernel[(1,)](
         groups,
         batch.b_req_idx,
-        found.items,
-        found.b_shared_len,
-        found.b_partials,
+        plan.items,
+        plan.b_shared_len,
+        plan.b_partials,
         requests,
         max_items,
         wanted,
@@ -215,7 +215,7 @@ def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: T
         BLOCK_ITEMS=few_sizes(max_items),
         BLOCK_REQS=few_sizes(requests),
     )
-    return found
+    return plan
 
 
 def launch_shared_prefix(

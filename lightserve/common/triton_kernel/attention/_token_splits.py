@@ -163,7 +163,7 @@ def plan_splits(
     requests = len(b_seq_len)
     wave = max(_gpu.active.multiprocessors * programs_per_sm // kv_heads, 1)
     max_splits = wave + requests  # the last split of a request may be shorter
-    found = SplitPlan(
+    plan = SplitPlan(
         splits=b_seq_len.new_empty((max_splits, SPLIT_FIELDS.value)),
         done_counts=b_seq_len.new_empty((max_splits, kv_heads)),
         partials=b_seq_len.new_empty((max_splits, q_heads, dim), dtype=torch.float32),
@@ -175,8 +175,8 @@ def plan_splits(
         b_seq_len,
         batch.b_ready_cache_len,
         b_shared_len,
-        found.splits,
-        found.done_counts,
+        plan.splits,
+        plan.done_counts,
         requests,
         max_splits,
         kv_heads,
@@ -186,4 +186,4 @@ def plan_splits(
         BLOCK_N=block_n,
         BLOCK=few_sizes(requests),
     )
-    return found
+    return plan

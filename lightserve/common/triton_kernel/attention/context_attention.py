@@ -94,10 +94,10 @@ def _merge_splits(softmax, partials, fields, is_row, group, GROUPS: tl.constexpr
     splits = tl.load(fields + SPLITS)
     if splits > 1:
         first = tl.load(fields + FIRST_PART).to(tl.int64)
-        own = ((first + tl.load(fields + SPLIT)) * GROUPS + group) * ROWS + rows
-        tl.store(sums_ptr + own[:, None] * COLS + cols[None, :], acc)
-        tl.store(peaks_ptr + own, peak)
-        tl.store(totals_ptr + own, total)
+        own_rows = ((first + tl.load(fields + SPLIT)) * GROUPS + group) * ROWS + rows
+        tl.store(sums_ptr + own_rows[:, None] * COLS + cols[None, :], acc)
+        tl.store(peaks_ptr + own_rows, peak)
+        tl.store(totals_ptr + own_rows, total)
         tl.debug_barrier()  # all threads have stored before the program is counted as done
         done_ptr = done_counts_ptr + first * GROUPS + group
         is_last = tl.atomic_add(done_ptr, 1, sem="acq_rel") == splits - 1
@@ -106,10 +106,10 @@ def _merge_splits(softmax, partials, fields, is_row, group, GROUPS: tl.constexpr
             tl.store(done_ptr, 0)  # for the next layer
             acc, peak, total = empty_softmax(ROWS, COLS)
             for split in range(splits):
-                part = ((first + split) * GROUPS + group) * ROWS + rows
-                part_peak = tl.load(peaks_ptr + part, cache_modifier=".cg")
-                part_total = tl.load(totals_ptr + part, cache_modifier=".cg")
-                part_acc = tl.load(sums_ptr + part[:, None] * COLS + cols[None, :], cache_modifier=".cg")
+                split_rows = ((first + split) * GROUPS + group) * ROWS + rows
+                part_peak = tl.load(peaks_ptr + split_rows, cache_modifier=".cg")
+                part_total = tl.load(totals_ptr + split_rows, cache_modifier=".cg")
+                part_acc = tl.load(sums_ptr + split_rows[:, None] * COLS + cols[None, :], cache_modifier=".cg")
                 new_peak = tl.maximum(peak, part_peak)
                 decay, weight = tl.exp2(peak - new_peak), tl.exp2(part_peak - new_peak)
                 acc = acc * decay[:, None] + part_acc * weight[:, None]

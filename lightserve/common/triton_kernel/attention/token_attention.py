@@ -153,14 +153,26 @@ def _merge_partials(softmax, partial_ptr, log_sum_ptr, parts, heads, first_head,
 
 @triton.jit
 def _merge_splits(
-    own, shared, sinks_ptr, first, count, shared_req, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr
+    partials,
+    shared,
+    sinks_ptr,
+    first,
+    count,
+    shared_req,
+    heads,
+    first_head,
+    GROUP,
+    DIM,
+    M: tl.constexpr,
+    D: tl.constexpr,
 ):
     """The result ``[M, D]`` of ``GROUP`` heads, merged from ``count`` splits and from the shared prefix, if any.
 
-    ``own``: pointers to the partial results of splits and their log-sums. ``shared``: a pointer to where the partial
-    results of each request's prefix are, and the same two. ``shared_req``: the request's place in the batch, or -1.
+    ``partials``: pointers to the partial results of splits and their log-sums. ``shared``: a pointer to where the
+    partial results of each request's prefix are, and the same two. ``shared_req``: the request's place in the batch,
+    or -1.
     """
-    partial_ptr, log_sum_ptr = own
+    partial_ptr, log_sum_ptr = partials
     acc = tl.zeros([M, D], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -351,11 +363,11 @@ def launch(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.
     if plan is None:
         options.check_supported("triton", "alibi_slopes", "causal", "window", "softcap", "sinks")
         plan = batch.plans[key] = _make_plan(q, kv_cache, batch, options.window)
-    config, found, shared = plan
+    config, split_plan, shared = plan
     if shared is not None:
         launch_shared_prefix(q, kv_cache, batch, options, shared)
     scale, softcap = score_factors(options.scale, options.softcap)
-    _token_attention_kernel[(kv_heads, len(found.splits))](
+    _token_attention_kernel[(kv_heads, len(split_plan.splits))](
         q,
         cache,
         scales,
@@ -363,10 +375,10 @@ def launch(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.
         options.alibi_slopes,
         options.sinks,
         batch.req_to_token,
-        found.splits,
-        found.done_counts,
-        found.partials,
-        found.log_sums,
+        split_plan.splits,
+        split_plan.done_counts,
+        split_plan.partials,
+        split_plan.log_sums,
         None if shared is None else shared.b_partials,
         None if shared is None else shared.partials,
         None if shared is None else shared.log_sums,

@@ -24,7 +24,7 @@ BLOCKS = (256, 1024, 4096)  # pairs that a program reads at once; few sizes, for
 class SortedPairs(NamedTuple):
     """Pairs by expert, in the order of their numbers; pairs without an expert are last."""
 
-    pairs: Tensor  # [pairs] int32: the pair in each sorted row, token * top_k + place
+    pairs: Tensor  # [pairs] int32: the pair in each sorted row, token * top_k + k_idx
     rows: Tensor  # [pairs] int32: the sorted row of each pair
     ends: Tensor  # [experts] int32: the row behind an expert's last one
     blocks: Tensor  # [3, blocks] int32: expert, first row, and the row behind the last one

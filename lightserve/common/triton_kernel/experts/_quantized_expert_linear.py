@@ -101,8 +101,8 @@ def _multiply(codes, x, x_high, scales, offsets, KIND: tl.constexpr, SCALING: tl
         low, high = nibble_values(codes & 0x0F, KIND, DTYPE), nibble_values(codes >> 4, KIND, DTYPE)
         if SCALING == PER_NUMBER:
             low, high = _scaled(low, scales, offsets, KIND), _scaled(high, scales, offsets, KIND)
-        part = tl.dot(low, x.T, input_precision="ieee")
-        return tl.dot(high, x_high.T, acc=part, input_precision="ieee")
+        low_product = tl.dot(low, x.T, input_precision="ieee")
+        return tl.dot(high, x_high.T, acc=low_product, input_precision="ieee")
     values = byte_values(codes, KIND, DTYPE)
     if SCALING == PER_NUMBER:
         values = _scaled(values, scales, offsets, KIND)
@@ -183,14 +183,14 @@ def _quantized_expert_linear_kernel(
             scales = _load_scales(scales_ptr + at + group, is_scale, KIND)
             if offsets_ptr is not None:
                 offsets = tl.load(offsets_ptr + at + group, mask=is_scale, other=0.0)
-        part = _multiply(codes, x, x_high, scales, offsets, KIND, SCALING)
+        product = _multiply(codes, x, x_high, scales, offsets, KIND, SCALING)
         if SCALING == PER_TILE:
-            part *= scales
+            product *= scales
         if offsets_ptr is not None and SCALING != PER_NUMBER:
             tile_sum = _sum_of_inputs(x, x_high, NUMBERS)
             x_sum += tile_sum if SCALING == PER_ROW else 0.0
-            part += offsets * tile_sum if SCALING == PER_TILE else 0.0
-        acc += part
+            product += offsets * tile_sum if SCALING == PER_TILE else 0.0
+        acc += product
     if SCALING == PER_ROW:
         acc *= _load_scales(scales_ptr + at, is_weight_row, KIND)
         if offsets_ptr is not None:

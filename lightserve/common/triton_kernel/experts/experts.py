@@ -51,8 +51,8 @@ def _sum_pairs_kernel(
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
+    for k_idx in tl.static_range(TOP_K):
+        pair = token * TOP_K + k_idx
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         row = pair
         if rows_ptr is not None:

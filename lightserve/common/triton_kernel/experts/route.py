@@ -33,10 +33,10 @@ def _within_best_groups(
     groups = tl.arange(0, BLOCK_G)
     group_scores = tl.full([BLOCK_G], float("-inf"), tl.float32)
     for group in tl.static_range(GROUPS):
-        own = tl.where(group_of == group, choice, float("-inf"))
-        score = tl.max(own, axis=0)
+        group_choice = tl.where(group_of == group, choice, float("-inf"))
+        score = tl.max(group_choice, axis=0)
         if SUMS_TWO:
-            second = tl.max(tl.where(experts == _best(own), float("-inf"), own), axis=0)
+            second = tl.max(tl.where(experts == _best(group_choice), float("-inf"), group_choice), axis=0)
             score += tl.where(n_experts > GROUPS, second, 0.0)
         group_scores = tl.where(groups == group, score, group_scores)
     is_best = experts < 0
@@ -88,12 +88,12 @@ def _route_kernel(
     places = tl.arange(0, BLOCK_K)
     ids = tl.full([BLOCK_K], NO_EXPERT, tl.int32)
     weights = tl.zeros([BLOCK_K], tl.float32)
-    for place in tl.static_range(TOP_K):
+    for k_idx in tl.static_range(TOP_K):
         score, best = tl.max(choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
         if bias_ptr is not None:
             score = tl.sum(tl.where(experts == best, scores, 0.0), axis=0)
-        ids = tl.where(places == place, best, ids)
-        weights = tl.where(places == place, score, weights)
+        ids = tl.where(places == k_idx, best, ids)
+        weights = tl.where(places == k_idx, score, weights)
         choice = tl.where(experts == best, float("-inf"), choice)
     if RENORMALIZES:
         weights /= tl.sum(weights, axis=0) + LEAST_SUM

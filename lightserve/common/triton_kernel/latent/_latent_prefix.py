@@ -59,7 +59,7 @@ def _list_prefix_rows_kernel(
     req_stride,
 ):
     """List the cached tokens of requests with at least ``min_new_tokens`` new ones."""
-    own = tl.program_id(0) * LISTED_ROWS + tl.arange(0, LISTED_ROWS)
+    row_idx = tl.program_id(0) * LISTED_ROWS + tl.arange(0, LISTED_ROWS)
     owners = tl.zeros([LISTED_ROWS], tl.int32)  # the request of each row: a count of those that end before it
     starts = tl.zeros([LISTED_ROWS], tl.int32)  # the first row of that request
     listed = 0
@@ -70,7 +70,7 @@ def _list_prefix_rows_kernel(
         ready_lens = tl.load(b_ready_cache_len_ptr + others, mask=is_request, other=0)
         lengths = tl.where(seq_lens - ready_lens >= min_new_tokens, ready_lens, 0)
         ends = listed + tl.cumsum(lengths, axis=0)
-        is_before = is_request[None, :] & (ends[None, :] <= own[:, None])
+        is_before = is_request[None, :] & (ends[None, :] <= row_idx[:, None])
         owners += tl.sum(is_before.to(tl.int32), axis=1)
         starts = tl.maximum(starts, tl.max(tl.where(is_before, ends[None, :], 0), axis=1))
         listed += tl.sum(lengths, axis=0)
@@ -81,8 +81,8 @@ def _list_prefix_rows_kernel(
         tl.store(num_tokens_ptr, listed)
     is_listed = owners < requests
     req_idx = tl.load(b_req_idx_ptr + owners, mask=is_listed, other=0).to(tl.int64)
-    slots = tl.load(req_to_token_ptr + req_idx * req_stride + own - starts, mask=is_listed, other=NO_SLOT)
-    tl.store(slots_ptr + own, slots, mask=own < rows)
+    slots = tl.load(req_to_token_ptr + req_idx * req_stride + row_idx - starts, mask=is_listed, other=NO_SLOT)
+    tl.store(slots_ptr + row_idx, slots, mask=row_idx < rows)
 
 
 def plan_prefix(batch: ops.AttnBatch, sizes: LatentSizes, element_bytes: int, min_new_tokens: int) -> PrefixPlan:
@@ -133,8 +133,8 @@ def _expand_prefix_kernel(
     is_col = cols < WIDTH
     tiles = tl.cdiv(tl.minimum(tl.load(num_tokens_ptr), rows), BLOCK_M)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        own = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        slots = tl.load(slots_ptr + own, mask=own < rows, other=NO_SLOT)
+        row_idx = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        slots = tl.load(slots_ptr + row_idx, mask=row_idx < rows, other=NO_SLOT)
         is_row = slots != NO_SLOT
         latents = slots.to(tl.int64) * slot_stride
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -145,11 +145,11 @@ def _expand_prefix_kernel(
             b_ptrs = kv_b_ptr + cols[:, None] * kv_b_row_stride + depth[None, :]
             b = tl.load(b_ptrs, mask=is_col[:, None] & is_depth, other=0.0)
             acc = tl.dot(a.to(b.dtype), tl.trans(b), acc=acc, input_precision="ieee")
-        tl.store(kv_ptr + own[:, None] * WIDTH + cols[None, :], acc, mask=is_row[:, None] & is_col[None, :])
+        tl.store(kv_ptr + row_idx[:, None] * WIDTH + cols[None, :], acc, mask=is_row[:, None] & is_col[None, :])
         if tl.program_id(0) == 0:
             pe_cols = tl.arange(0, BLOCK_ROPE)
             pe = load_rows(cache_ptr + RANK, latents, pe_cols, is_row, ROPE)
-            pe_ptrs = pe_ptr + own[:, None] * ROPE + pe_cols[None, :]
+            pe_ptrs = pe_ptr + row_idx[:, None] * ROPE + pe_cols[None, :]
             tl.store(pe_ptrs, pe, mask=is_row[:, None] & (pe_cols < ROPE)[None, :])
 
 

@@ -99,14 +99,16 @@ def _multiply_heads_kernel(
 ):
     """``out[t, h, o]`` is the sum over i of ``x[t, h, i] * weight[h, i, o]``."""
     head = tl.program_id(1)
-    own = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row_idx = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     outs = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     weight_ptr += head.to(tl.int64) * weight_head_stride
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in range(0, n_in, BLOCK):
         ins = first + tl.arange(0, BLOCK)
-        x_mask = (own < rows)[:, None] & (ins < n_in)[None, :]
-        x = tl.load(x_ptr + own[:, None] * x_row_stride + head * x_head_stride + ins[None, :], mask=x_mask, other=0.0)
+        x_mask = (row_idx < rows)[:, None] & (ins < n_in)[None, :]
+        x = tl.load(
+            x_ptr + row_idx[:, None] * x_row_stride + head * x_head_stride + ins[None, :], mask=x_mask, other=0.0
+        )
         weight_mask = (ins < n_in)[:, None] & (outs < n_out)[None, :]
         weight = tl.load(
             weight_ptr + ins[:, None] * weight_in_stride + outs[None, :] * weight_out_stride,
@@ -114,8 +116,8 @@ def _multiply_heads_kernel(
             other=0.0,
         )
         acc = tl.dot(x, weight, acc=acc, input_precision="ieee")
-    out_ptrs = out_ptr + (own[:, None] * HEADS + head) * n_out + outs[None, :]
-    tl.store(out_ptrs, acc, mask=(own < rows)[:, None] & (outs < n_out)[None, :])
+    out_ptrs = out_ptr + (row_idx[:, None] * HEADS + head) * n_out + outs[None, :]
+    tl.store(out_ptrs, acc, mask=(row_idx < rows)[:, None] & (outs < n_out)[None, :])
 
 
 def _multiply_heads(x: Tensor, weight: Tensor) -> Tensor:

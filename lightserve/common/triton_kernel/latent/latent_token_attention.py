@@ -184,17 +184,17 @@ def attend_absorbed(
     plan: _Plan | None = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = _make_plan(latent_cache, batch, sizes)
-    config, found = plan
+    config, split_plan = plan
     strides = (out.stride(0), out.stride(1))
-    _latent_token_attention_kernel[(cdiv(sizes.heads, config.block_h), len(found.splits))](
+    _latent_token_attention_kernel[(cdiv(sizes.heads, config.block_h), len(split_plan.splits))](
         q,
         q_pe,
         latent_cache,
         out,
         batch.req_to_token,
-        found.splits,
-        found.partials,
-        found.log_sums,
+        split_plan.splits,
+        split_plan.partials,
+        split_plan.log_sums,
         q.stride(0),
         q.stride(1),
         q_pe.stride(0),
@@ -213,10 +213,10 @@ def attend_absorbed(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    _merge_latent_splits_kernel[(sizes.heads, len(found.splits))](
-        found.splits,
-        found.partials,
-        found.log_sums,
+    _merge_latent_splits_kernel[(sizes.heads, len(split_plan.splits))](
+        split_plan.splits,
+        split_plan.partials,
+        split_plan.log_sums,
         out,
         *strides,
         HEADS=sizes.heads,

@@ -88,12 +88,12 @@ def _eight_bit_linear_kernel(
         is_in = cols < (BLOCK_K if IS_EVEN else in_size - start)
         x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_in, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=is_col[:, None] & is_in, other=0.0)
-        part = tl.dot(weight, x.T, out_dtype=DOT).to(SUM)
+        product = tl.dot(weight, x.T, out_dtype=DOT).to(SUM)
         if HAS_WEIGHT_GROUPS:
-            part *= tl.load(weight_scale_ptrs + tile, mask=is_col, other=0.0)[:, None]
+            product *= tl.load(weight_scale_ptrs + tile, mask=is_col, other=0.0)[:, None]
         if HAS_X_GROUPS:
-            part *= tl.load(x_scale_ptrs + tile * x_scales_group_stride, mask=is_row, other=0.0)[None, :]
-        acc += part
+            product *= tl.load(x_scale_ptrs + tile * x_scales_group_stride, mask=is_row, other=0.0)[None, :]
+        acc += product
     out = acc.to(tl.float32)
     if not HAS_WEIGHT_GROUPS:
         out *= tl.load(weight_scale_ptrs, mask=is_col, other=0.0)[:, None]

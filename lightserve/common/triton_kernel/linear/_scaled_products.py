@@ -54,12 +54,12 @@ def _one(device: torch.device) -> Tensor:
 
 def tensorwise(rows: QuantizedRows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Without scales, which follow in a kernel of their own. float16 has no room for sums that are not scaled."""
-    one = _one(rows.codes.device)
+    unit_scale = _one(rows.codes.device)
     product = torch._scaled_mm(
         rows.codes,
         weight.codes.t(),
-        scale_a=one,
-        scale_b=one,
+        scale_a=unit_scale,
+        scale_b=unit_scale,
         out_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         use_fast_accum=rows.codes.shape[1] <= MAX_FAST_IN,
     )

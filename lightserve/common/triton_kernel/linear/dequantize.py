@@ -146,12 +146,12 @@ def linear_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, pro
     """``x @ weight.T + bias`` for ``x`` ``[..., in]``. Each call allocates its buffer: CUDA graphs share one pool."""
     rows, (out_size, in_size) = x.reshape(-1, x.shape[-1]), weight.shape
     out = x.new_empty((len(rows), out_size))
-    part = rows_of_part(in_size, x.element_size(), len(rows))
-    scratch = x.new_empty((min(part, out_size), in_size))
-    for begin in range(0, out_size if len(rows) else 0, part):
-        own = slice(begin, min(begin + part, out_size))
-        dequantized = dequantize(weight.rows(own), scratch[: own.stop - begin])
-        product(rows, dequantized, None if bias is None else bias[own], out[:, own])
+    part_rows = rows_of_part(in_size, x.element_size(), len(rows))
+    scratch = x.new_empty((min(part_rows, out_size), in_size))
+    for begin in range(0, out_size if len(rows) else 0, part_rows):
+        outputs = slice(begin, min(begin + part_rows, out_size))
+        dequantized = dequantize(weight.rows(outputs), scratch[: outputs.stop - begin])
+        product(rows, dequantized, None if bias is None else bias[outputs], out[:, outputs])
     return out.view(*x.shape[:-1], out_size)
 
 

@@ -64,7 +64,7 @@ def _lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
 ):
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    part, split = tl.program_id(1), tl.program_id(2)
+    part_idx, split = tl.program_id(1), tl.program_id(2)
     slot = tl.load(groups_ptr + group).to(tl.int64)
     if slot < 0:
         return
@@ -76,7 +76,7 @@ def _lora_shrink_kernel(
     begin = split * split_size
     end = tl.minimum(begin + split_size, in_size)
     x_ptrs = x_ptr + rows[:, None] * x_row_stride + cols
-    a_ptrs = a_ptr + slot * a_slot_stride + (part * RANK + ranks).to(tl.int64)[:, None] * a_row_stride + cols
+    a_ptrs = a_ptr + slot * a_slot_stride + (part_idx * RANK + ranks).to(tl.int64)[:, None] * a_row_stride + cols
 
     acc = tl.zeros([RANK, BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -84,8 +84,8 @@ def _lora_shrink_kernel(
         x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_in, other=0.0)
         a = tl.load(a_ptrs + start, mask=is_in, other=0.0)
         acc = tl.dot(a, x.T, acc=acc, input_precision="ieee")
-    place = (split.to(tl.int64) * n_rows + places) * (PARTS * RANK) + part * RANK
-    tl.store(hidden_ptr + place[None, :] + ranks[:, None], acc, mask=is_row[None, :])
+    hidden_offsets = (split.to(tl.int64) * n_rows + places) * (PARTS * RANK) + part_idx * RANK
+    tl.store(hidden_ptr + hidden_offsets[None, :] + ranks[:, None], acc, mask=is_row[None, :])
 
 
 @triton.jit(do_not_specialize=["n_groups", "n_rows"])
@@ -111,10 +111,10 @@ def _lora_expand_kernel(
     BLOCK_N: tl.constexpr,
 ):
     group, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
-    part = tl.program_id(2)
+    part_idx = tl.program_id(2)
     slot = tl.load(groups_ptr + group).to(tl.int64)
-    end = tl.where(part == 0, end_0, tl.where(part == 1, end_1, end_2))
-    begin = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1)) + tl.program_id(0) * BLOCK_N
+    end = tl.where(part_idx == 0, end_0, tl.where(part_idx == 1, end_1, end_2))
+    begin = tl.where(part_idx == 0, 0, tl.where(part_idx == 1, end_0, end_1)) + tl.program_id(0) * BLOCK_N
     if (slot < 0) | (begin >= end):
         return
     places = tl.load(groups_ptr + n_groups + group) + block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -128,8 +128,8 @@ def _lora_expand_kernel(
 
     hidden = tl.zeros([BLOCK_M, RANK], tl.float32)
     for split in tl.static_range(SPLITS):
-        place = (split * n_rows.to(tl.int64) + places) * (PARTS * RANK) + part * RANK
-        hidden += tl.load(hidden_ptr + place[:, None] + ranks[None, :], mask=is_row[:, None], other=0.0)
+        hidden_offsets = (split * n_rows.to(tl.int64) + places) * (PARTS * RANK) + part_idx * RANK
+        hidden += tl.load(hidden_ptr + hidden_offsets[:, None] + ranks[None, :], mask=is_row[:, None], other=0.0)
     added = tl.dot(b, hidden.to(b.dtype).T, input_precision="ieee")
     ptrs = out_ptr + rows[None, :] * out_row_stride + columns[:, None]
     is_place = is_row[None, :] & is_column[:, None]
@@ -231,8 +231,8 @@ def expand(
 def check_lora(op: str, weights: ops.LoraWeights, lora_rows: ops.LoraRows) -> None:
     check_last_contiguous(op, a=weights.a, b=weights.b, rows=lora_rows.rows, groups=lora_rows.groups)
     if weights.num_parts > MAX_PARTS or weights.rank < ops.MIN_LORA_RANK:
-        found = f"{weights.num_parts} parts of rank {weights.rank}"
-        raise ValueError(f"{op}: {found}; the limits are {MAX_PARTS} parts of rank {ops.MIN_LORA_RANK} or more")
+        shape = f"{weights.num_parts} parts of rank {weights.rank}"
+        raise ValueError(f"{op}: {shape}; the limits are {MAX_PARTS} parts of rank {ops.MIN_LORA_RANK} or more")
 
 
 def add(

@@ -144,7 +144,7 @@ def _lora_linear_kernel(
             end = tl.load(groups_ptr + 2 * n_groups + group)
             own_rows = tl.load(rows_ptr + places, mask=places < end, other=-1)
             is_same = own_rows[None, :] == out_rows[:, None]
-            place = tl.sum(tl.where(is_same, places[None, :], 0), axis=1)
+            hidden_rows = tl.sum(tl.where(is_same, places[None, :], 0), axis=1)
             is_own = is_once & (tl.sum(is_same.to(tl.int32), axis=1) > 0)
             a_rows = lora_block * BLOCK_N + tl.arange(0, BLOCK_N)
             is_a_row = a_rows < LORA_ROWS
@@ -153,7 +153,7 @@ def _lora_linear_kernel(
                 x_ptr, residual_ptr, norm_weight_ptr, new_residual_ptr, False, a_ptrs, is_a_row, rows,
                 in_size, eps, x_row_stride, residual_row_stride, IS_EVEN, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            hidden_ptrs = hidden_ptr + place[None, :] * LORA_ROWS + a_rows[:, None]
+            hidden_ptrs = hidden_ptr + hidden_rows[None, :] * LORA_ROWS + a_rows[:, None]
             tl.store(hidden_ptrs, acc, mask=is_own[None, :] & is_a_row[:, None])
 
 

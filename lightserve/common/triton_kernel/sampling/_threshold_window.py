@@ -75,11 +75,11 @@ def window_of(histogram_ptr, top_k, top_p, n_cols):
     starts = _bin_starts(bins)
     widths = tl.where(bins < BINS - 1, _bin_starts(bins + 1) - starts, 0.0)
 
-    kept = tl.minimum(tl.maximum(top_k - before, 0.0), counts)
+    top_k_counts = tl.minimum(tl.maximum(top_k - before, 0.0), counts)
     weights = tl.where(bins > 0, tl.maximum(tl.exp(-(starts + widths / 2)), 1e-30), 1.0)
-    masses = kept * weights
+    masses = top_k_counts * weights
     missing = top_p * tl.sum(masses, axis=0) - (tl.cumsum(masses, axis=0) - masses)
-    nucleus = tl.sum(tl.minimum(tl.maximum(missing / weights, 0.0), kept), axis=0)
+    nucleus = tl.sum(tl.minimum(tl.maximum(missing / weights, 0.0), top_k_counts), axis=0)
 
     first = tl.where(top_p < 1, nucleus, top_k.to(tl.float32))
     last = tl.where(top_k < n_cols, top_k.to(tl.float32), nucleus)
