@@ -199,7 +199,7 @@ def _alike(singles: list[_Single]) -> list[list[_Single]]:
     """Group requests by similar length; one group, in row order, if that pads little."""
     if not singles:
         return []
-    longest, total = max(one.length for one in singles), sum(one.length for one in singles)
+    longest, total = max(single.length for single in singles), sum(single.length for single in singles)
     if longest * len(singles) <= MAX_PADDING * total:
         return [singles]
     runs: list[list[_Single]] = []

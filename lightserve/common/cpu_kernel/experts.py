@@ -25,13 +25,13 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> T
         gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2]).to(x.dtype)
         computed[pairs] = ops.linear(gated, _weight(params.w2, expert, x), _row(params.b2, expert))
     out = torch.zeros(x.shape)
-    for place, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
-        out += by_token * weights[:, place, None]
+    for k_idx, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
+        out += by_token * weights[:, k_idx, None]
     return out.to(x.dtype)
 
 
 def _pairs_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Each expert that has pairs, and the numbers ``token * top_k + place`` of these pairs."""
+    """Each expert that has pairs, and the numbers ``token * top_k + k_idx`` of these pairs."""
     chosen, order = ids.flatten().sort(stable=True)
     counts = Counter(chosen.tolist())  # in the order of the ids
     for expert, pairs in zip(counts, order.split_with_sizes(list(counts.values())), strict=True):

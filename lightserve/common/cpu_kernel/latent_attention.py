@@ -84,9 +84,9 @@ def _attend_expanded(
     k, v = torch.cat((kv[..., : sizes.nope], shared), dim=-1), kv[..., sizes.nope :]
     outs = []
     for first in range(0, len(q), ROWS_AT_ONCE):
-        part = q[first : first + ROWS_AT_ONCE].transpose(0, 1)
+        queries = q[first : first + ROWS_AT_ONCE].transpose(0, 1)
         begin = ready_len + first
-        end = begin + part.shape[1]
+        end = begin + queries.shape[1]
         is_seen = torch.arange(end) <= torch.arange(begin, end)[:, None]
-        outs.append(F.scaled_dot_product_attention(part, k[:, :end], v[:, :end], is_seen, scale=scale))
+        outs.append(F.scaled_dot_product_attention(queries, k[:, :end], v[:, :end], is_seen, scale=scale))
     return torch.cat(outs, dim=1).transpose(0, 1)

@@ -35,11 +35,11 @@ class _PackedWeights:
 
     def get(self, weight: Tensor) -> Tensor | None:
         version = weight._version
-        found = self._copies.get(weight)
-        if found is None or found[0] != version:
-            found = version, self._pack(weight)
-            self._copies[weight] = found
-        return found[1]
+        entry = self._copies.get(weight)
+        if entry is None or entry[0] != version:
+            entry = version, self._pack(weight)
+            self._copies[weight] = entry
+        return entry[1]
 
     def _pack(self, weight: Tensor) -> Tensor | None:
         if weight.nbytes > free_ram() * RAM_SHARE:

@@ -195,8 +195,8 @@ def _unpack(weight: Packed, rows: Tensor) -> QuantizedWeight:
     shape = blocks.shape[:2]
     parts = blocks.split_with_sizes(_part_sizes(described), dim=-1)
     scales, *minima = (
-        part.contiguous().view(dtype).view(*shape, of_group, BLOCK)[count, :, :, lanes].float().flatten(1)
-        for part in parts[:-1]
+        field.contiguous().view(dtype).view(*shape, of_group, BLOCK)[count, :, :, lanes].float().flatten(1)
+        for field in parts[:-1]
     )
     if described.bits == 8:
         codes = parts[-1].reshape(*shape, QUADS, BLOCK, 4)[count, :, :, lanes].flatten(1).view(torch.int8)

@@ -80,12 +80,12 @@ def _best_with_noise(
 
     ``first_token``: the token of the first score. It is 0 if there is a mask.
     """
-    place, score = _best(scores, mask)
+    index, score = _best(scores, mask)
     if not np.isfinite(score):
-        return (-np.inf if np.isneginf(score) else np.inf), first_token + place
+        return (-np.inf if np.isneginf(score) else np.inf), first_token + index
     if key is None:
-        return score, first_token + place
-    noise = _noise(key, np.array([first_token + place]))[0]
+        return score, first_token + index
+    noise = _noise(key, np.array([first_token + index]))[0]
     places = np.flatnonzero(scores >= score + noise - np.float32(MAX_NOISE))
     if mask is not None:
         places = places[_has_bits(mask, places)]
