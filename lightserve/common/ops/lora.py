@@ -89,9 +89,9 @@ def add_lora(out: Tensor, x: Tensor, weights: LoraWeights, lora_rows: LoraRows) 
             continue
         rows = lora_rows.rows[begin:end].long()
         hidden, sums = linear_float32(x[rows], weights.a[slot]), out[rows].float()
-        for part, columns in enumerate(weights.parts()):
-            own = hidden[:, part * rank : (part + 1) * rank]
-            sums[:, columns] += linear_float32(own, weights.b[slot, columns])
+        for part_idx, columns in enumerate(weights.parts()):
+            part_hidden = hidden[:, part_idx * rank : (part_idx + 1) * rank]
+            sums[:, columns] += linear_float32(part_hidden, weights.b[slot, columns])
         out[rows] = sums.to(out.dtype)
 
 

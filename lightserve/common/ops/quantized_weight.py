@@ -152,17 +152,17 @@ class QuantizedWeight(ABC):
         """``codes``, where their layout depends on the groups."""
         return self.codes
 
-    def copy_(self, other: Self) -> None:
-        """Overwrite with ``other``, which has the same shape. Its ``input_scale`` counts if it is larger."""
-        own, new = self._tensors(), other._tensors()
-        if own.keys() != new.keys():
-            raise ValueError(f"a weight with {', '.join(new)} cannot be copied to one with {', '.join(own)}")
-        for name, tensor in own.items():
+    def copy_(self, source: Self) -> None:
+        """Overwrite with ``source``, which has the same shape. Its ``input_scale`` counts if it is larger."""
+        tensors, new = self._tensors(), source._tensors()
+        if tensors.keys() != new.keys():
+            raise ValueError(f"a weight with {', '.join(new)} cannot be copied to one with {', '.join(tensors)}")
+        for name, tensor in tensors.items():
             if tensor.shape != new[name].shape:
                 raise ValueError(f"{name} of shape {tuple(new[name].shape)} cannot be copied to {tuple(tensor.shape)}")
             tensor.copy_(new[name])
-        if self.input_scale is not None and other.input_scale is not None:
-            self.input_scale.copy_(torch.maximum(self.input_scale, other.input_scale.to(self.device)))
+        if self.input_scale is not None and source.input_scale is not None:
+            self.input_scale.copy_(torch.maximum(self.input_scale, source.input_scale.to(self.device)))
 
     def randomize_(self, generator: torch.Generator, std: float) -> None:
         """Random codes, with scales that give the weight the standard deviation ``std``."""

@@ -137,8 +137,8 @@ def sample_part(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_positio
 
 def best_of_parts(parts: Tensor) -> Tensor:
     """The token of each row, int64. ``parts`` ``[batch, parts, 2]``: results of ``sample_part``, in their order."""
-    best, part = parts[..., 0].max(-1)
-    tokens = parts[..., 1].gather(1, part[:, None])[:, 0].long()
+    best, best_part = parts[..., 0].max(-1)
+    tokens = parts[..., 1].gather(1, best_part[:, None])[:, 0].long()
     return tokens.where(best.isfinite(), NO_TOKEN)
 
 
