@@ -44,8 +44,8 @@ class BeamParams:
                 f"length_penalty must be in {wanted}, found {self.length_penalty}", "length_penalty"
             )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            found = f'early_stopping must be true, false or "never", found {self.early_stopping!r:.100}'
-            raise InvalidRequestError(found, "early_stopping")
+            message = f'early_stopping must be true, false or "never", found {self.early_stopping!r:.100}'
+            raise InvalidRequestError(message, "early_stopping")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class BeamSearch:
         running = self._running
         pairs = enumerate(zip(running, candidates, strict=True))
         continued = [(beam.logprob + logprob, at, token) for at, (beam, top) in pairs for token, logprob in top]
-        continued.sort(key=lambda one: one[0], reverse=True)
+        continued.sort(key=lambda continuation: continuation[0], reverse=True)
         needed = self.params.num_beams * (1 + len(self._ends))  # every beam may end with each of the end tokens
         return [_Beam((*running[at].token_ids, token), logprob, at) for logprob, at, token in continued[:needed]]
 

@@ -78,9 +78,9 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """A matcher in its start state, for one output. InvalidRequestError says what is wrong with the grammar."""
-        found = self._cache.find(spec)
-        if found is not None:
-            return found
+        cached_matcher = self._cache.find(spec)
+        if cached_matcher is not None:
+            return cached_matcher
         matcher = self.build(spec)
         self._cache.add(spec, matcher)
         return matcher.deep_copy()
@@ -149,7 +149,7 @@ def _literal(text: str) -> str:
 def _tagged(tag: Any, added_tokens: frozenset[str]) -> str:
     """Free text with structures: the older structural tags of vLLM and SGLang."""
     try:
-        structures = [(one["begin"], one["schema"], one["end"]) for one in tag["structures"]]
+        structures = [(structure["begin"], structure["schema"], structure["end"]) for structure in tag["structures"]]
         triggers = list(tag["triggers"])
     except (KeyError, TypeError) as error:
         raise InvalidRequestError(
@@ -159,7 +159,7 @@ def _tagged(tag: Any, added_tokens: frozenset[str]) -> str:
     if not structures or not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError("a structural tag needs a structure or more; triggers, begin and end are strings")
     tags = [_structure(triggers, *structure) for structure in structures]
-    is_special = all(one.trigger in added_tokens for one in tags)
+    is_special = all(struct_tag.trigger in added_tokens for struct_tag in tags)
     return StructTag.to_grammar(tags, assume_special=is_special)
 
 

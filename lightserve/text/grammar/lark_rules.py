@@ -27,5 +27,8 @@ def _references(lark: str) -> dict[str, list[str]]:
     """The names in each rule, in their order."""
     text = _TEXTS.sub('""', lark)
     definitions = list(_DEFINITION.finditer(text))
-    starts = [*(one.start() for one in definitions), len(text)]
-    return {one[1]: _NAME.findall(text, one.end(), end) for one, end in zip(definitions, starts[1:], strict=True)}
+    starts = [*(definition.start() for definition in definitions), len(text)]
+    return {
+        definition[1]: _NAME.findall(text, definition.end(), end)
+        for definition, end in zip(definitions, starts[1:], strict=True)
+    }

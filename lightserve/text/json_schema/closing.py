@@ -94,11 +94,11 @@ class _Closing:
 
     def _write_combined(self, node: Node) -> dict[str, Any]:
         choice = self._choice(node)
-        parts = [[node], *(self._schema.same_value(*part) for part in self._parts(node, choice))]
+        parts = [[node], *(self._schema.same_value(*schemas) for schemas in self._parts(node, choice))]
         objects = self._objects(list(chain(*parts)), node[choice] if choice else [{}])
         if any(map(self._has_conflict, objects)):
             written = self._copy(node, _Mode.UNCHANGED, _Mode.UNCHANGED)
-        elif len([part for part in parts if _property_names(part)]) + (choice is not None) > 1:
+        elif len([nodes for nodes in parts if _property_names(nodes)]) + (choice is not None) > 1:
             written = self._copy(node, _Mode.OPEN, _Mode.CLOSED)
         else:  # one schema has all names, and closes the object by itself
             return _close(self._copy(node, _Mode.CLOSED, _Mode.CLOSED), objects[0])
@@ -106,7 +106,7 @@ class _Closing:
             written.pop("unevaluatedProperties", None)
         if choice is not None:
             pairs = zip(written[choice], objects, strict=True)
-            return {**written, choice: [_add_closing(one, node, nodes) for one, nodes in pairs]}
+            return {**written, choice: [_add_closing(branch, node, nodes) for branch, nodes in pairs]}
         return {**_add_closing(written, node, objects[0])}
 
     def _choice(self, node: Node) -> str | None:
@@ -121,7 +121,7 @@ class _Closing:
             if keyword == "$ref":
                 yield [self._schema.target(node)]
             elif keyword == "allOf":
-                yield from ([one] for one in schemas_in(keyword, value))
+                yield from ([schema] for schema in schemas_in(keyword, value))
             elif keyword in SAME_VALUE and keyword != choice:
                 yield schemas_in(keyword, value)
 
@@ -133,8 +133,8 @@ class _Closing:
     def _has_conflict(self, nodes: list[Node]) -> bool:
         """Whether two of the schemas describe objects inside of the same inner value. Closing both would leave none."""
         texts: dict[tuple[str, str | int], str] = {}
-        inner_texts = ((place, self._text(inner)) for node in nodes for place, inner in _inner_values(node))
-        return any(texts.setdefault(place, text) != text for place, text in inner_texts)
+        inner_texts = ((key, self._text(inner)) for node in nodes for key, inner in _inner_values(node))
+        return any(texts.setdefault(key, text) != text for key, text in inner_texts)
 
     def _text(self, node: Node) -> str:
         """The same for equal nodes. Comparing the nodes themselves would take longer, each time."""

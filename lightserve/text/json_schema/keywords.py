@@ -37,7 +37,7 @@ def schemas_in(keyword: str, value: Any) -> Iterable[Any]:
 def map_schemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
     """The value of a keyword with each of its schemas changed."""
     if isinstance(value, list):
-        return [change(one) for one in value] if keyword in _LISTS else value
+        return [change(schema) for schema in value] if keyword in _LISTS else value
     if isinstance(value, dict) and keyword in _MAPS:
-        return {name: change(one) for name, one in value.items()}
+        return {name: change(schema) for name, schema in value.items()}
     return change(value) if keyword in _SINGLE else value

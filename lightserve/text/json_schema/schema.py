@@ -67,21 +67,21 @@ class JsonSchema:
             self._resolved[id(node)] = {}  # for a chain that leads back to it
             passed.append(id(node))
             node = self.target(node)
-        found: Node = self._resolved.get(id(node), node) if isinstance(node, dict) else {}
-        self._resolved.update(dict.fromkeys(passed, found))
-        return found
+        resolved_node: Node = self._resolved.get(id(node), node) if isinstance(node, dict) else {}
+        self._resolved.update(dict.fromkeys(passed, resolved_node))
+        return resolved_node
 
     def same_value(self, *nodes: Any) -> list[Node]:
         """The schemas that describe the same value as these: themselves, what they refer to, and their branches."""
-        found: dict[int, Node] = {}
+        nodes_by_id: dict[int, Node] = {}
         pending = list(reversed(nodes))
         while pending:
             node = pending.pop()
-            if isinstance(node, dict) and id(node) not in found:
+            if isinstance(node, dict) and id(node) not in nodes_by_id:
                 self.budget.spend(work_on(node))
-                found[id(node)] = node
+                nodes_by_id[id(node)] = node
                 pending.extend(reversed(list(self._schemas(node, SAME_VALUE))))
-        return list(found.values())
+        return list(nodes_by_id.values())
 
     def _schemas(self, node: Node, keywords: frozenset[str] = ALL_KEYWORDS) -> Iterator[Any]:
         """The schemas that a node has or refers to, in the order of the document."""
@@ -115,7 +115,7 @@ class JsonSchema:
         if not isinstance(node, dict) or is_leaf(node):
             return []
         _check_branches(node)
-        return [one for one in self._schemas(node) if isinstance(one, dict)]
+        return [schema for schema in self._schemas(node) if isinstance(schema, dict)]
 
 
 def work_on(node: Node, keywords: frozenset[str] = _LISTED) -> int:

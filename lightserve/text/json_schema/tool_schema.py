@@ -73,17 +73,17 @@ class ToolSchema:
         return self._types[id(node)]
 
     def _combined_types(self, node: Node, depth: int) -> Types:
-        found = _own_types(node)
+        combined_types = _own_types(node)
         for keyword in ALTERNATIVES:
-            found = found or _union(self._branch_types(node, keyword, depth))
+            combined_types = combined_types or _union(self._branch_types(node, keyword, depth))
         for types in self._branch_types(node, "allOf", depth):
-            found = (found & types or found) if types else found
-            found = found or types
-        return found | {"null"} if found and node.get("nullable") is True else found
+            combined_types = (combined_types & types or combined_types) if types else combined_types
+            combined_types = combined_types or types
+        return combined_types | {"null"} if combined_types and node.get("nullable") is True else combined_types
 
     def _branch_types(self, node: Node, keyword: str, depth: int) -> list[Types]:
         branches = node.get(keyword)
-        return [self._types_of(one, depth - 1) for one in branches] if isinstance(branches, list) else []
+        return [self._types_of(branch, depth - 1) for branch in branches] if isinstance(branches, list) else []
 
 
 def _own_types(node: Node) -> Types:
@@ -91,7 +91,7 @@ def _own_types(node: Node) -> Types:
     if isinstance(kind, str):
         return frozenset({kind})
     if isinstance(kind, list):
-        return frozenset(one for one in kind if isinstance(one, str))
+        return frozenset(name for name in kind if isinstance(name, str))
     if "const" in node:
         return _types_of_values([node["const"]])
     values = node.get("enum")

@@ -102,13 +102,13 @@ def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return next((one for one in KNOWN_FORMATS if one.is_in(template)), None)
-    found = FORMATS_BY_NAME.get(choice.replace("-", "_"))
+        return next((candidate for candidate in KNOWN_FORMATS if candidate.is_in(template)), None)
+    named_format = FORMATS_BY_NAME.get(choice.replace("-", "_"))
     begin, _, end = choice.partition(",")
-    if found is None and not (begin and end):
+    if named_format is None and not (begin and end):
         known = ", ".join(["auto", "none", *FORMATS_BY_NAME])
         raise ServerError(f"unknown --reasoning_parser {choice!r}; use one of {known}, or two tags as BEGIN,END")
-    return found or ReasoningFormat(begin, end)
+    return named_format or ReasoningFormat(begin, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,6 @@ def _listed_strings(schema: Any) -> list[str]:
     if not isinstance(schema, Mapping):
         return []
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not all(isinstance(one, str) and one and "\n" not in one for one in values):
+    if not isinstance(values, list) or not all(isinstance(text, str) and text and "\n" not in text for text in values):
         return []
     return values

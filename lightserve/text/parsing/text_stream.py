@@ -210,10 +210,10 @@ class TextStream:
         if match is None:
             self.position = len(text)
             return text[begin:], ""
-        found = match.group()
-        is_whole = found in markers.texts
+        matched_text = match.group()
+        is_whole = matched_text in markers.texts
         self.position = match.end() if is_whole else match.start()
-        return text[begin : match.start()], found if is_whole else ""
+        return text[begin : match.start()], matched_text if is_whole else ""
 
     def _wait_in_plain_text(self, is_plain: IsPlain, emit: Emit) -> Incremental[bool]:
         """Wait for more text. Plain pieces go to ``emit`` directly, unless text is held back or kept."""

@@ -92,7 +92,9 @@ def _first_marker(tool_format: ToolFormat) -> str | None:
     if tool_format.tags is not None:
         return tool_format.tags.begin
     template = tool_format.call_template or CallTemplate("")
-    return next((one for one in tool_format.call_begins if (template.begin + template.call).startswith(one)), None)
+    return next(
+        (begin for begin in tool_format.call_begins if (template.begin + template.call).startswith(begin)), None
+    )
 
 
 class _GrammarWriter:
@@ -107,9 +109,9 @@ class _GrammarWriter:
         """The whole grammar: reasoning, then ``start``."""
         thinking = self._thinking
         before = "" if thinking is None else "thinking" if thinking.is_begun else "thinking?"
-        own = [] if thinking is None else self._thinking_rules(thinking)
+        thinking_rules = [] if thinking is None else self._thinking_rules(thinking)
         common = ["NUMBER: /[0-9]{1,3}/", "TEXT: /(?s:.*)/", r"SPACE: /[ \t\r\n]{1,16}/", ""]
-        return "\n".join([f"start: {before} {start}", *rules, *own, *common])
+        return "\n".join([f"start: {before} {start}", *rules, *thinking_rules, *common])
 
     def calls(self, calls: Calls, without: str = "") -> list[str]:
         """Rules for one or more calls. ``without``: the marker at their beginning, which another rule has read."""
@@ -118,20 +120,20 @@ class _GrammarWriter:
             return self._tagged_calls(calls, calls.tool_format.tags, without)
         if template is None:
             return self._loose_calls(calls)
-        begin, one, more = template.begin, template.call, template.between
+        begin, call, more = template.begin, template.call, template.between
         if without and begin:
             begin = begin.removeprefix(without)
         elif without:  # a further call begins with the marker too
-            one, more = one.removeprefix(without), ""
+            call, more = call.removeprefix(without), ""
         is_one = calls.max_calls == 1 or (without and not template.begin)
         repeat = "" if is_one else f"({self.text(more)} call)*"
         rules = [f"calls: {self.text(begin)} call {repeat} {self.text(template.end)} {_space_after(without)}"]
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
         for i, (name, schema) in enumerate(calls.tools.items()):
-            if calls.is_json and one.startswith("{"):
-                rules.append(f"call_{i}: {self.json(_call_schema(one, name, schema.closed))}")
+            if calls.is_json and call.startswith("{"):
+                rules.append(f"call_{i}: {self.json(_call_schema(call, name, schema.closed))}")
             else:
-                rules.append(f"call_{i}: {self._call(one, name, i)}")
+                rules.append(f"call_{i}: {self._call(call, name, i)}")
                 rules.append(f"arguments_{i}: {self.json(schema.closed)}")
         return rules
 
@@ -164,7 +166,11 @@ class _GrammarWriter:
         return [
             f"calls: call {repeat} SPACE?",
             f"call: {self.text(begin)} call_text",
-            *self.text_until("call_text", end, [one for one in inner if one not in (self.text(begin), self.text(end))]),
+            *self.text_until(
+                "call_text",
+                end,
+                [marker_text for marker_text in inner if marker_text not in (self.text(begin), self.text(end))],
+            ),
         ]
 
     def text_until(self, rule: str, end: str, inner: Sequence[str] = ()) -> list[str]:

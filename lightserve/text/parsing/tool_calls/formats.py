@@ -63,7 +63,7 @@ TOOL_FORMATS = (
     PYTHONIC,
     LLAMA3_JSON,
 )
-TOOL_FORMATS_BY_NAME = {one.name: one for one in TOOL_FORMATS}
+TOOL_FORMATS_BY_NAME = {known_format.name: known_format for known_format in TOOL_FORMATS}
 # the names that vLLM, SGLang and LightLLM use; a name may also be written with dashes
 ALIASES = {
     "qwen": HERMES,
@@ -109,14 +109,17 @@ def tool_format(choice: str, template: str) -> ToolFormat | None:
     if choice == "auto":
         return _detect(template)
     name = choice.replace("-", "_")
-    found = TOOL_FORMATS_BY_NAME.get(choice) or TOOL_FORMATS_BY_NAME.get(name) or ALIASES.get(name)
-    if found is None:
+    named_format = TOOL_FORMATS_BY_NAME.get(choice) or TOOL_FORMATS_BY_NAME.get(name) or ALIASES.get(name)
+    if named_format is None:
         known = ", ".join(["auto", "none", *TOOL_FORMATS_BY_NAME, *ALIASES])
         raise ServerError(f"unknown --tool_call_parser {choice!r}; use one of {known}")
-    return found
+    return named_format
 
 
 def _detect(template: str) -> ToolFormat | None:
     if any(marker in template for marker in UNKNOWN_FORMATS):
         return None
-    return next((one for one in TOOL_FORMATS if any(marker in template for marker in one.template_markers)), None)
+    return next(
+        (candidate for candidate in TOOL_FORMATS if any(marker in template for marker in candidate.template_markers)),
+        None,
+    )

@@ -160,10 +160,12 @@ def _type_name(value: Any) -> str:
 
 def _tagged(name: str, tags: Tags, template_markers: tuple[str, ...], *markers: str) -> ToolFormat:
     begins = (tags.begin, tags.before_name) if tags.after_call else (tags.begin,)
-    own = (tags.begin, tags.end, *markers)
+    format_markers = (tags.begin, tags.end, *markers)
     # DeepSeek's keys have an attribute that depends on the value
     known = None if "DSML" in tags.before_key else tags
-    return ToolFormat(name, tags.parse, template_markers, begins, own, loose_call=(tags.begin, tags.end), tags=known)
+    return ToolFormat(
+        name, tags.parse, template_markers, begins, format_markers, loose_call=(tags.begin, tags.end), tags=known
+    )
 
 
 _FUNCTION = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
