@@ -148,8 +148,8 @@ class ServerContext:
         if name == self.model_name or name in self.config.model_name:
             return
         names = ", ".join(map(repr, self.model_names))
-        found = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"
-        raise ModelNotFoundError(found, "model")
+        message = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"
+        raise ModelNotFoundError(message, "model")
 
     def with_pinned_prefix(self, name: str | int | None, ids: list[int]) -> list[int]:
         """The prompt of a request whose task_id is ``name``."""
@@ -158,10 +158,10 @@ class ServerContext:
         static_ids = self.pinned_prefixes.get(str(name))
         if static_ids is None:
             names = ", ".join(map(repr, self.pinned_prefixes)) or "none"
-            found = (
+            message = (
                 f"task_id: there is no pinned prefix {str(name)[:100]!r}; this server has {names} (--pinned_prefixes)"
             )
-            raise InvalidRequestError(found, "task_id")
+            raise InvalidRequestError(message, "task_id")
         bos_id = None if self.optional_tokenizer is None else self.optional_tokenizer.bos_id
         return after_pinned_prefix(static_ids, ids, bos_id)
 

@@ -169,12 +169,12 @@ class HttpServerManager:
         vocab_size = self.limits.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = list(dict.fromkeys(token_id for token_id in ids if not 0 <= token_id < vocab_size))
-            found = f"token id {wrong[0]} is" if len(wrong) == 1 else f"token ids {listed(wrong)} are"
-            raise InvalidRequestError(f"{name}: {found} not in the range 0..{vocab_size - 1}", name)
+            subject = f"token id {wrong[0]} is" if len(wrong) == 1 else f"token ids {listed(wrong)} are"
+            raise InvalidRequestError(f"{name}: {subject} not in the range 0..{vocab_size - 1}", name)
 
     def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
         """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""
-        return Generation(self, [_with_seed(one, choice) for one in prompt_requests for choice in range(n)], n, log)
+        return Generation(self, [_with_seed(req, choice) for req in prompt_requests for choice in range(n)], n, log)
 
     def new_group(self) -> int:
         """A group id for sequences that start one after the other and share prefixes."""
@@ -227,27 +227,27 @@ class HttpServerManager:
     def _send(self, generation: Generation) -> None:
         arrived_s = generation.log.arrived_s
         prompt_ids, converted = NO_INT32, None
-        for index, one in enumerate(generation.prompt_requests):
-            if one.prompt_ids is not converted:  # the choices of a prompt have the same list
-                prompt_ids, converted = int32s(one.prompt_ids), one.prompt_ids
+        for index, prompt_request in enumerate(generation.prompt_requests):
+            if prompt_request.prompt_ids is not converted:  # the choices of a prompt have the same list
+                prompt_ids, converted = int32s(prompt_request.prompt_ids), prompt_request.prompt_ids
             req_id = next(self._ids)
             self._running[req_id] = (generation, index)
             generation.req_ids.append(req_id)
             if index not in generation._unfinished:  # it ended in another server
                 continue
             first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
-            is_open = one.group is not None
-            group = first if one.group is None else one.group
+            is_open = prompt_request.group is not None
+            group = first if prompt_request.group is None else prompt_request.group
             request = GenerateReq(
                 req_id,
                 prompt_ids,
-                one.params,
+                prompt_request.params,
                 arrived_s,
-                one.scheduling,
+                prompt_request.scheduling,
                 group,
                 is_group_open=is_open,
                 request_id=generation.log.request_id,
-                parent=None if one.parent is None else generation.parent_ids[one.parent],
+                parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
             )
             sent_ids = generation.sent_token_ids.get(index)
@@ -255,17 +255,17 @@ class HttpServerManager:
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
-            found = self._running.get(out.req_id)
-            if found is not None:  # else the caller has left
-                found[0].push(found[1], out)
+            entry = self._running.get(out.req_id)
+            if entry is not None:  # else the caller has left
+                entry[0].push(entry[1], out)
         for embedding in batch.embeddings:
-            found = self._running.get(embedding.req_id)
-            if found is not None:
-                found[0].push_embedding(found[1], embedding)
+            entry = self._running.get(embedding.req_id)
+            if entry is not None:
+                entry[0].push_embedding(entry[1], embedding)
         for failed in batch.failed:
-            found = self._running.get(failed.req_id)
-            if found is not None:
-                found[0].fail(error_from_status(failed.status, failed.message))
+            entry = self._running.get(failed.req_id)
+            if entry is not None:
+                entry[0].fail(error_from_status(failed.status, failed.message))
 
     def _close(self, req_id: int, is_finished: bool) -> None:
         del self._running[req_id]
@@ -352,7 +352,7 @@ class Generation:
     @property
     def _is_open(self) -> bool:
         """Whether other sequences may have these as parents."""
-        return any(one.group is not None for one in self.prompt_requests)
+        return any(req.group is not None for req in self.prompt_requests)
 
     async def collect(self) -> list[list[StrOut]]:
         """Start, wait for the end, and return all tokens of every sequence."""
@@ -366,16 +366,16 @@ class Generation:
     @property
     def grammars(self) -> list[GrammarSpec]:
         """Of its sequences that have one."""
-        given = (one.params.sampling.grammar for one in self.prompt_requests)
+        given = (req.params.sampling.grammar for req in self.prompt_requests)
         return [grammar for grammar in given if grammar is not None]
 
     def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
         """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
         if seeds is None:
-            given = [one.params.sampling.seed for one in self.prompt_requests]
+            given = [req.params.sampling.seed for req in self.prompt_requests]
             seeds = [random.getrandbits(63) if seed is None else seed for seed in given]
         pairs = zip(self.prompt_requests, seeds, strict=True)
-        self.prompt_requests = [replace(one, params=one.params.replace(seed=seed)) for one, seed in pairs]
+        self.prompt_requests = [replace(req, params=req.params.replace(seed=seed)) for req, seed in pairs]
         return list(seeds)
 
     def continue_after(self, outs: Sequence[tuple[int, StrOut]], age_s: float) -> None:

@@ -34,16 +34,16 @@ class RouterQueries:
         try:
             self._to_router.send(make_query(query_id))
             async with asyncio.timeout(timeout_s):
-                found = await reply
+                result = await reply
         except TimeoutError as error:
             raise UnavailableError(f"the router did not reply within {timeout_s:g} s") from error
         finally:
             del self._open[query_id]
-        if not isinstance(found, reply_type):
-            raise TypeError(f"the reply to a query must be {reply_type.__name__}, not {found!r}")
-        return found
+        if not isinstance(result, reply_type):
+            raise TypeError(f"the reply to a query must be {reply_type.__name__}, not {result!r}")
+        return result
 
     def resolve(self, reply: QueryReply) -> None:
-        found = self._open.get(reply.query_id)
-        if found is not None and not found.done():
-            found.set_result(reply)
+        future = self._open.get(reply.query_id)
+        if future is not None and not future.done():
+            future.set_result(reply)

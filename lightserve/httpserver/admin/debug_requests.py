@@ -43,8 +43,8 @@ def add_debug_requests(router: APIRouter, context: ServerContext) -> None:
     ) -> JSONResponse:
         """The last requests, newest first, without their events. An API key gets those that it has made."""
         owner = context.visible_owner(request)
-        found = await queries.ask(lambda query_id: GetTimelines(query_id, None, limit, owner), Timelines)
-        return JSONResponse({"requests": [summary(timeline) for timeline in found.timelines]})
+        reply = await queries.ask(lambda query_id: GetTimelines(query_id, None, limit, owner), Timelines)
+        return JSONResponse({"requests": [summary(timeline) for timeline in reply.timelines]})
 
     @router.get("/debug/requests/{request_id}")
     async def get_request(
@@ -52,13 +52,13 @@ def add_debug_requests(router: APIRouter, context: ServerContext) -> None:
     ) -> JSONResponse:
         """What happened to the sequences of one request, oldest first. The id is X-Request-Id or a response's id."""
         owner = context.visible_owner(request)
-        found = await queries.ask(lambda query_id: GetTimelines(query_id, request_id, MAX_SEQUENCES, owner), Timelines)
-        if not found.timelines:
+        reply = await queries.ask(lambda query_id: GetTimelines(query_id, request_id, MAX_SEQUENCES, owner), Timelines)
+        if not reply.timelines:
             raise RequestNotFoundError(
                 f"there is no recorded request {request_id[:100]!r}; --debug_requests sets how many are recorded",
                 "request_id",
             )
-        return JSONResponse({"sequences": [details(timeline) for timeline in reversed(found.timelines)]})
+        return JSONResponse({"sequences": [details(timeline) for timeline in reversed(reply.timelines)]})
 
 
 def summary(timeline: RequestTimeline) -> dict[str, Any]:

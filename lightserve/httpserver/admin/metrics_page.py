@@ -78,9 +78,11 @@ class MetricNames:
 
 
 NAMES = {
-    "lightserve": MetricNames("lightserve_", {one.name: one.name for one in METRICS} | former_names.METRICS, {}),
+    "lightserve": MetricNames(
+        "lightserve_", {metric.name: metric.name for metric in METRICS} | former_names.METRICS, {}
+    ),
     "vllm": MetricNames(
-        "vllm:", {one.name: one.name for one in METRICS if one.name not in _NOT_IN_VLLM}, {"engine": "0"}
+        "vllm:", {metric.name: metric.name for metric in METRICS if metric.name not in _NOT_IN_VLLM}, {"engine": "0"}
     ),
     "lightllm": MetricNames(
         "lightllm_",
@@ -111,7 +113,7 @@ NAMES = {
 class MetricsPage:
     def __init__(self, model_name: str, compat_names: list[str]) -> None:
         self._engine_up = _Series(ENGINE_UP, "lightserve_engine_up", _labels({"model_name": model_name}))
-        metrics = {one.name: one for one in (*METRICS, *DERIVED)}
+        metrics = {metric.name: metric for metric in (*METRICS, *DERIVED)}
         self._series = [
             _Series(metrics[ours], names.prefix + theirs, _labels({"model_name": model_name, **names.labels}))
             for names in (NAMES[server] for server in dict.fromkeys(["lightserve", *compat_names]))
@@ -123,7 +125,7 @@ class MetricsPage:
         parts = [*self._engine_up.text(MetricsSnapshot(values={ENGINE_UP.name: float(is_up)}))]
         if snapshot is not None:
             full = _with_derived(snapshot)
-            parts += [part for series in self._series for part in series.text(full)]
+            parts += [piece for series in self._series for piece in series.text(full)]
         return "".join(parts).encode()
 
 

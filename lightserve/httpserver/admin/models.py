@@ -35,8 +35,8 @@ def add_models(router: APIRouter, context: ServerContext) -> None:
 
 
 async def _adapter_card(context: ServerContext, name: str) -> dict[str, Any]:
-    found = {card.name: card.path for card in await context.manager.adapters()}
-    return _card(context, name, found.get(name), parent=context.model_name)
+    paths = {card.name: card.path for card in await context.manager.adapters()}
+    return _card(context, name, paths.get(name), parent=context.model_name)
 
 
 def _card(context: ServerContext, name: str, root: str | None = None, parent: str | None = None) -> dict[str, Any]:

@@ -37,7 +37,9 @@ class AbortBody(Body):
     @property
     def request_ids(self) -> list[str]:
         several = self.rid if isinstance(self.rid, list) else [self.rid]
-        return [str(one) for one in dict.fromkeys((self.request_id, *several)) if one not in (None, "")]
+        return [
+            str(request_id) for request_id in dict.fromkeys((self.request_id, *several)) if request_id not in (None, "")
+        ]
 
 
 def routes(context: ServerContext) -> APIRouter:

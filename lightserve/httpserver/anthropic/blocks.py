@@ -77,7 +77,7 @@ class DocumentBlock(Body):
     @property
     def text(self) -> str:
         parts = [self.title, self.context, _source_text(self.source)]
-        inside = PART_SEPARATOR.join([part for part in parts if part])
+        inside = PART_SEPARATOR.join([text for text in parts if text])
         return f"<document>\n{inside}\n</document>"
 
 
@@ -229,9 +229,9 @@ def server_result_text(block: ServerToolResultBlock) -> str:
 def referenced_tools(content: Any) -> Iterable[str]:
     """The names in the result of Anthropic's tool search."""
     references = content.get("tool_references") if isinstance(content, dict) else None
-    for one in references if isinstance(references, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("tool_name"), str):
-            yield one["tool_name"]
+    for reference in references if isinstance(references, list) else ():
+        if isinstance(reference, dict) and isinstance(reference.get("tool_name"), str):
+            yield reference["tool_name"]
 
 
 def _joined(values: Iterable[Any]) -> str:

@@ -53,7 +53,7 @@ def found_tools(messages: Sequence[Message]) -> set[str]:
     names: set[str] = set()
     for block in (block for message in messages for block in message.content):
         if isinstance(block, ToolResultBlock):
-            names.update(one.tool_name for one in block.content or () if isinstance(one, ToolReferenceBlock))
+            names.update(item.tool_name for item in block.content or () if isinstance(item, ToolReferenceBlock))
         elif isinstance(block, ServerToolResultBlock):
             names.update(referenced_tools(block.content))
     return names
@@ -75,7 +75,9 @@ class Conversation:
                 chat.append([message])
         if not chat:
             raise InvalidRequestError("messages: no content in any message", "messages")
-        return [row[0] if len(row) == 1 else _text(row[0]["role"], [one["content"] for one in row]) for row in chat]
+        return [
+            row[0] if len(row) == 1 else _text(row[0]["role"], [message["content"] for message in row]) for row in chat
+        ]
 
     def _chat_messages(self) -> Iterator[JsonObject]:
         if self.system:
@@ -113,10 +115,10 @@ class Conversation:
 
     def _result_text(self, block: ToolResultBlock) -> str:
         texts = [
-            loaded_text(one.tool_name, self._take_definition(one.tool_name))
-            if isinstance(one, ToolReferenceBlock)
-            else one.text
-            for one in block.content or ()
+            loaded_text(item.tool_name, self._take_definition(item.tool_name))
+            if isinstance(item, ToolReferenceBlock)
+            else item.text
+            for item in block.content or ()
         ]
         text = PART_SEPARATOR.join(texts)
         return error_text(text) if block.is_error else text

@@ -20,7 +20,7 @@ def json_text(value: Any, param: str, hidden: Collection[str] = ()) -> str:
 
 def _without(value: Any, hidden: Collection[str]) -> Any:
     if isinstance(value, list):
-        return [_without(one, hidden) for one in value]
+        return [_without(item, hidden) for item in value]
     if isinstance(value, dict):
-        return {name: _without(one, hidden) for name, one in value.items() if name not in hidden}
+        return {name: _without(item, hidden) for name, item in value.items() if name not in hidden}
     return value

@@ -27,7 +27,7 @@ class MessagesResponse(PartsResponse):
         self._delta_head = self._delta_tail = b""
 
     def body(self) -> JsonObject:
-        content = [_block(part, part.text) for part in self.parts]
+        content = [_block(output_part, output_part.text) for output_part in self.parts]
         usage = self._usage(self.log.output_tokens)
         return {**self._head, "content": content, **self._stop(), "usage": usage, **self._applied_edits()}
 
@@ -35,20 +35,24 @@ class MessagesResponse(PartsResponse):
         empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
         return [{"type": "message_start", "message": {**self._head, **empty}}, {"type": "ping"}]
 
-    def on_part_start(self, part: Part) -> Events:
-        delta = {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, DELTA_TEXT)}
+    def on_part_start(self, output_part: Part) -> Events:
+        delta = {
+            "type": "content_block_delta",
+            "index": output_part.index,
+            "delta": _delta(output_part.kind, DELTA_TEXT),
+        }
         self._delta_head, self._delta_tail = split_event(delta)
-        return [{"type": "content_block_start", "index": part.index, "content_block": _block(part, "")}]
+        return [{"type": "content_block_start", "index": output_part.index, "content_block": _block(output_part, "")}]
 
     def delta_event(self, text: str) -> bytes:
         return self._delta_head + orjson.dumps(text) + self._delta_tail
 
-    def on_part_end(self, part: Part) -> Events:
-        stop = {"type": "content_block_stop", "index": part.index}
-        if part.kind is not PartKind.REASONING:
+    def on_part_end(self, output_part: Part) -> Events:
+        stop = {"type": "content_block_stop", "index": output_part.index}
+        if output_part.kind is not PartKind.REASONING:
             return [stop]
-        signature = {"type": "signature_delta", "signature": _signature(part.text)}
-        return [{"type": "content_block_delta", "index": part.index, "delta": signature}, stop]
+        signature = {"type": "signature_delta", "signature": _signature(output_part.text)}
+        return [{"type": "content_block_delta", "index": output_part.index, "delta": signature}, stop]
 
     def on_end(self) -> Events:
         usage = self._usage(self.log.output_tokens)
@@ -64,12 +68,12 @@ class MessagesResponse(PartsResponse):
         return [anthropic_error(status_of(error), message, request_id)]
 
     def _stop(self) -> JsonObject:
-        found = None if self.finish is None else self.finish.stop_reason
+        stop_reason = None if self.finish is None else self.finish.stop_reason
         if self.is_truncated:
             reason = "model_context_window_exceeded" if self.is_clamped else "max_tokens"
             return {"stop_reason": reason, "stop_sequence": None}
-        if isinstance(found, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": found}
+        if isinstance(stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         return {"stop_reason": "tool_use" if self.has_calls else "end_turn", "stop_sequence": None}
 
     def _applied_edits(self) -> JsonObject:
@@ -87,14 +91,19 @@ class MessagesResponse(PartsResponse):
         }
 
 
-def _block(part: Part, text: str) -> JsonObject:
-    match part.kind:
+def _block(output_part: Part, text: str) -> JsonObject:
+    match output_part.kind:
         case PartKind.TEXT:
             return {"type": "text", "text": text}
         case PartKind.REASONING:
             return {"type": "thinking", "thinking": text, "signature": _signature(text)}
         case PartKind.CALL:
-            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_object(text)}
+            return {
+                "type": "tool_use",
+                "id": output_part.call_id,
+                "name": output_part.name,
+                "input": arguments_object(text),
+            }
 
 
 def _signature(thinking: str) -> str:

@@ -62,5 +62,5 @@ def _prompt_limit() -> Iterator[None]:
     try:
         yield
     except PromptTooLongError as error:
-        found = f"prompt is too long: {error.length} tokens > {error.limit} maximum"
-        raise InvalidRequestError(found, "messages") from error
+        message = f"prompt is too long: {error.length} tokens > {error.limit} maximum"
+        raise InvalidRequestError(message, "messages") from error

@@ -80,7 +80,7 @@ class CustomTool(Body):
     def function(self) -> JsonObject:
         given = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         if self.input_examples:
-            examples = "\n".join([json_text(one, "tools") for one in self.input_examples])
+            examples = "\n".join([json_text(example, "tools") for example in self.input_examples])
             given["description"] = f"{self.description or ''}\nExamples of input:\n{examples}".lstrip()
         return {**given, "parameters": self.input_schema}
 
@@ -138,8 +138,8 @@ class ToolChoice(Body):
     def _check_not_hosted(self, tools: Sequence[Tool]) -> None:
         hosted = {tool.name: tool.type for tool in tools if isinstance(tool, HostedTool) and tool.name is not None}
         if self.name in hosted:
-            found = f"tool_choice: only Anthropic's servers run {self.name[:100]!r} ({hosted[self.name]})"
-            raise InvalidRequestError(found, "tool_choice")
+            message = f"tool_choice: only Anthropic's servers run {self.name[:100]!r} ({hosted[self.name]})"
+            raise InvalidRequestError(message, "tool_choice")
 
 
 def hosted_tools(tools: Iterable[Tool]) -> list[str]:

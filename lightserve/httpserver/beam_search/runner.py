@@ -19,8 +19,8 @@ async def beam_search_outputs(
 ) -> list[list[StrOut]]:
     """The tokens of the best sequences: of the first prompt, best first, then of the next prompt."""
     prompts = [prompt_request.prompt_ids for prompt_request in prompt_requests]
-    found = await run_beam_search(context, prompts, params, log, prompt_requests[0].scheduling)
-    return [_outs(context, result, prompt_requests[0].params) for results in found for result in results]
+    prompt_results = await run_beam_search(context, prompts, params, log, prompt_requests[0].scheduling)
+    return [_outs(context, result, prompt_requests[0].params) for results in prompt_results for result in results]
 
 
 async def run_beam_search(
@@ -96,9 +96,9 @@ def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) 
     return [*(StrOut(0, "", Token(token_id)) for token_id in ids), end]
 
 
-def _record(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[BeamResult]]) -> None:
+def _record(log: AccessLog, first: Sequence[StrOut], prompt_results: Sequence[Sequence[BeamResult]]) -> None:
     """Count the tokens of the result. Each prompt was admitted with the first step."""
-    for out, results in zip(first, found, strict=True):
+    for out, results in zip(first, prompt_results, strict=True):
         if out.admission is not None:
             log.record_admission(out.admission, is_first_choice=True)
         for result in results:

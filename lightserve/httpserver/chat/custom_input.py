@@ -84,17 +84,17 @@ class CustomCallDecoder:
 
     def decode(self, deltas: list[Delta], is_end: bool) -> list[Delta]:
         """The same deltas. ``is_end``: the output has ended."""
-        found: list[Delta] = []
+        decoded: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, CallArguments) and self._input is not None:
                 self._arguments.append(delta.text)
-                self._add_input(self._input.push(delta.text), found)
+                self._add_input(self._input.push(delta.text), decoded)
             else:
-                self._end_call(found)
-                found.append(self._start_call(delta) if isinstance(delta, CallStart) else delta)
+                self._end_call(decoded)
+                decoded.append(self._start_call(delta) if isinstance(delta, CallStart) else delta)
         if is_end:
-            self._end_call(found)
-        return found
+            self._end_call(decoded)
+        return decoded
 
     def _start_call(self, start: CallStart) -> CallStart:
         if start.name not in self._names:
@@ -102,19 +102,19 @@ class CustomCallDecoder:
         self._index, self._input, self._arguments = start.index, CustomToolInput(), []
         return CallStart(start.index, start.id, start.name, is_custom=True)
 
-    def _end_call(self, found: list[Delta]) -> None:
+    def _end_call(self, decoded: list[Delta]) -> None:
         if self._input is not None:
-            self._add_input(self._input.finish("".join(self._arguments)), found)
+            self._add_input(self._input.finish("".join(self._arguments)), decoded)
             self._input = None
 
-    def _add_input(self, text: str, found: list[Delta]) -> None:
+    def _add_input(self, text: str, decoded: list[Delta]) -> None:
         if text:
-            found.append(CallArguments(self._index, text, is_custom=True))
+            decoded.append(CallArguments(self._index, text, is_custom=True))
 
 
 def _match(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.match(text)
-    return "" if found is None else found[0]
+    match = pattern.match(text)
+    return "" if match is None else match[0]
 
 
 def _decoded(string: str) -> str:
@@ -122,13 +122,13 @@ def _decoded(string: str) -> str:
     return _ESCAPE.sub(_unescape, string) if "\\" in string else string
 
 
-def _unescape(found: re.Match[str]) -> str:
-    high, low, single, other = found.groups()
+def _unescape(escape: re.Match[str]) -> str:
+    high, low, single, character = escape.groups()
     if high is not None:
         return (bytes.fromhex(high) + bytes.fromhex(low)).decode("utf-16-be")
     if single is not None:
         return bytes.fromhex(single).decode("utf-16-be", errors="replace")
-    return _ESCAPED.get(other, f"\\{other}")
+    return _ESCAPED.get(character, f"\\{character}")
 
 
 def _input_of(arguments: str) -> str:
@@ -139,5 +139,5 @@ def _input_of(arguments: str) -> str:
         return arguments
     if not isinstance(value, dict):
         return arguments
-    found = value.get(INPUT, next(iter(value.values())) if len(value) == 1 else None)
-    return found if isinstance(found, str) else arguments
+    argument = value.get(INPUT, next(iter(value.values())) if len(value) == 1 else None)
+    return argument if isinstance(argument, str) else arguments

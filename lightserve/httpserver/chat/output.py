@@ -110,13 +110,18 @@ class OutputPlan:
         A call that is forced is the whole output: then a grammar of the answer has no effect. Otherwise the model calls
         tools or answers by its grammar.
         """
-        own = list(self.body.grammars())
+        body_grammars = list(self.body.grammars())
         if self.tool_format is not None and self.body.forced_tools:
-            yield FORCED, partial(self._forced, self.tool_format, own)
+            yield FORCED, partial(self._forced, self.tool_format, body_grammars)
             return
-        for name, make in own:
+        for name, make in body_grammars:
             yield name, partial(self._call_or_answer, make)
-        if not own and self.tool_format is not None and can_constrain(self.tool_format) and self._has_strict_tools:
+        if (
+            not body_grammars
+            and self.tool_format is not None
+            and can_constrain(self.tool_format)
+            and self._has_strict_tools
+        ):
             yield STRICT, partial(self._call_or_text, self.tool_format)
 
     @property
@@ -141,8 +146,8 @@ class OutputPlan:
         tools = {name: schema if name in strict else ANY_OBJECT for name, schema in self.schemas.items()}
         return self._calls(tool_format, tools)
 
-    def _forced(self, tool_format: ToolFormat, own: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
-        for _, make in own:
+    def _forced(self, tool_format: ToolFormat, body_grammars: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
+        for _, make in body_grammars:
             make()  # raises the error of a malformed field
         tools = {tool.definition.name: self.schemas[tool.definition.name] for tool in self.body.forced_tools}
         calls = self._calls(tool_format, tools)
@@ -172,8 +177,8 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
 def check_tools(context: ServerContext, body: ChatBody) -> None:
     """Check before rendering: a chat template may ignore tools."""
     if body.offered_tools and output_formats(context).tools is None:
-        found = "tools: the chat template does not show how the model calls tools; set --tool_call_parser"
-        raise InvalidRequestError(found, "tools")
+        message = "tools: the chat template does not show how the model calls tools; set --tool_call_parser"
+        raise InvalidRequestError(message, "tools")
 
 
 async def chat_grammar(context: ServerContext, output: OutputPlan) -> GrammarSpec | None:

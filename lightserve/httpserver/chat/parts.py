@@ -80,7 +80,7 @@ class PartsResponse(EventWriter, ABC):
 
     @property
     def has_calls(self) -> bool:
-        return any(part.kind is PartKind.CALL for part in self.parts)
+        return any(output_part.kind is PartKind.CALL for output_part in self.parts)
 
     @property
     def is_truncated(self) -> bool:
@@ -94,7 +94,7 @@ class PartsResponse(EventWriter, ABC):
     def on_start(self) -> Events: ...
 
     @abstractmethod
-    def on_part_start(self, part: Part) -> Events: ...
+    def on_part_start(self, output_part: Part) -> Events: ...
 
     @abstractmethod
     def delta_event(self, text: str) -> bytes:
@@ -102,7 +102,7 @@ class PartsResponse(EventWriter, ABC):
         see ``split_event``. It is called for nearly every token."""
 
     @abstractmethod
-    def on_part_end(self, part: Part) -> Events: ...
+    def on_part_end(self, output_part: Part) -> Events: ...
 
     @abstractmethod
     def on_end(self) -> Events: ...
@@ -139,18 +139,18 @@ class PartsResponse(EventWriter, ABC):
         """Start the part that a delta belongs to. The arguments of a call always follow its start."""
         self._end_part(events)
         if isinstance(delta, CallStart):
-            part = Part(len(self.parts), PartKind.CALL, delta.id, delta.name)
+            output_part = Part(len(self.parts), PartKind.CALL, delta.id, delta.name)
         else:
-            part = Part(len(self.parts), _KINDS[type(delta)])
-        self._open, self._pieces, self._open_type = part, part.pieces, _DELTAS[part.kind]
-        self.parts.append(part)
-        events += encoded(self.on_part_start(part))
+            output_part = Part(len(self.parts), _KINDS[type(delta)])
+        self._open, self._pieces, self._open_type = output_part, output_part.pieces, _DELTAS[output_part.kind]
+        self.parts.append(output_part)
+        events += encoded(self.on_part_start(output_part))
 
     def _end_part(self, events: list[bytes]) -> None:
-        part, self._open, self._open_type = self._open, None, None
-        if part is not None:
-            part.is_complete = not self.is_truncated
-            events += encoded(self.on_part_end(part))
+        output_part, self._open, self._open_type = self._open, None, None
+        if output_part is not None:
+            output_part.is_complete = not self.is_truncated
+            events += encoded(self.on_part_end(output_part))
 
 
 async def respond_in_parts(

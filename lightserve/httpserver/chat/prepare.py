@@ -46,4 +46,4 @@ async def prepare_chat(
     grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
-    return PreparedChat([output.apply(one) for one in prompt_requests], output, log)
+    return PreparedChat([output.apply(prompt_request) for prompt_request in prompt_requests], output, log)

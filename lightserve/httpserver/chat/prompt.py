@@ -88,7 +88,7 @@ def _prompt_before_output(context: ServerContext, body: ChatBody) -> str:
 def _first_difference(before: str, prompt: str) -> int:
     if prompt.startswith(before):
         return len(before)
-    return next((i for i, (one, other) in enumerate(zip(before, prompt, strict=False)) if one != other), len(prompt))
+    return next((i for i, (left, right) in enumerate(zip(before, prompt, strict=False)) if left != right), len(prompt))
 
 
 def _is_long(body: ChatBody) -> bool:
@@ -178,7 +178,9 @@ def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
 def _check_arguments(body: ChatBody) -> None:
     """Tool arguments are JSON inside JSON, which the size check of the body did not count."""
     functions = [call.called for message in body.messages for call in message.tool_calls or ()]
-    check_json_size("".join([one.arguments for one in functions if isinstance(one.arguments, str)]).encode())
+    check_json_size(
+        "".join([function.arguments for function in functions if isinstance(function.arguments, str)]).encode()
+    )
 
 
 def _append_end_mark(message: dict[str, Any]) -> None:

@@ -53,13 +53,13 @@ def _join_parts(value: Any) -> Any:
     return PART_SEPARATOR.join(map(_part_text, value))
 
 
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+def _part_text(content_part: Any) -> str:
+    kind = content_part.get("type") if isinstance(content_part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
         raise TextOnlyError(f"a message part of type {kind!r}", "messages")
-    if kind != "text" or not isinstance(part.get("text"), str):
+    if kind != "text" or not isinstance(content_part.get("text"), str):
         raise PydanticCustomError("part", "a part must have the type 'text' and a string as text")
-    text: str = part["text"]
+    text: str = content_part["text"]
     return text
 
 
@@ -170,8 +170,8 @@ class ChatBody(GenerationBody, TemplateFields):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs: only with logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
-            found = "continue_final_message and add_generation_prompt exclude each other"
-            raise InvalidRequestError(found, "continue_final_message")
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequestError(message, "continue_final_message")
         self._check_tools()
         return self
 
@@ -188,5 +188,5 @@ class ChatBody(GenerationBody, TemplateFields):
     def _check_allowed(self, allowed: list[str], known: list[str]) -> None:
         unknown = [name for name in allowed if name not in known]
         if unknown or not allowed:
-            found = f"{unknown[0][:100]!r} is not in tools" if unknown else "no tool is allowed"
-            raise InvalidRequestError(f"tool_choice: {found}", "tool_choice")
+            problem = f"{unknown[0][:100]!r} is not in tools" if unknown else "no tool is allowed"
+            raise InvalidRequestError(f"tool_choice: {problem}", "tool_choice")

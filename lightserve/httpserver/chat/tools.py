@@ -108,9 +108,9 @@ class Tool(Body):
     @cached_property
     def definition(self) -> ToolFunction:
         """The function that the model gets."""
-        found = self.custom.as_function() if self.is_custom and self.custom is not None else self.function
-        assert found is not None  # required_for
-        return found
+        function = self.custom.as_function() if self.is_custom and self.custom is not None else self.function
+        assert function is not None  # required_for
+        return function
 
 
 class NamedTool(Body):

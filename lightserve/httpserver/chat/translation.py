@@ -90,11 +90,11 @@ class TextOrParts:
     def _join(self, value: Any) -> Any:
         return PART_SEPARATOR.join(map(self._text_of, value)) if isinstance(value, list) else value
 
-    def _text_of(self, part: Any) -> str:
-        kind = part.get("type") if isinstance(part, dict) else None
+    def _text_of(self, content_part: Any) -> str:
+        kind = content_part.get("type") if isinstance(content_part, dict) else None
         if isinstance(kind, str) and kind in self.media:
             raise TextOnlyError(f"a part of type {kind!r}", self.param)
-        text = part.get(self.kinds[kind]) if isinstance(kind, str) and kind in self.kinds else None
+        text = content_part.get(self.kinds[kind]) if isinstance(kind, str) and kind in self.kinds else None
         if not isinstance(text, str):
             raise PydanticCustomError("part", f"a part must have a text and one of the types {', '.join(self.kinds)}")
         return text

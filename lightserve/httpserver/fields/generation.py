@@ -200,8 +200,8 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
             name = self.new_tokens_field
             raise InvalidRequestError(f"{name}: 0 needs echo or prompt_logprobs", name)
         if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
-            found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
-            raise InvalidRequestError(found, "min_tokens")
+            message = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
+            raise InvalidRequestError(message, "min_tokens")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequestError(
                 "truncate_prompt_tokens: 0 is not allowed; give a positive number or -1", "truncate_prompt_tokens"

@@ -181,9 +181,9 @@ def _of_tag(tag: Schema) -> GrammarSpec:
 def _object(value: Any) -> dict[str, Any]:
     """A JSON object, given as an object or as its text."""
     try:
-        found = orjson.loads(value) if isinstance(value, str) else value
+        parsed = orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"this is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise InvalidRequestError("it must be a JSON object")
-    return found
+    return parsed

@@ -66,8 +66,8 @@ def build_prompt_requests(
         if body.new_tokens is None and default_new_tokens is not None:
             new_tokens = min(new_tokens, default_new_tokens)
         if (body.min_tokens or 0) > new_tokens:
-            found = f"min_tokens={body.min_tokens}: only {new_tokens} can be generated"
-            raise InvalidRequestError(found, "min_tokens")
+            message = f"min_tokens={body.min_tokens}: only {new_tokens} can be generated"
+            raise InvalidRequestError(message, "min_tokens")
         # the engine generates at least one token; with max_tokens=0 it is not shown
         prompt_requests.append(
             PromptRequest(ids, GenerationParams.of(max_new_tokens=max(new_tokens, 1), **fields), scheduling)

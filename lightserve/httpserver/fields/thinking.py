@@ -32,8 +32,8 @@ class ThinkingFields(Body):
             return None
         if thinking is None:
             name = next(iter(limits))
-            found = f"{name}: the chat template does not show how the model reasons; set --reasoning_parser"
-            raise InvalidRequestError(found, name)
+            message = f"{name}: the chat template does not show how the model reasons; set --reasoning_parser"
+            raise InvalidRequestError(message, name)
         tags = thinking.reasoning_format
         end_ids = tuple(context.tokenizer.encode(tags.end, add_special_tokens=False))
         return ThinkingLimit(min(limits.values()), tags.begin, tags.end, end_ids, thinking.is_begun)

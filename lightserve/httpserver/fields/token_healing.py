@@ -31,7 +31,7 @@ async def heal(context: ServerContext, prompt_request: PromptRequest) -> PromptR
     count = tokens_to_remove(context.tokenizer, prompt_request.prompt_ids)
     if count == 0:
         return prompt_request
-    kept, removed = prompt_request.prompt_ids[:-count], prompt_request.prompt_ids[-count:]
+    remaining, removed = prompt_request.prompt_ids[:-count], prompt_request.prompt_ids[-count:]
     spec = GrammarSpec("prefix", _bytes(context.tokenizer, removed).decode())
     await context.grammars.check(context.tokenizer, spec)
     params = prompt_request.params.replace(
@@ -39,7 +39,7 @@ async def heal(context: ServerContext, prompt_request: PromptRequest) -> PromptR
         grammar=spec,
         hidden_chars=len(_shown(context.tokenizer, removed)),
     )
-    return replace(prompt_request, prompt_ids=kept, params=params)
+    return replace(prompt_request, prompt_ids=remaining, params=params)
 
 
 def tokens_to_remove(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> int:

@@ -83,8 +83,10 @@ def schema_of(body: dict[str, Any], default: Schema) -> Schema:
     if body.get("multimodal_params") is not None:
         lightllm |= {"multimodal_params"}
     if lightllm and tgi - WORKS_IN_BOTH:
-        one, other = min(lightllm), min(tgi - WORKS_IN_BOTH)
-        raise InvalidRequestError(f"{one} belongs to LightLLM's schema and {other} to TGI's: use one of the two")
+        lightllm_name, tgi_name = min(lightllm), min(tgi - WORKS_IN_BOTH)
+        raise InvalidRequestError(
+            f"{lightllm_name} belongs to LightLLM's schema and {tgi_name} to TGI's: use one of the two"
+        )
     if lightllm:
         return Schema.LIGHTLLM
     return Schema.TGI if tgi else default

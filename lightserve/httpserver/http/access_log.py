@@ -86,12 +86,12 @@ class AccessLog:
         log.arrived_s, log.owner = self.arrived_s, self.owner
         return log
 
-    def add(self, other: AccessLog) -> None:
+    def add(self, copy: AccessLog) -> None:
         """Count what a silent copy has counted."""
-        self.cached_tokens += other.cached_tokens
-        self.queue_s = max(self.queue_s, other.queue_s)
-        self.first_token_s = other.first_token_s if self.first_token_s is None else self.first_token_s
-        self._finish_reasons += other._finish_reasons
+        self.cached_tokens += copy.cached_tokens
+        self.queue_s = max(self.queue_s, copy.queue_s)
+        self.first_token_s = copy.first_token_s if self.first_token_s is None else self.first_token_s
+        self._finish_reasons += copy._finish_reasons
 
     @property
     def output_tokens(self) -> int:

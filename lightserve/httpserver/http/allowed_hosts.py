@@ -35,8 +35,8 @@ class AllowedHosts:
         name = _plain(host.decode("latin-1"))
         if name in self._names or name.endswith(self._endings) or _is_address(name):
             return
-        found = f"{name[:MAX_SHOWN]!r} is not a name of this server; --allowed_hosts adds names, * allows all"
-        raise ForbiddenError(f"the header Host: {found}")
+        problem = f"{name[:MAX_SHOWN]!r} is not a name of this server; --allowed_hosts adds names, * allows all"
+        raise ForbiddenError(f"the header Host: {problem}")
 
 
 def allowed_hosts(listening: str, names: Sequence[str]) -> AllowedHosts:

@@ -70,7 +70,9 @@ class ErrorFormat:
 
 def format_of(formats: Sequence[ErrorFormat], path: str) -> ErrorFormat | None:
     """The registered format of a path; None: the default."""
-    return next((one for one in formats if path == one.path or path.startswith(f"{one.path}/")), None)
+    return next(
+        (candidate for candidate in formats if path == candidate.path or path.startswith(f"{candidate.path}/")), None
+    )
 
 
 def error_object(error: Exception, request_id: str | None = None) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:])  # the first part says where: path, query
+        param = ".".join(str(key) for key in first["loc"][1:])  # the first key says where: path, query
         message = request.state.record.reason = f"{param}: {first['msg']}"
         return JSONResponse(_object(400, message, param, None), 400)
 

@@ -45,8 +45,8 @@ class ApiKeys:
         if not self.of_clients and not self.of_admins:
             return ""
         given = key_digests(headers)
-        found = self.of_clients.find(given) or self.of_admins.find(given)
-        return "" if found is None else found.hex()
+        digest = self.of_clients.find(given) or self.of_admins.find(given)
+        return "" if digest is None else digest.hex()
 
     def sees_all(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request may see and abort those of all clients: with an admin key, or if clients have no keys."""
@@ -67,7 +67,7 @@ class KeyDigests:
 
     def find(self, given: Sequence[bytes]) -> bytes | None:
         """The first of the given digests that is one of these; None: there is none."""
-        equal = [one for one in given for known in self._digests if hmac.compare_digest(one, known)]
+        equal = [digest for digest in given for known in self._digests if hmac.compare_digest(digest, known)]
         return equal[0] if equal else None
 
 

@@ -36,5 +36,5 @@ def _nearest(path: str, known: Sequence[str]) -> str | None:
     near = difflib.get_close_matches(plain, known, n=1, cutoff=CUTOFF)
     if near:
         return near[0]
-    longer = [one for one in known if one.startswith(f"{plain}/")]
+    longer = [candidate for candidate in known if candidate.startswith(f"{plain}/")]
     return longer[0] if len(longer) == 1 else None

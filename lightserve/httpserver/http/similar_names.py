@@ -16,16 +16,16 @@ def similar_name(name: str, known: Sequence[str]) -> str | None:
     if len(name) > MAX_LENGTH:
         return None
     plain, letters = _plain(name), _letters(name)
-    known = [one for one in known if _may_be_similar(name, one)]
-    same = [one for one in known if _plain(one) == plain or _letters(one) == letters]
+    known = [candidate for candidate in known if _may_be_similar(name, candidate)]
+    same = [candidate for candidate in known if _plain(candidate) == plain or _letters(candidate) == letters]
     near = same or difflib.get_close_matches(name, known, n=1, cutoff=CUTOFF)
     return near[0] if near else None
 
 
-def _may_be_similar(one: str, other: str) -> bool:
+def _may_be_similar(name: str, candidate: str) -> bool:
     """A quick check of the lengths: difflib takes 10 us for a pair. A minimum is not a maximum."""
-    is_near = 2 * min(len(one), len(other)) >= (CUTOFF - SEPARATORS) * (len(one) + len(other))
-    return is_near and {one[:3], other[:3]} != {"min", "max"}
+    is_near = 2 * min(len(name), len(candidate)) >= (CUTOFF - SEPARATORS) * (len(name) + len(candidate))
+    return is_near and {name[:3], candidate[:3]} != {"min", "max"}
 
 
 def printable_name(name: str) -> str:

@@ -67,28 +67,28 @@ class UnknownFields:
         if self._is_new("role", role):
             logger.warning("messages of the unusual role %r go to the chat template as they are (logged once)", role)
 
-    def _is_new(self, place: str, spelling: str) -> bool:
+    def _is_new(self, category: str, spelling: str) -> bool:
         """Whether to log it. Clients choose the spellings: the log has no more of them than it remembers."""
-        if len(self._logged) >= MAX_LOGGED or (place, spelling) in self._logged:
+        if len(self._logged) >= MAX_LOGGED or (category, spelling) in self._logged:
             return False
-        self._logged.add((place, spelling))
+        self._logged.add((category, spelling))
         return True
 
 
 def near_misses(body: Body) -> list[NearMiss]:
-    found: list[NearMiss] = []
+    misses: list[NearMiss] = []
     for path, model, name in islice(_unknown_names(body), MAX_NAMES):
         nearest = nearest_field(model, name) if len(name) <= MAX_LENGTH else None  # its cache would keep a long name
         if nearest is not None:
-            found.append(NearMiss(f"{path}{printable_name(name)}", f"{path}{nearest}"))
-    return found[:MAX_REPORTED]
+            misses.append(NearMiss(f"{path}{printable_name(name)}", f"{path}{nearest}"))
+    return misses[:MAX_REPORTED]
 
 
 def _unknown_names(body: Body) -> Iterator[tuple[str, type[Body], str]]:
-    for path, one in _objects(body, ""):
-        extra = one.model_extra
+    for path, body_object in _objects(body, ""):
+        extra = body_object.model_extra
         if extra:
-            yield from ((path, type(one), name) for name, value in extra.items() if value is not None)
+            yield from ((path, type(body_object), name) for name, value in extra.items() if value is not None)
 
 
 def _objects(body: Body, path: str) -> Iterator[tuple[str, Body]]:
@@ -121,8 +121,8 @@ def nearest_field(model: type[Body], name: str) -> str | None:
 @lru_cache(maxsize=256)
 def _paths(model: type[Body]) -> dict[str, str]:
     """The path of every known name."""
-    paths = _inner_fields(model) | {own: own for own in (*sorted(model.other_fields), *_names(model))}
-    maximum = next((paths[one] for one in MAXIMUM_NAMES if one in paths), None)
+    paths = _inner_fields(model) | {name: name for name in (*sorted(model.other_fields), *_names(model))}
+    maximum = next((paths[name] for name in MAXIMUM_NAMES if name in paths), None)
     return paths if maximum is None else dict.fromkeys(MAXIMUM_NAMES, maximum) | paths
 
 
@@ -132,9 +132,9 @@ def _names(model: type[Body]) -> list[str]:
 
 def _inner_fields(model: type[Body]) -> dict[str, str]:
     """The path of each field of an inner object: clients forget the object around it."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for outer in INNER_OBJECTS & model.model_fields.keys():
         for inner in get_args(model.model_fields[outer].annotation):
             if issubclass(inner, Body):
-                found |= {name: f"{outer}.{name}" for name in _names(inner)}
-    return found
+                paths |= {name: f"{outer}.{name}" for name in _names(inner)}
+    return paths

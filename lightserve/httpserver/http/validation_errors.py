@@ -32,12 +32,12 @@ JSON_TYPES = {
 def invalid_request(error: ValidationError, value: Any) -> InvalidRequestError:
     """The error of the first wrong field. ``value`` is the body."""
     details = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_ERRORS]
-    paths = [_path(value, one) for one in details]
+    paths = [_path(value, detail) for detail in details]
     # a field of several types has an error for each type: the deepest path is of the type that fits best
     deepest = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
-    chosen = [one for one, path in zip(details, paths, strict=True) if path == deepest]
+    chosen = [detail for detail, path in zip(details, paths, strict=True) if path == deepest]
     param = ".".join(map(str, deepest))[:MAX_PARAM_LENGTH]
-    kinds = [one["type"] for one in chosen]
+    kinds = [detail["type"] for detail in chosen]
     message = _too_large(value, deepest, kinds) or _joined(chosen) + _found(value, deepest, kinds)
     return InvalidRequestError(f"{param}: {message}" if param else message, param or None)
 
@@ -45,24 +45,24 @@ def invalid_request(error: ValidationError, value: Any) -> InvalidRequestError:
 def _path(value: Any, details: ErrorDetails) -> list[int | str]:
     """The keys and indices of the wrong field. pydantic adds the names of types where there are several."""
     path: list[int | str] = []
-    for part in details["loc"]:
-        if _has(value, part):
-            value = value[part]
-            path.append(part)
+    for key in details["loc"]:
+        if _has(value, key):
+            value = value[key]
+            path.append(key)
     if details["type"] == "missing":
         path.append(details["loc"][-1])
     return path
 
 
-def _has(value: Any, part: int | str) -> bool:
+def _has(value: Any, key: int | str) -> bool:
     if isinstance(value, dict):
-        return part in value
-    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+        return key in value
+    return isinstance(value, list) and isinstance(key, int) and key < len(value)
 
 
 def _joined(details: Iterable[ErrorDetails]) -> str:
-    first, *others = dict.fromkeys(MESSAGES.get(one["type"], one["msg"]) for one in details)
-    return " or ".join([first, *(other.removeprefix(EXPECTED) for other in others)])
+    first, *others = dict.fromkeys(MESSAGES.get(detail["type"], detail["msg"]) for detail in details)
+    return " or ".join([first, *(message.removeprefix(EXPECTED) for message in others)])
 
 
 def _found(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
@@ -76,15 +76,15 @@ def _found(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
 
 def _too_large(value: Any, path: Sequence[int | str], kinds: Sequence[str]) -> str:
     """The message for an integer of more than 64 bits: the parser makes it a float."""
-    found = _at(value, path) if "int_type" in kinds else None
-    if not isinstance(found, float) or abs(found) < 2**63:
+    wrong_value = _at(value, path) if "int_type" in kinds else None
+    if not isinstance(wrong_value, float) or abs(wrong_value) < 2**63:
         return ""
-    return EXPECTED + (f"greater than or equal to {-(2**63)}" if found < 0 else f"less than {2**63}")
+    return EXPECTED + (f"greater than or equal to {-(2**63)}" if wrong_value < 0 else f"less than {2**63}")
 
 
 def _at(value: Any, path: Sequence[int | str]) -> Any:
-    for part in path:
-        value = value[part]
+    for key in path:
+        value = value[key]
     return value
 
 

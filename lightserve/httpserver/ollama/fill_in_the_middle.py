@@ -24,12 +24,12 @@ KNOWN = (
 
 def fill_tokens(tokenizer: Tokenizer) -> FillTokens | None:
     """The tokens of the model; None: it has none."""
-    return next((one for one in KNOWN if all(tokenizer.token_to_id(token) is not None for token in one)), None)
+    return next((tokens for tokens in KNOWN if all(tokenizer.token_to_id(token) is not None for token in tokens)), None)
 
 
 def fill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     tokens = fill_tokens(tokenizer)
     if tokens is None:
-        found = "suffix: the model does not support insert: it has no tokens for the middle of a text"
-        raise InvalidRequestError(found, "suffix")
+        message = "suffix: the model does not support insert: it has no tokens for the middle of a text"
+        raise InvalidRequestError(message, "suffix")
     return f"{tokens.before_prefix}{prefix}{tokens.before_suffix}{suffix}{tokens.before_middle}"

@@ -194,8 +194,8 @@ def _message(message: Message, ids: ToolIds) -> JsonObject:
         for call in message.tool_calls or ()
     ]
     content_or_none = message.content or (None if calls else "")
-    found: JsonObject = {"role": message.role, "content": content_or_none, "reasoning_content": message.thinking}
-    return found | ({"tool_calls": calls} if calls else {})
+    chat_message: JsonObject = {"role": message.role, "content": content_or_none, "reasoning_content": message.thinking}
+    return chat_message | ({"tool_calls": calls} if calls else {})
 
 
 def _function(function: CallFunction) -> JsonObject:

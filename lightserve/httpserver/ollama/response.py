@@ -258,8 +258,8 @@ def token_logprobs(tokenizer: Tokenizer, k: int) -> Callable[[StrOut], JsonObjec
 
     def entry(token_id: int, logprob: float | None) -> JsonObject:
         data = token_bytes(token_id)
-        found = finite_logprob(float("-inf") if logprob is None else logprob)
-        return {"token": data.decode(errors="replace"), "logprob": found, "bytes": list(data)}
+        shown_logprob = finite_logprob(float("-inf") if logprob is None else logprob)
+        return {"token": data.decode(errors="replace"), "logprob": shown_logprob, "bytes": list(data)}
 
     def of_token(out: StrOut) -> JsonObject:
         top = [entry(token_id, logprob) for token_id, logprob in (out.token.top_logprobs or ())[:k]]

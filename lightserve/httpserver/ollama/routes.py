@@ -51,8 +51,8 @@ def routes(context: ServerContext) -> APIRouter:
         refuse_unsupported(body)
         if not body.messages:
             return _loaded(context, CHAT, name)
-        own = _with_adapter(context, chat_of(body), name)
-        prepared = await prepare_chat(context, request, own, body.top_k_logprobs)
+        chat_body = _with_adapter(context, chat_of(body), name)
+        prepared = await prepare_chat(context, request, chat_body, body.top_k_logprobs)
         spec = OutputSpec(CHAT, name, _parser(prepared), _logprobs(context, body))
         generation = context.manager.generate(prepared.prompt_requests, prepared.log)
         return await respond(request, body.is_stream, generation, spec)

@@ -21,11 +21,11 @@ class ToolIds:
         by_name = [call for call in self._open if call[0] == name]
         if given and not by_id:
             return given
-        found = next(iter(by_id or by_name or self._open), None)
-        if found is None:
+        call = next(iter(by_id or by_name or self._open), None)
+        if call is None:
             return self._next()
-        self._open.remove(found)
-        return found[1]
+        self._open.remove(call)
+        return call[1]
 
     def _next(self) -> str:
         self._count += 1

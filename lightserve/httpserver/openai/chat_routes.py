@@ -53,7 +53,9 @@ def routes(context: ServerContext) -> APIRouter:
             else lambda _: chat_logprobs(context.tokenizer, k, bool(body.return_tokens_as_token_ids)),
             new_parser=None if chat.output.is_plain else chat.output.new_parser,
             prompt_logprobs=_prompt_logprobs(context, body, chat),
-            prompt_token_ids=[one.prompt_ids for one in chat.prompt_requests] if body.return_token_ids else (),
+            prompt_token_ids=[prompt_request.prompt_ids for prompt_request in chat.prompt_requests]
+            if body.return_token_ids
+            else (),
             is_prompt_only=body.is_prompt_only,
         )
         if body.beam_width is not None:
@@ -68,4 +70,7 @@ def _prompt_logprobs(context: ServerContext, body: ChatBody, chat: PreparedChat)
     k = body.prompt_logprobs
     if k is None:
         return []
-    return [PromptLogprobsWriter(context.tokenizer, one.prompt_ids, field_k=k) for one in chat.prompt_requests]
+    return [
+        PromptLogprobsWriter(context.tokenizer, prompt_request.prompt_ids, field_k=k)
+        for prompt_request in chat.prompt_requests
+    ]

@@ -64,6 +64,6 @@ class CompletionBody(GenerationBody):
         if self.best_of is not None and self.best_of < self.choices:
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.choices}", "best_of")
         if self.stream and self.candidates > self.choices:
-            found = f"best_of={self.best_of}: a stream returns every output; set stream to false, or best_of to n"
-            raise InvalidRequestError(found, "best_of")
+            message = f"best_of={self.best_of}: a stream returns every output; set stream to false, or best_of to n"
+            raise InvalidRequestError(message, "best_of")
         return self

@@ -64,11 +64,11 @@ def routes(context: ServerContext) -> APIRouter:
             context, body, prompts, _engine_logprobs(body), DEFAULT_NEW_TOKENS, grammar
         )
         echoes = [_echo(context, body, *pair) for pair in zip(body.prompt, prompt_requests, strict=True)]
-        shown_ids = [one.prompt_ids for one in prompt_requests] if body.return_token_ids else ()
+        shown_ids = [prompt_request.prompt_ids for prompt_request in prompt_requests] if body.return_token_ids else ()
         if body.token_healing:
             _check_healing(body)
-            prompt_requests = [await heal(context, one) for one in prompt_requests]
-        log.prompt_tokens = sum(len(one.prompt_ids) for one in prompt_requests)
+            prompt_requests = [await heal(context, prompt_request) for prompt_request in prompt_requests]
+        log.prompt_tokens = sum(len(prompt_request.prompt_ids) for prompt_request in prompt_requests)
         log.counts_output = not body.is_prompt_only
         spec = ResponseSpec(
             endpoint=COMPLETION,
@@ -76,7 +76,7 @@ def routes(context: ServerContext) -> APIRouter:
             model=context.shown_model(body.model),
             n=body.choices,
             echoes=[echo for echo in echoes for _ in range(body.choices)],
-            hidden_chars=[one.params.text.hidden_chars for one in prompt_requests],
+            hidden_chars=[prompt_request.params.text.hidden_chars for prompt_request in prompt_requests],
             new_logprobs=_new_logprobs(context, body),
             prompt_logprobs=_prompt_logprobs(context, body, prompt_requests, echoes),
             prompt_token_ids=shown_ids,
@@ -128,7 +128,10 @@ def _prompt_logprobs(
     tokenizer, field_k, echo_k = context.tokenizer, body.prompt_logprobs, body.echo_top_logprobs
     pairs = zip(prompt_requests, echoes, strict=True)
     shows_ids = bool(body.return_tokens_as_token_ids)
-    return [PromptLogprobsWriter(tokenizer, one.prompt_ids, echo, field_k, echo_k, shows_ids) for one, echo in pairs]
+    return [
+        PromptLogprobsWriter(tokenizer, prompt_request.prompt_ids, echo, field_k, echo_k, shows_ids)
+        for prompt_request, echo in pairs
+    ]
 
 
 def _new_logprobs(context: ServerContext, body: CompletionBody) -> partial[CompletionLogprobs] | None:

@@ -20,11 +20,11 @@ COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")  # of a co
 def concatenated(parts: Iterable[Logprobs]) -> Logprobs | None:
     """The logprobs of several tokens as one object; None: there are none."""
     whole: Logprobs | None = None
-    for part in parts:
+    for logprobs in parts:
         if whole is None:
-            whole = {name: value and list(value) for name, value in part.items()}
+            whole = {name: value and list(value) for name, value in logprobs.items()}
             continue
-        for name, value in part.items():
+        for name, value in logprobs.items():
             if value is not None:
                 whole[name] += value
     return whole
@@ -66,14 +66,14 @@ class CompletionLogprobs:
         parts = self._parts(out.token.id, _or_minus_inf(out.token.logprob), out.token.top_logprobs or ())
         if out.token.id not in self._skipped:
             self._advance(self._token_bytes(out.token.id))
-        return {name: [part] for name, part in zip(COLUMNS, parts, strict=True)}
+        return {name: [value] for name, value in zip(COLUMNS, parts, strict=True)}
 
     def of_prompt(self, tokens: Iterable[PromptToken], echo: str) -> Logprobs:
         """Of a prompt whose text is ``echo``; its first token has no logprob."""
         whole: Logprobs = {name: [] for name in COLUMNS}
         for token_id, logprob, _, top in tokens:
-            for name, part in zip(COLUMNS, self._parts(token_id, logprob, top), strict=True):
-                whole[name].append(part)
+            for name, value in zip(COLUMNS, self._parts(token_id, logprob, top), strict=True):
+                whole[name].append(value)
             self._advance(self._shown_bytes(token_id, echo))
         return whole
 
@@ -85,8 +85,8 @@ class CompletionLogprobs:
         shown = {
             text: finite_logprob(logprob)
         }  # OpenAI adds the sampled token to the alternatives; vLLM writes it first
-        for other, value in islice(top, self._k):
-            shown.setdefault(self._text(other), finite_logprob(value))
+        for alternative_id, value in islice(top, self._k):
+            shown.setdefault(self._text(alternative_id), finite_logprob(value))
         return self._offset, shown[text], text, shown
 
     def _shown_bytes(self, token_id: int, echo: str) -> bytes:

@@ -166,7 +166,7 @@ def best_choices(choices: Sequence[Choice], candidates: int, n: int) -> Sequence
     if n == candidates:
         return choices
     groups = (choices[start : start + candidates] for start in range(0, len(choices), candidates))
-    return [one for group in groups for one in sorted(group, key=lambda c: c.mean_logprob, reverse=True)[:n]]
+    return [choice for group in groups for choice in sorted(group, key=lambda c: c.mean_logprob, reverse=True)[:n]]
 
 
 def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog) -> JsonObject:

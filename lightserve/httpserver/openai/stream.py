@@ -108,8 +108,8 @@ class ChunkWriter(EventWriter):
         spec, endpoint = self._spec, self._spec.endpoint
         self._unopened.discard(index)
         first = endpoint.first(spec.echoes[index])
-        found = spec.prompt_fields(index, out.token.prompt_logprobs)
-        of_prompt = {name: value for name, value in found.items() if value is not None}
+        prompt_fields = spec.prompt_fields(index, out.token.prompt_logprobs)
+        of_prompt = {name: value for name, value in prompt_fields.items() if value is not None}
         if not endpoint.has_prompt_fields_in_choice:
             top_level = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
             return self._chunk(index, first, top_level)

@@ -51,7 +51,7 @@ def _texts(value: Any) -> list[str]:
 
 def _documents(value: Any) -> list[str]:
     """Texts, or Cohere's and Jina's objects with a field text."""
-    texts = [one.get("text") if isinstance(one, dict) else one for one in value] if isinstance(value, list) else value
+    texts = [doc.get("text") if isinstance(doc, dict) else doc for doc in value] if isinstance(value, list) else value
     return _texts(texts)
 
 
@@ -139,7 +139,7 @@ def _predict_inputs(value: Any) -> tuple[bool, list[list[str]]]:
     """Whether there is one input only, and each input as one text or a pair: "a", ["a", "b"] or [["a"], ["b", "c"]]."""
     if isinstance(value, str):
         return True, [[value]]
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value):
         return True, [value]
     if not isinstance(value, list) or not value or not all(map(_is_text_or_pair, value)):
         raise PydanticCustomError("inputs", "a string, a pair of strings, or a list of lists of one or two strings")
@@ -148,7 +148,7 @@ def _predict_inputs(value: Any) -> tuple[bool, list[list[str]]]:
 
 
 def _is_text_or_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) in (1, 2) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and len(value) in (1, 2) and all(isinstance(text, str) for text in value)
 
 
 _PAIR = {"type": "array", "minItems": 2, "maxItems": 2, "items": _TEXT}

@@ -14,11 +14,11 @@ def endpoints_of(config: PoolingConfig) -> tuple[str, ...]:
     reward = ("/get_score",) if config.size == 1 else ()
     match config.task:
         case "embed":
-            found = ("/v1/embeddings", "/embed", *PAIRS)
+            endpoints = ("/v1/embeddings", "/embed", *PAIRS)
         case "classify":
-            found = (*LABELS, *pairs, *reward)
+            endpoints = (*LABELS, *pairs, *reward)
         case "score":
-            found = (*pairs, *LABELS, *reward)
+            endpoints = (*pairs, *LABELS, *reward)
         case _:
-            found = (*reward, *pairs)
-    return (*found, "/pooling")
+            endpoints = (*reward, *pairs)
+    return (*endpoints, "/pooling")

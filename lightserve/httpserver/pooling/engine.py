@@ -61,8 +61,8 @@ class PoolingEngine:
         each = dimensions or size
         most = MAX_NUMBERS // each
         if len(inputs) > most:
-            found = f"{len(inputs)} inputs of {each} numbers each are more than {MAX_NUMBERS:,} numbers"
-            raise InvalidRequestError(f"{name}: {found}; send at most {most} inputs at once", name)
+            problem = f"{len(inputs)} inputs of {each} numbers each are more than {MAX_NUMBERS:,} numbers"
+            raise InvalidRequestError(f"{name}: {problem}; send at most {most} inputs at once", name)
         return len(inputs) * each
 
     async def encode(
@@ -126,7 +126,7 @@ class PoolingEngine:
         self, texts: Iterable[Awaitable[list[int]]], log: AccessLog, scheduling: SchedulingParams
     ) -> list[Vector]:
         requests = [PromptRequest(await ids, ONE_RESULT, scheduling) for ids in texts]
-        log.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
+        log.prompt_tokens = sum(len(prompt_request.prompt_ids) for prompt_request in requests)
         vectors: list[Vector] = []
         try:
             for begin in range(0, len(requests), GROUP):

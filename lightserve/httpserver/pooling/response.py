@@ -40,8 +40,8 @@ async def _pieces(items: Iterator[Any], begin: bytes, end: bytes) -> AsyncIterat
 def _next_piece(written: Iterator[bytes]) -> bytes:
     """Numbers in arrays have about twelve bytes each."""
     piece = bytearray()
-    while len(piece) < 12 * NUMBERS_PER_PIECE and (part := next(written, b"")):
-        piece += part
+    while len(piece) < 12 * NUMBERS_PER_PIECE and (chunk := next(written, b"")):
+        piece += chunk
     return bytes(piece)
 
 

@@ -57,7 +57,7 @@ def _add_embeddings(router: APIRouter, context: ServerContext, engine: PoolingEn
         engine.require("an embedding", "embed")
         numbers = engine.count_numbers(body.input, body.dimensions)
         normalizes = body.normalize is not False
-        texts = (engine.encode(one, body.truncate_prompt_tokens, body.prompt_name) for one in body.input)
+        texts = (engine.encode(item, body.truncate_prompt_tokens, body.prompt_name) for item in body.input)
         log = context.log(request)
         vectors = await engine.run(request, texts, log, body.scheduling)
         write = _as_base64 if body.encoding_format == "base64" else _as_it_is
@@ -100,7 +100,7 @@ def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine)
         log = context.log(request)
         options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
         scores = await score_pairs(engine, request, _pairs(body), log, options)
-        data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(scores))
+        data = ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores))
         return list_response(data, len(scores), _list_fields(context, log, "score"))
 
     @router.post("/v1/rerank", openapi_extra=openapi_body(RerankBody))
@@ -139,7 +139,7 @@ def _add_get_score(router: APIRouter, context: ServerContext, engine: PoolingEng
 async def _chat_ids(context: ServerContext, engine: PoolingEngine, chat: str | list[dict[str, Any]]) -> list[int]:
     if isinstance(chat, str):
         return await engine.encode(chat, None)
-    if not chat or not all(isinstance(one.get("content"), str) for one in chat):
+    if not chat or not all(isinstance(message.get("content"), str) for message in chat):
         raise InvalidRequestError("chat: a text, or messages with a role and a content that is a text", "chat")
     text = await asyncio.to_thread(context.tokenizer.apply_chat_template, chat, add_generation_prompt=False)
     return await engine.encode(await context.encode(text, add_special_tokens=False), None)
@@ -151,7 +151,7 @@ async def _rerank(context: ServerContext, engine: PoolingEngine, request: Reques
     context.check_model(body.model)
     log = context.log(request)
     options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
-    scores = await score_pairs(engine, request, [(body.query, one) for one in body.documents], log, options)
+    scores = await score_pairs(engine, request, [(body.query, document) for document in body.documents], log, options)
     is_cohere = request.scope["path"].endswith(COHERE_PATH)
     shows_documents = not is_cohere if body.return_documents is None else body.return_documents
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
@@ -174,7 +174,7 @@ async def _read_inputs(context: ServerContext, request: Request) -> tuple[InputB
 
 async def _run_inputs(engine: PoolingEngine, request: Request, body: InputBody, log: AccessLog) -> list[Vector]:
     engine.count_numbers(body.input)
-    texts = (engine.encode(one, body.truncate_prompt_tokens) for one in body.input)
+    texts = (engine.encode(item, body.truncate_prompt_tokens) for item in body.input)
     return await engine.run(request, texts, log, body.scheduling)
 
 

@@ -49,9 +49,11 @@ async def _embed(context: ServerContext, engine: PoolingEngine, request: Request
     context.check_fields(request, body)
     engine.require("an embedding", "embed")
     numbers = engine.count_numbers(body.inputs, body.dimensions, "inputs")
-    texts = (engine.encode(one, body.length, body.prompt_name, "inputs") for one in body.inputs)
+    texts = (engine.encode(item, body.length, body.prompt_name, "inputs") for item in body.inputs)
     vectors = await engine.run(request, texts, context.log(request), body.scheduling)
-    return list_response((embedding(one, body.dimensions, body.normalize is not False) for one in vectors), numbers)
+    return list_response(
+        (embedding(vector, body.dimensions, body.normalize is not False) for vector in vectors), numbers
+    )
 
 
 async def tei_rerank(
@@ -74,8 +76,8 @@ async def _predict(context: ServerContext, engine: PoolingEngine, request: Reque
     is_single, inputs = body.inputs
     numbers = engine.count_numbers(inputs, name="inputs")
     texts = (
-        engine.encode_pair(one[0], one[1], body.length) if len(one) == 2 else engine.encode(one[0], body.length)
-        for one in inputs
+        engine.encode_pair(item[0], item[1], body.length) if len(item) == 2 else engine.encode(item[0], body.length)
+        for item in inputs
     )
     vectors = await engine.run(request, texts, context.log(request), body.scheduling)
     answers = (_labelled(engine, vector, bool(body.raw_scores)) for vector in vectors)

@@ -110,12 +110,12 @@ class LoggedStream(ABC):
             self._expire()
 
     def renew(self) -> list[tuple[Command, Callable[[Reply], None] | None]]:
-        found: list[tuple[Command, Callable[[Reply], None] | None]] = []
+        commands: list[tuple[Command, Callable[[Reply], None] | None]] = []
         if time.monotonic() - self._renewed_s > self._stream_log.ttl_s / 4:
             self._expire()
         if self._alone_since_s is not None:
-            found.append(((b"EXISTS", self.keys.reader), self._check_reader))
-        return found
+            commands.append(((b"EXISTS", self.keys.reader), self._check_reader))
+        return commands
 
     def lose(self) -> None:
         self._is_lost = True

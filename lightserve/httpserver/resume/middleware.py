@@ -84,11 +84,11 @@ class StreamLogMiddleware:
         logger.info("%s: its HTTP process died; the stream goes on here", head.request_id)
         record = ResponseRecord("POST", head.path, self._logs_requests)
         client = _NoClient(head, body, record)
-        kept = [(name, value) for name, value in scope["headers"] if name not in NOT_REPEATED]
+        headers = [(name, value) for name, value in scope["headers"] if name not in NOT_REPEATED]
         state = {"request_id": head.request_id, "record": record, RECORDER: logged}
         if head.response_id:
             state["response_id"] = head.response_id
-        again = {**scope, "headers": [*kept, (b"content-type", b"application/json")], "state": state}
+        again = {**scope, "headers": [*headers, (b"content-type", b"application/json")], "state": state}
         try:
             await self._app(again, client.receive, client.send)
         except Exception as error:

@@ -47,10 +47,10 @@ def new_stream_id() -> bytes:
 
 def parse_event_id(text: str) -> tuple[bytes, int]:
     """The stream and the number of ``Last-Event-ID``."""
-    found = _EVENT_ID.fullmatch(text.strip())
-    if found is None:
+    match = _EVENT_ID.fullmatch(text.strip())
+    if match is None:
         raise StreamNotFoundError(text)
-    return found[1].encode(), int(found[2])
+    return match[1].encode(), int(match[2])
 
 
 def owner_hash(digests: list[bytes]) -> str:
@@ -136,8 +136,8 @@ class Entry:
 
 def with_ids(events: bytes, stream_id: bytes, number: int) -> tuple[bytes, int]:
     """``events`` with ids that follow ``number``, and the last number. Ids come last: clients look at the begin."""
-    found = []
+    numbered_events = []
     for event in events.split(END_OF_EVENT)[:-1]:
         number += 1
-        found.append(b"%b\nid: %b.%d\n\n" % (event, stream_id, number))
-    return b"".join(found), number
+        numbered_events.append(b"%b\nid: %b.%d\n\n" % (event, stream_id, number))
+    return b"".join(numbered_events), number

@@ -64,11 +64,11 @@ class Replay:
 
     async def open(self, owner: str, path: str) -> None:
         """Raises if this client cannot get the stream."""
-        (found,) = await self._call((b"HMGET", self._keys.head, b"head", b"process"))
-        head = None if found[0] is None else decode_head(found[0])
+        (fields,) = await self._call((b"HMGET", self._keys.head, b"head", b"process"))
+        head = None if fields[0] is None else decode_head(fields[0])
         if head is None or head.path != path or not hmac.compare_digest(head.owner, owner):
             raise StreamNotFoundError(self._event_id)
-        self.keep_alive, self._process = head.keep_alive, found[1]
+        self.keep_alive, self._process = head.keep_alive, fields[1]
         if len(head.seeds) > 1 and not await self._is_alive():
             self._check_position(head, await self._last_entry())
 
@@ -103,8 +103,8 @@ class Replay:
     async def _next_entries(self) -> list[Entry]:
         """Those that have come; after a while none. Tells the stream's process that somebody reads."""
         reading = (b"SET", self._keys.reader, 1, b"PX", LEASE_MS)
-        _, found = await self._call(reading, self._read_after(self._entry, b"BLOCK", BLOCK_MS))
-        entries = _entries(found)
+        _, reply = await self._call(reading, self._read_after(self._entry, b"BLOCK", BLOCK_MS))
+        entries = _entries(reply)
         if entries:
             self._entry = entries[-1].id
         return entries
@@ -112,8 +112,8 @@ class Replay:
     async def _check_process(self) -> None:
         """Continue the stream here if its process is dead."""
         if self._continued is not None and self._continued.done() and self._continued.result() != 200:
-            found = f"this server cannot go on with the stream: status {self._continued.result()}"
-            raise UnavailableError(f"{found}; come back to another one")
+            problem = f"this server cannot go on with the stream: status {self._continued.result()}"
+            raise UnavailableError(f"{problem}; come back to another one")
         known = self._process
         process, is_alive = await self._call(
             (b"HGET", self._keys.head, b"process"), (b"EXISTS", PROCESS_PREFIX + known)
@@ -149,20 +149,20 @@ class Replay:
             raise StreamGoneError(AHEAD)
 
     async def _last_entry(self) -> Entry | None:
-        (found,) = await self._call((b"XREVRANGE", self._keys.events, b"+", b"-", b"COUNT", 1))
-        return Entry.of(found[0]) if found else None
+        (reply,) = await self._call((b"XREVRANGE", self._keys.events, b"+", b"-", b"COUNT", 1))
+        return Entry.of(reply[0]) if reply else None
 
     async def _is_alive(self) -> bool:
-        (found,) = await self._call((b"EXISTS", PROCESS_PREFIX + self._process))
-        return bool(found)
+        (count,) = await self._call((b"EXISTS", PROCESS_PREFIX + self._process))
+        return bool(count)
 
     async def _read_all(self) -> tuple[Outs, Entry | None]:
         """All tokens of the stream, and its last entry."""
         sent_outs: Outs = []
         last: Entry | None = None
         while True:
-            (found,) = await self._call(self._read_after(FIRST_ENTRY if last is None else last.id))
-            entries = _entries(found)
+            (reply,) = await self._call(self._read_after(FIRST_ENTRY if last is None else last.id))
+            entries = _entries(reply)
             if not entries:
                 return sent_outs, last
             sent_outs += [out for entry in entries for out in entry.outs]
@@ -194,4 +194,4 @@ class Replay:
 
 def _entries(reply: Reply) -> list[Entry]:
     """Of the one stream that XREAD was asked for; None: it has none."""
-    return [] if reply is None else [Entry.of(one) for one in reply[0][1]]
+    return [] if reply is None else [Entry.of(raw_entry) for raw_entry in reply[0][1]]

@@ -14,8 +14,8 @@ class RedisError(Exception):
 
 
 def encode_command(command: Command) -> bytes:
-    parts = [part if isinstance(part, bytes) else b"%d" % part for part in command]
-    return b"*%d\r\n" % len(parts) + b"".join([b"$%d\r\n%b\r\n" % (len(part), part) for part in parts])
+    parts = [argument if isinstance(argument, bytes) else b"%d" % argument for argument in command]
+    return b"*%d\r\n" % len(parts) + b"".join([b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in parts])
 
 
 class _OpenList(NamedTuple):

@@ -91,7 +91,7 @@ class StreamLog:
     def put(self, stream: Written, command: Command, then: Callable[[Reply], None] | None = None) -> None:
         """Send it soon, in order."""
         self._pending.append((command, stream.keys.events, then))
-        self._pending_bytes += sum([len(part) for part in command if isinstance(part, bytes)])
+        self._pending_bytes += sum([len(argument) for argument in command if isinstance(argument, bytes)])
         if self._pending_bytes > MAX_PENDING_BYTES:
             self._lose_all(f"more than {MAX_PENDING_BYTES} bytes wait for it")
             return

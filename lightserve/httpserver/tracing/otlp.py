@@ -66,4 +66,4 @@ def _any_value(value: AttributeValue | Sequence[str]) -> AnyValue:
         return AnyValue(string_value=value)
     if isinstance(value, int):
         return AnyValue(int_value=value)
-    return AnyValue(array_value=ArrayValue(values=[_any_value(one) for one in value]))
+    return AnyValue(array_value=ArrayValue(values=[_any_value(item) for item in value]))

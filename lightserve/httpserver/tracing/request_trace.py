@@ -91,7 +91,7 @@ class RequestTrace:
         self._export(TraceRecord(self.context, self.span_id, [request, *phases]))
 
     def _attributes(self) -> dict[str, AttributeValue]:
-        found: dict[str, AttributeValue] = {
+        attributes: dict[str, AttributeValue] = {
             "http.request.method": "POST",
             "http.route": self._route,
             "http.response.status_code": self._status,
@@ -99,10 +99,10 @@ class RequestTrace:
         }
         log = self._log
         if log is None:
-            return found
+            return attributes
         if isinstance(self._error, LightserveError):
-            found["error.type"] = type(self._error).__name__
-        return found | {
+            attributes["error.type"] = type(self._error).__name__
+        return attributes | {
             "gen_ai.operation.name": "chat" if self._route in _CHAT_ROUTES else "text_completion",
             "gen_ai.provider.name": "lightserve",
             "gen_ai.request.model": self._model,

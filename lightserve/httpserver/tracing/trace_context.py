@@ -24,10 +24,10 @@ class TraceContext:
 
 def trace_context(header: bytes) -> TraceContext:
     """The trace of a request. A header that is missing or invalid begins a new trace, as the standard says."""
-    found = _HEADER.fullmatch(header.strip())
-    if found is None or not _is_valid(*found.groups()):
+    match = _HEADER.fullmatch(header.strip())
+    if match is None or not _is_valid(*match.groups()):
         return TraceContext(os.urandom(16), b"", is_sampled=True)
-    _, trace_id, parent_id, flags, _ = found.groups()
+    _, trace_id, parent_id, flags, _ = match.groups()
     return TraceContext(
         bytes.fromhex(trace_id.decode()), bytes.fromhex(parent_id.decode()), bool(int(flags, 16) & _SAMPLED)
     )

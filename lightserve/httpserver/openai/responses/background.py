@@ -26,8 +26,8 @@ def check_background(body: ResponsesBody, is_stored: bool) -> None:
     if body.background and body.stream:
         raise NotSupportedYetError("background with stream", "background")
     if body.background and not is_stored:
-        found = "background: the response must be stored; leave out store: false"
-        raise InvalidRequestError(f"{found} (--response_store_size 0 turns the store off)", "background")
+        problem = "background: the response must be stored; leave out store: false"
+        raise InvalidRequestError(f"{problem} (--response_store_size 0 turns the store off)", "background")
 
 
 class BackgroundResponses:
@@ -41,14 +41,14 @@ class BackgroundResponses:
         """Return when the client can read the response in the store. An engine that is not available is an error of
         this request."""
         if len(self._tasks) >= self._max_count:
-            found = f"background: {len(self._tasks)} responses run in the background"
-            raise OverloadedError(f"{found}; the limit is {self._max_count} (--response_store_size)", "background")
+            problem = f"background: {len(self._tasks)} responses run in the background"
+            raise OverloadedError(f"{problem}; the limit is {self._max_count} (--response_store_size)", "background")
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(generation)
             await saved.save()
             if not saved.is_stored:
-                found = "background: the response cannot be stored; the log of the server says why"
-                raise UnavailableError(f"{found} (--response_store_bytes limits its size)", "background")
+                problem = "background: the response cannot be stored; the log of the server says why"
+                raise UnavailableError(f"{problem} (--response_store_bytes limits its size)", "background")
             task = asyncio.create_task(_run(stack.pop_all(), generation, saved))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -23,8 +23,8 @@ async def with_history(store: ResponseStore, owner: str, value: JsonObject, body
             raise PreviousResponseNotFoundError(body.previous_response_id)
         status = previous.response["status"]
         if status in RUNNING:
-            found = f"previous_response_id: {body.previous_response_id[:100]!r} is {status}; wait for its end"
-            raise InvalidRequestError(found, "previous_response_id")
+            message = f"previous_response_id: {body.previous_response_id[:100]!r} is {status}; wait for its end"
+            raise InvalidRequestError(message, "previous_response_id")
         items = [*previous.input, *previous.response["output"], *items]
     value["input"] = items
     return validate_responses(value)

@@ -35,11 +35,11 @@ class ToolOutputParts(TextOrParts):
         media = {"type": "object", "required": ["type"], "properties": {"type": {"enum": sorted(self.media)}}}
         return {"anyOf": [string, {"type": "array", "items": {"anyOf": [*parts["items"]["anyOf"], media]}}]}
 
-    def _text_of(self, part: Any) -> str:
-        kind = part.get("type") if isinstance(part, dict) else None
+    def _text_of(self, content_part: Any) -> str:
+        kind = content_part.get("type") if isinstance(content_part, dict) else None
         if isinstance(kind, str) and kind in self.media:
             return f"[{kind} left out: this model reads text only]"
-        return super()._text_of(part)
+        return super()._text_of(content_part)
 
 
 Text = Annotated[str, TextOrParts("input", MEDIA, KINDS)]
@@ -181,7 +181,7 @@ _MODELS: dict[str, type[Body]] = {
 
 def _types_of(model: type[Body]) -> Iterable[str]:
     annotation = model.model_fields["type"].annotation
-    return [one for one in get_args(annotation) if isinstance(one, str)] or ["message"]
+    return [kind for kind in get_args(annotation) if isinstance(kind, str)] or ["message"]
 
 
 _TAGS = {kind: tag for tag, model in _MODELS.items() for kind in _types_of(model)}
@@ -308,8 +308,12 @@ class MessageBuilder:
 
 def _reasoning_of(item: ReasoningItem) -> str:
     """The text, or what is left of it: our own encrypted content, or a summary by another server."""
-    text = "".join(part.text for part in item.content or ())
-    return text or decode_reasoning(item.encrypted_content) or "\n".join(part.text for part in item.summary or ())
+    text = "".join(content_part.text for content_part in item.content or ())
+    return (
+        text
+        or decode_reasoning(item.encrypted_content)
+        or "\n".join(summary_part.text for summary_part in item.summary or ())
+    )
 
 
 def _tool_of(call_type: str) -> str:
@@ -319,7 +323,7 @@ def _tool_of(call_type: str) -> str:
 def _action_output(item: ActionOutputItem) -> str:
     if not isinstance(item.output, list):
         return item.output or ""
-    return "\n".join(str(one[name]) for one in item.output for name in ("stdout", "stderr") if one.get(name))
+    return "\n".join(str(entry[name]) for entry in item.output for name in ("stdout", "stderr") if entry.get(name))
 
 
 def _hosted_arguments(item: HostedCallItem) -> str:
@@ -328,7 +332,7 @@ def _hosted_arguments(item: HostedCallItem) -> str:
 
 
 def _hosted_output(item: HostedCallItem) -> str:
-    found = [f"{one.get('filename', '')}\n{one['text']}" for one in item.results or () if one.get("text")]
-    logs = [str(one["logs"]) for one in item.outputs or () if one.get("logs")]
+    results = [f"{result.get('filename', '')}\n{result['text']}" for result in item.results or () if result.get("text")]
+    logs = [str(output["logs"]) for output in item.outputs or () if output.get("logs")]
     error = [] if item.error is None else [f"error: {item.error}"]
-    return "\n".join([item.output or "", *found, *logs, *error]).strip()
+    return "\n".join([item.output or "", *results, *logs, *error]).strip()

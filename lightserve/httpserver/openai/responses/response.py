@@ -113,14 +113,21 @@ class ResponsesResponse(PartsResponse):
         response = self._response(IN_PROGRESS)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
-    def on_part_start(self, part: Part) -> Events:
-        if part.kind is not PartKind.TEXT:
+    def on_part_start(self, output_part: Part) -> Events:
+        if output_part.kind is not PartKind.TEXT:
             self._unsent_logprobs.clear()
-        self._prepare_deltas(part)
-        added = self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
-        if part.kind is PartKind.CALL:
+        self._prepare_deltas(output_part)
+        added = self._event(
+            "response.output_item.added", output_index=output_part.index, item=self._item(output_part, "in_progress")
+        )
+        if output_part.kind is PartKind.CALL:
             return [added]
-        return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, "", []))]
+        return [
+            added,
+            self._event(
+                "response.content_part.added", **self._item_ref(output_part), part=_content(output_part, "", [])
+            ),
+        ]
 
     def delta_event(self, text: str) -> bytes:
         if self._spec.logprobs_of is not None:
@@ -129,13 +136,15 @@ class ResponsesResponse(PartsResponse):
         self._n_events = number + 1
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, number)
 
-    def on_part_end(self, part: Part) -> Events:
-        ref = self._item_ref(part)
-        events = [self._event(f"response.{self._event_name(part)}.done", **ref, **self._done_fields(part))]
-        if part.kind is not PartKind.CALL:
-            events.append(self._event("response.content_part.done", **ref, part=self._content(part)))
-        item = self._item(part, _status(part))
-        events.append(self._event("response.output_item.done", output_index=part.index, item=item))
+    def on_part_end(self, output_part: Part) -> Events:
+        ref = self._item_ref(output_part)
+        events = [
+            self._event(f"response.{self._event_name(output_part)}.done", **ref, **self._done_fields(output_part))
+        ]
+        if output_part.kind is not PartKind.CALL:
+            events.append(self._event("response.content_part.done", **ref, part=self._content(output_part)))
+        item = self._item(output_part, _status(output_part))
+        events.append(self._event("response.output_item.done", output_index=output_part.index, item=item))
         return events
 
     def on_end(self) -> Events:
@@ -152,20 +161,20 @@ class ResponsesResponse(PartsResponse):
             self._failure = {"status": "failed", "error": {"code": code, "message": message}}
         return [self._event("response.failed", response=self.body())]
 
-    def _prepare_deltas(self, part: Part) -> None:
+    def _prepare_deltas(self, output_part: Part) -> None:
         """Everything in the delta events of a part but the text and the sequence number, which is their last field."""
-        kind = f"response.{self._event_name(part)}.delta"
-        logprobs: JsonObject = {"logprobs": []} if part.kind is PartKind.TEXT else {}
-        event = {"type": kind, **self._item_ref(part), "delta": DELTA_TEXT, **logprobs, "sequence_number": 0}
+        kind = f"response.{self._event_name(output_part)}.delta"
+        logprobs: JsonObject = {"logprobs": []} if output_part.kind is PartKind.TEXT else {}
+        event = {"type": kind, **self._item_ref(output_part), "delta": DELTA_TEXT, **logprobs, "sequence_number": 0}
         self._delta_head, tail = split_event(event)
         self._delta_tail = tail.removesuffix(b"0}\n\n")
 
-    def _delta_event_with_logprobs(self, part: Part, text: str) -> bytes:
+    def _delta_event_with_logprobs(self, output_part: Part, text: str) -> bytes:
         """With those of all tokens since the last delta: one may have waited for the rest of a character."""
         tail = self._delta_tail
-        if part.kind is PartKind.TEXT:
+        if output_part.kind is PartKind.TEXT:
             new, self._unsent_logprobs = self._unsent_logprobs, []
-            self._logprobs.setdefault(part.index, []).extend(new)
+            self._logprobs.setdefault(output_part.index, []).extend(new)
             tail = b',"logprobs":%b,"sequence_number":' % orjson.dumps(new)
         self._n_events += 1
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), tail, self._n_events - 1)
@@ -175,64 +184,66 @@ class ResponsesResponse(PartsResponse):
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
     def _response(self, status: str, **fields: Any) -> JsonObject:
-        output = [self._item(part, _status(part)) for part in self.parts]
+        output = [self._item(output_part, _status(output_part)) for output_part in self.parts]
         empty = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._head, "status": status, "output": output, **empty, **fields}
 
-    def _is_custom(self, part: Part) -> bool:
-        return part.name in self._spec.tools and self._spec.tools[part.name].is_custom
+    def _is_custom(self, output_part: Part) -> bool:
+        return output_part.name in self._spec.tools and self._spec.tools[output_part.name].is_custom
 
-    def _event_name(self, part: Part) -> str:
-        return "custom_tool_call_input" if self._is_custom(part) else _EVENT_NAMES[part.kind]
+    def _event_name(self, output_part: Part) -> str:
+        return "custom_tool_call_input" if self._is_custom(output_part) else _EVENT_NAMES[output_part.kind]
 
-    def _id(self, part: Part) -> str:
-        prefix = CUSTOM_PREFIX if self._is_custom(part) else ID_PREFIXES[part.kind]
-        return f"{prefix}_{self.id.removeprefix('resp_')}_{part.index}"
+    def _id(self, output_part: Part) -> str:
+        prefix = CUSTOM_PREFIX if self._is_custom(output_part) else ID_PREFIXES[output_part.kind]
+        return f"{prefix}_{self.id.removeprefix('resp_')}_{output_part.index}"
 
-    def _item_ref(self, part: Part) -> JsonObject:
-        ref = {"item_id": self._id(part), "output_index": part.index}
-        return ref if part.kind is PartKind.CALL else {**ref, "content_index": 0}
+    def _item_ref(self, output_part: Part) -> JsonObject:
+        ref = {"item_id": self._id(output_part), "output_index": output_part.index}
+        return ref if output_part.kind is PartKind.CALL else {**ref, "content_index": 0}
 
-    def _done_fields(self, part: Part) -> JsonObject:
-        if self._is_custom(part):
-            return {"input": part.text}
-        match part.kind:
+    def _done_fields(self, output_part: Part) -> JsonObject:
+        if self._is_custom(output_part):
+            return {"input": output_part.text}
+        match output_part.kind:
             case PartKind.CALL:
-                return {"arguments": part.text, "name": self._tool_id(part).name}
+                return {"arguments": output_part.text, "name": self._tool_id(output_part).name}
             case PartKind.TEXT:
-                return {"text": part.text, "logprobs": self._logprobs.get(part.index, [])}
+                return {"text": output_part.text, "logprobs": self._logprobs.get(output_part.index, [])}
             case PartKind.REASONING:
-                return {"text": part.text}
+                return {"text": output_part.text}
 
-    def _content(self, part: Part) -> JsonObject:
-        return _content(part, part.text, self._logprobs.get(part.index, []))
+    def _content(self, output_part: Part) -> JsonObject:
+        return _content(output_part, output_part.text, self._logprobs.get(output_part.index, []))
 
-    def _item(self, part: Part, status: str) -> JsonObject:
+    def _item(self, output_part: Part, status: str) -> JsonObject:
         is_started = status == "in_progress"
-        head = {"id": self._id(part), "status": status}
-        content = [] if is_started else [self._content(part)]
-        match part.kind:
+        head = {"id": self._id(output_part), "status": status}
+        content = [] if is_started else [self._content(output_part)]
+        match output_part.kind:
             case PartKind.TEXT:
                 return {**head, "type": "message", "role": "assistant", "content": content}
             case PartKind.REASONING:
-                encrypted = {"encrypted_content": encode_reasoning(part.text)} if self._spec.encrypts_reasoning else {}
+                encrypted = (
+                    {"encrypted_content": encode_reasoning(output_part.text)} if self._spec.encrypts_reasoning else {}
+                )
                 return {**head, "type": "reasoning", "summary": [], "content": content, **encrypted}
             case PartKind.CALL:
-                return {**head, **self._call(part, is_started)}
+                return {**head, **self._call(output_part, is_started)}
 
-    def _call(self, part: Part, is_started: bool) -> JsonObject:
-        tool_id = self._tool_id(part)
-        call = {"call_id": part.call_id, "name": tool_id.name}
+    def _call(self, output_part: Part, is_started: bool) -> JsonObject:
+        tool_id = self._tool_id(output_part)
+        call = {"call_id": output_part.call_id, "name": tool_id.name}
         if tool_id.namespace is not None:
             call["namespace"] = tool_id.namespace
-        text = "" if is_started else part.text
+        text = "" if is_started else output_part.text
         if tool_id.is_custom:
             return {"type": "custom_tool_call", **call, "input": text}
         return {"type": "function_call", **call, "arguments": text}
 
-    def _tool_id(self, part: Part) -> ToolId:
+    def _tool_id(self, output_part: Part) -> ToolId:
         """A model may call a tool that does not exist."""
-        return self._spec.tools.get(part.name, ToolId(part.name))
+        return self._spec.tools.get(output_part.name, ToolId(output_part.name))
 
     def _usage(self) -> JsonObject:
         log = self.log
@@ -272,11 +283,11 @@ def _head(spec: ResponsesSpec) -> JsonObject:
     }
 
 
-def _status(part: Part) -> str:
-    return "completed" if part.is_complete else "incomplete"
+def _status(output_part: Part) -> str:
+    return "completed" if output_part.is_complete else "incomplete"
 
 
-def _content(part: Part, text: str, logprobs: list[JsonObject]) -> JsonObject:
-    if part.kind is PartKind.REASONING:
+def _content(output_part: Part, text: str, logprobs: list[JsonObject]) -> JsonObject:
+    if output_part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

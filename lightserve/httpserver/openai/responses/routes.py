@@ -94,7 +94,7 @@ def _spec(
     is_stored: bool,
 ) -> ResponsesSpec:
     if translation.ignored and not context.config.disable_log_requests:
-        kinds = ", ".join(sorted({one["type"] for one in translation.ignored}))
+        kinds = ", ".join(sorted({entry["type"] for entry in translation.ignored}))
         logger.info("%s: left out of the prompt: %s", response_id, kinds)
     return ResponsesSpec(
         model=context.shown_model(body.model),

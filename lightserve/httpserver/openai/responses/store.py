@@ -125,8 +125,8 @@ class ResponseStore:
             return False
         columns = "id, owner, http_index, state, bytes, response, input"
         insert = f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?) {_CONTINUE}"
-        place = self._http_index, _state(response)
-        return self._write(insert, (response["id"], owner, *place, size, encoded, encoded_input))
+        state_columns = self._http_index, _state(response)
+        return self._write(insert, (response["id"], owner, *state_columns, size, encoded, encoded_input))
 
     def _update(self, owner: str, response: JsonObject, state: State | None = None) -> None:
         encoded = orjson.dumps(response)
@@ -154,8 +154,8 @@ class ResponseStore:
 
     def _delete(self, owner: str, response_id: str) -> bool:
         with self._lock, self._connect() as db:
-            found = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
-            return found.rowcount > 0
+            cursor = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
+            return cursor.rowcount > 0
 
     def _connect(self) -> sqlite3.Connection:
         """The connection of this process; as a context it is one transaction."""

@@ -23,10 +23,10 @@ MAX_POLLS = 500  # a cancelled response ends after two messages between processe
 
 def add_stored_routes(router: APIRouter, context: ServerContext, store: ResponseStore) -> None:
     async def stored(request: Request, response_id: str) -> StoredResponse:
-        found = await store.get(context.owner(request), response_id)
-        if found is None:
+        stored_response = await store.get(context.owner(request), response_id)
+        if stored_response is None:
             raise ResponseNotFoundError(response_id)
-        return found
+        return stored_response
 
     @router.get(PATH)
     async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
@@ -67,9 +67,9 @@ def add_stored_routes(router: APIRouter, context: ServerContext, store: Response
 
 async def _wait_until_ended(fetch: Callable[[], Awaitable[StoredResponse]], response_id: str) -> StoredResponse:
     for _ in range(MAX_POLLS):
-        found = await fetch()
-        if found.response["status"] not in RUNNING:
-            return found
+        stored_response = await fetch()
+        if stored_response.response["status"] not in RUNNING:
+            return stored_response
         await asyncio.sleep(POLL_S)
     raise UnavailableError(f"response {response_id!r} did not end within {MAX_POLLS * POLL_S:.0f} s")
 

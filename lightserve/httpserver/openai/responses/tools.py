@@ -141,7 +141,7 @@ def offered_tools(tools: Iterable[Tool], choice: AllowedTools | None) -> Offered
 def _flattened(tools: Iterable[Tool]) -> Iterator[tuple[FunctionTool | CustomTool | HostedTool, str | None]]:
     for tool in tools:
         if isinstance(tool, NamespaceTool):
-            yield from ((one, tool.name) for one in tool.tools)
+            yield from ((inner_tool, tool.name) for inner_tool in tool.tools)
         else:
             yield tool, None
 
