@@ -58,7 +58,7 @@ def gguf_bytes(header: GgufHeader, is_packed: bool = False) -> int:
     tensors = model_tensors(header, architecture)
     packed = [is_packed and stays_packed(header, architecture, tensor) for tensor in tensors]
     sizes = zip(tensors, packed, strict=True)
-    return sum(one.entry.n_bytes if keeps else 4 * math.prod(one.entry.shape) for one, keeps in sizes)
+    return sum(tensor.entry.n_bytes if keeps else 4 * math.prod(tensor.entry.shape) for tensor, keeps in sizes)
 
 
 def _renamed(header: GgufHeader, config: dict[str, Any], is_packed: bool, read: ReadTensor) -> Iterator[Named]:
@@ -76,7 +76,7 @@ def _renamed(header: GgufHeader, config: dict[str, Any], is_packed: bool, read: 
         parts[named.key] = tensor
         if len(parts) == len(joined.parts):
             del waiting[f"{named.prefix}{joined.name}"]
-            yield f"{named.prefix}{joined.name}", JOINS[joined.how](*(parts[part] for part in joined.parts))
+            yield f"{named.prefix}{joined.name}", JOINS[joined.how](*(parts[key] for key in joined.parts))
     if waiting:
         lacking = next(iter(waiting))
         raise CheckpointError(f"{header.path}: tensors are missing for {lacking}; convert the model again")
@@ -91,7 +91,7 @@ def _with_names(targets: Sequence[str], tensor: Tensor) -> Iterator[Named]:
     pieces = tensor.chunk(len(targets), dim=max(tensor.dim() - 2, 0)) if len(targets) > 1 else [tensor]
     for name, piece in zip(targets, pieces, strict=True):
         if "*" in name:
-            yield from ((name.replace("*", str(number)), one) for number, one in enumerate(piece))
+            yield from ((name.replace("*", str(number)), expert) for number, expert in enumerate(piece))
         elif name.endswith("shared_expert_gate.weight"):
             yield name, piece.view(1, -1)  # llama.cpp drops dimensions of 1
         else:

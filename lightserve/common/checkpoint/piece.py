@@ -59,7 +59,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks; sizes may be ANY_SIZE
     into: Tensor | None  # this rank's memory, which the loader fills
-    part: Callable[[Tensor], Tensor] = whole  # what of the checkpoint tensor this rank stores
+    shard_of: Callable[[Tensor], Tensor] = whole  # what of the checkpoint tensor this rank stores
     dtypes: tuple[torch.dtype, ...] = FLOATS  # that the checkpoint tensor may have
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
@@ -68,8 +68,10 @@ class Piece:
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
         """Whether a checkpoint tensor of this shape is the piece."""
-        return any(_fits(own, shape) for own in (self.shape, *self.other_shapes))
+        return any(_fits(wanted, shape) for wanted in (self.shape, *self.other_shapes))
 
 
-def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(own) == len(shape) and all(size in (ANY_SIZE, found) for size, found in zip(own, shape, strict=True))
+def _fits(wanted: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(wanted) == len(shape) and all(
+        size in (ANY_SIZE, actual) for size, actual in zip(wanted, shape, strict=True)
+    )

@@ -70,8 +70,8 @@ def tensor_metadata(source: ModelSource) -> Iterator[CheckpointTensor]:
 def module_tensors(folder: Path, names: Iterable[str]) -> Iterator[CheckpointTensor]:
     """The tensors of sentence-transformers' dense modules, as ``2_Dense.linear.weight``."""
     for name in names:
-        files = [folder / name / one for one in ("model.safetensors", "pytorch_model.bin")]
-        file = next((one for one in files if one.is_file()), None)
+        files = [folder / name / file_name for file_name in ("model.safetensors", "pytorch_model.bin")]
+        file = next((candidate for candidate in files if candidate.is_file()), None)
         if file is None:
             raise CheckpointError(f"{folder / name}: has no model.safetensors; fetch the folder again")
         tensors = _safetensors(file) if file.suffix == ".safetensors" else _torch_file(file)

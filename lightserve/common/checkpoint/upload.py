@@ -75,11 +75,11 @@ class Upload:
 
     def _open_lane(self, device: torch.device) -> None:
         torch.set_num_threads(1)  # for this thread: the lanes are parallel enough
-        self._lanes.own = _Lane(device)
+        self._lanes.lane = _Lane(device)
 
     @property
     def _lane(self) -> _Lane:
-        lane: _Lane = self._lanes.own
+        lane: _Lane = self._lanes.lane
         return lane
 
 
@@ -115,9 +115,9 @@ class _Lane:
                 self.copy(copied, tensor)
             else:
                 copied.copy_(tensor)
-            kept = receive(copied)
+            retained = receive(copied)
         self._stream.synchronize()
-        del kept  # not before: other lanes would get the memory of tensors that they uploaded and this one reads
+        del retained  # not before: other lanes would get the memory of tensors that they uploaded and this one reads
 
     def _copy_piece(self, target: Tensor, source: Tensor) -> None:
         current = self._current = 1 - self._current

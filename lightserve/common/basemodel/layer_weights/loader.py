@@ -131,9 +131,9 @@ def _pieces_by_name(layers: Iterable[LayerWeight]) -> dict[str, list[tuple[_Load
 def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
     _check(piece, tensor, file)
     if piece.into is not None:
-        upload.copy(piece.into, piece.part(tensor))
+        upload.copy(piece.into, piece.shard_of(tensor))
     elif piece.consumer is not None:
-        upload.convert(piece.consumer.device, piece.part(tensor), partial(piece.consumer.receive, piece.name))
+        upload.convert(piece.consumer.device, piece.shard_of(tensor), partial(piece.consumer.receive, piece.name))
 
 
 def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
