@@ -78,7 +78,7 @@ def recorded(model: TpPartBaseModel, pattern: str = "*") -> Iterator[dict[str, A
     values: dict[str, Any] = {}
 
     def keep(name: str, value: Any) -> None:
-        values[name] = value.clone() if isinstance(value, Tensor) else tuple(part.clone() for part in value)
+        values[name] = value.clone() if isinstance(value, Tensor) else tuple(tensor.clone() for tensor in value)
 
     remove = hooks_of(model).register(pattern, keep)
     try:

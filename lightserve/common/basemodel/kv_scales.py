@@ -37,12 +37,12 @@ class KvScales:
     def removed_from(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """All other tensors."""
         has_unused = False
-        for one in checkpoint:
-            match = _NAME.search(one.name)
+        for entry in checkpoint:
+            match = _NAME.search(entry.name)
             if match is None:
-                yield one
+                yield entry
             elif self._is_fp8 and match["part"] in _PARTS:
-                self._add(int(match["layer"]), match["part"], one)
+                self._add(int(match["layer"]), match["part"], entry)
             else:
                 has_unused = has_unused or match["part"] in _PARTS
         if has_unused:
@@ -51,26 +51,26 @@ class KvScales:
     def of_layer(self, spec: LayerSpec, tp: RankGroup) -> Tensor:
         """``[2 * kv_heads]`` of this rank, keys first, in float32."""
         ones = torch.ones(spec.num_kv_heads)
-        parts = [self._found.get((spec.layer_num, part), ones) for part in ("k", "v")]
-        own = tp.part_of(spec.num_kv_heads)
-        return torch.cat([part.expand(spec.num_kv_heads)[own] for part in parts])
+        parts = [self._found.get((spec.layer_num, kind), ones) for kind in ("k", "v")]
+        heads = tp.part_of(spec.num_kv_heads)
+        return torch.cat([scales.expand(spec.num_kv_heads)[heads] for scales in parts])
 
-    def _add(self, layer: int, part: str, one: CheckpointTensor) -> None:
+    def _add(self, layer: int, kind: str, entry: CheckpointTensor) -> None:
         heads = self._num_heads.get(layer)
         if heads is None:
-            raise CheckpointError(f"{one.file}: {one.name} belongs to layer {layer}, which has no KV")
-        if one.tensor.numel() not in (1, heads) or not one.tensor.is_floating_point():
+            raise CheckpointError(f"{entry.file}: {entry.name} belongs to layer {layer}, which has no KV")
+        if entry.tensor.numel() not in (1, heads) or not entry.tensor.is_floating_point():
             raise CheckpointError(
-                f"{one.file}: {one.name} is {one.tensor.dtype} of shape {tuple(one.tensor.shape)}; a KV scale is one "
-                f"float, or one for each of {heads} KV heads; set --kv_dtype to int8 or none"
+                f"{entry.file}: {entry.name} is {entry.tensor.dtype} of shape {tuple(entry.tensor.shape)}; "
+                f"a KV scale is one float, or one for each of {heads} KV heads; set --kv_dtype to int8 or none"
             )
-        if one.tensor.is_meta:
+        if entry.tensor.is_meta:
             return
-        scales = one.tensor.detach().to("cpu", torch.float32).flatten().clone()
+        scales = entry.tensor.detach().to("cpu", torch.float32).flatten().clone()
         if not all(0 < scale < math.inf for scale in scales.tolist()):
             raise CheckpointError(
-                f"{one.file}: {one.name} is {scales.tolist()}; a KV scale is above 0 and finite; "
+                f"{entry.file}: {entry.name} is {scales.tolist()}; a KV scale is above 0 and finite; "
                 "set --kv_dtype to int8 or none"
             )
-        for name in _PARTS[part]:
+        for name in _PARTS[kind]:
             self._found[layer, name] = scales

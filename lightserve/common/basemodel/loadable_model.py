@@ -96,8 +96,8 @@ class LoadableModel:
         if pooling is not None:
             self.spec = replace(self.spec, pooling=pooling, has_lm_head=pooling.answers is not None)
             self.layer_specs = [replace(spec, is_causal=pooling.is_causal) for spec in self.layer_specs]
-        own = layers_of_stage(self.config.num_layers, self.pp)
-        self.own_layer_specs = self.layer_specs[own.start : own.stop]  # those of this pipeline stage
+        stage_layers = layers_of_stage(self.config.num_layers, self.pp)
+        self.own_layer_specs = self.layer_specs[stage_layers.start : stage_layers.stop]  # those of this pipeline stage
 
     def layer_spec(self, layer_num: int) -> LayerSpec:
         """How a layer is built. A model that is not a Llama replaces the values in which it differs."""

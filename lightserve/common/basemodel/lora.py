@@ -61,7 +61,7 @@ class LinearLora:
             self.row_factors.copy_(factors)
 
     def allocate(self, slots: Tensor) -> None:
-        ends = [own.stop for _, own in self.spec.parts_with_rows()]
+        ends = [weight_rows.stop for _, weight_rows in self.spec.parts_with_rows()]
         self.weights = ops.LoraWeights(*self.matrices(slots), tuple(ends))
 
     def matrices(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,16 +75,16 @@ class LinearLora:
             blocks[..., self._b_begin : b_end].unflatten(-1, self._b_shape),  # type: ignore[no-untyped-call]
         )
 
-    def fill(self, block: Tensor, part: int, module: LoraModule, a: Tensor, b: Tensor) -> None:
+    def fill(self, block: Tensor, part_index: int, module: LoraModule, a: Tensor, b: Tensor) -> None:
         """Write the adapter of one part into ``block``, whose other numbers are 0."""
         all_a, all_b = self.matrices(block)
-        linear_part, own = list(self.spec.parts_with_rows())[part]
-        first = part * self._pool.rank
+        linear_part, weight_rows = list(self.spec.parts_with_rows())[part_index]
+        first = part_index * self._pool.rank
         all_a[first : first + module.rank] = a[:, self.spec.columns]
         rows = b[linear_part.rows].float() * module.scale
         if self.row_factors is not None:
-            rows *= self.row_factors[own].cpu()[:, None]
-        all_b[own, : module.rank] = rows
+            rows *= self.row_factors[weight_rows].cpu()[:, None]
+        all_b[weight_rows, : module.rank] = rows
 
 
 class LoraPool:
@@ -115,16 +115,16 @@ class LoraPool:
 
     def sizes(self) -> dict[str, LinearSize]:
         """The linears that take adapters, by their names in the checkpoint."""
-        parts = ((linear.spec, part) for linear in self._linears for part in linear.spec.parts)
-        return {part.prefix: LinearSize(part.out_size, spec.in_size) for spec, part in parts}
+        parts = ((linear.spec, linear_part) for linear in self._linears for linear_part in linear.spec.parts)
+        return {linear_part.prefix: LinearSize(linear_part.out_size, spec.in_size) for spec, linear_part in parts}
 
     def fill(self, block: Tensor, adapter: Adapter) -> None:
         """Write this rank's part of an adapter into ``block`` ``[block_size]`` on the host."""
         block.zero_()
         by_name: dict[str, list[tuple[LinearLora, int]]] = {}
         for linear in self._linears:
-            for number, part in enumerate(linear.spec.parts):
-                by_name.setdefault(part.prefix, []).append((linear, number))
+            for number, linear_part in enumerate(linear.spec.parts):
+                by_name.setdefault(linear_part.prefix, []).append((linear, number))
         for name, module, a, b in read_matrices(adapter):
             for linear, number in by_name[name]:
                 linear.fill(block, number, module, a, b)

@@ -36,9 +36,9 @@ def merged(checkpoint: Iterable[CheckpointTensor], adapter: Adapter, is_transpos
     """The checkpoint with the products of the adapter added; ``is_transposed``: it stores linears as [in, out]."""
     left = {f"{name}.weight": (module, a, b) for name, module, a, b in read_matrices(adapter)}
     for name, tensor, file in checkpoint:
-        found = left.pop(name, None)
-        if found is not None:
-            module, a, b = found
+        matrices = left.pop(name, None)
+        if matrices is not None:
+            module, a, b = matrices
             delta = module.scale * (b.float() @ a.float())
             delta = delta.T if module.is_embedding or is_transposed else delta
             tensor = _checked(tensor, delta, adapter, name)

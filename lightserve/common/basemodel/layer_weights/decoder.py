@@ -197,8 +197,8 @@ def _keys_to_scale(spec: LayerSpec, context: WeightContext) -> KeyLayout | None:
     is_changed = spec.qk_norm is not None or spec.clip_qkv is not None
     if not context.quantizes_kv or not spec.qkv_bias or is_changed:
         return None
-    own, own_kv = (context.tp.part_of(count) for count in (spec.num_heads, spec.num_kv_heads))
-    return KeyLayout(own.stop - own.start, own_kv.stop - own_kv.start, spec.head_dim, spec.rotary_dim)
+    heads, kv_heads = (context.tp.part_of(count) for count in (spec.num_heads, spec.num_kv_heads))
+    return KeyLayout(heads.stop - heads.start, kv_heads.stop - kv_heads.start, spec.head_dim, spec.rotary_dim)
 
 
 def _alibi_slopes(spec: LayerSpec, context: WeightContext) -> Tensor | None:

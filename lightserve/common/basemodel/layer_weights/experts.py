@@ -26,15 +26,15 @@ class ExpertsWeight(Weight):
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
         total = moe.num_experts + moe.num_shared
-        own, units = _split(total, moe.intermediate_size, context.parallel)
-        self._first, self._holds_all = own.start, own == slice(0, total)
+        experts, units = _split(total, moe.intermediate_size, context.parallel)
+        self._first, self._holds_all = experts.start, experts == slice(0, total)
         self.method = context.experts_method(
             ExpertsSpec(
                 prefix=f"{spec.prefix}.{moe.names.experts}",
                 num_experts=moe.num_experts,
                 hidden_size=spec.hidden_size,
                 width=moe.intermediate_size,
-                own=own,
+                own=experts,
                 units=units,
                 layout=moe.layout,
                 names=moe.names.expert,
@@ -45,7 +45,7 @@ class ExpertsWeight(Weight):
                 activation=moe.activation,
             )
         )
-        self._num_own = own.stop - own.start
+        self._num_own = experts.stop - experts.start
 
     def partial_forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the sum over experts and ranks."""
@@ -53,8 +53,8 @@ class ExpertsWeight(Weight):
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """The ids among this rank's experts; ``NO_EXPERT`` for those of other ranks."""
-        own: Tensor = ids - self._first
-        return own.masked_fill((own < 0) | (own >= self._num_own), ops.NO_EXPERT)
+        local_ids: Tensor = ids - self._first
+        return local_ids.masked_fill((local_ids < 0) | (local_ids >= self._num_own), ops.NO_EXPERT)
 
     def pieces(self) -> Iterator[Piece]:
         return self.method.pieces()
@@ -165,8 +165,8 @@ def _with_shared_apart(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
     return replace(
         moe,
         has_shared_apart=not all(
-            are_alike(spec.config.quantization, [(f"{routed}.{name}", own), (f"{shared}.{name}", other)])
-            for name, (own, other) in sizes.items()
+            are_alike(spec.config.quantization, [(f"{routed}.{name}", routed_size), (f"{shared}.{name}", shared_size)])
+            for name, (routed_size, shared_size) in sizes.items()
         ),
     )
 

@@ -58,10 +58,10 @@ class VocabWeight(LinearWeight):
         rows = -(-vocab_size // self._tp.size)
         self.first_id = self._tp.rank * rows
         self.count = count = max(min(vocab_size - self.first_id, rows), 0)  # of the tokens from ``first_id`` on
-        own = slice(self.first_id, self.first_id + count)
-        part = LinearPart(prefix, vocab_size, own, padding=rows - count)
+        token_ids = slice(self.first_id, self.first_id + count)
+        linear_part = LinearPart(prefix, vocab_size, token_ids, padding=rows - count)
         columns = slice(0, hidden_size)
-        super().__init__(LinearSpec((part,), hidden_size, columns, has_bias=bias, is_vocab=True), context)
+        super().__init__(LinearSpec((linear_part,), hidden_size, columns, has_bias=bias, is_vocab=True), context)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states of ``ids``, complete on every rank."""
@@ -90,11 +90,11 @@ class Block:
 
     def part_of(self, tp: RankGroup) -> LinearPart:
         """The rows of one rank."""
-        own = tp.part_of(self.heads)
-        rows = slice(own.start * self.dim, own.stop * self.dim)
+        heads = tp.part_of(self.heads)
+        rows = slice(heads.start * self.dim, heads.stop * self.dim)
         if self.row_map is None:
             return LinearPart(self.prefix, self.heads * self.dim, rows)
-        return LinearPart(self.prefix, self.row_map.total, self.row_map.part(rows))
+        return LinearPart(self.prefix, self.row_map.total, self.row_map.stored_rows(rows))
 
 
 class ColumnWeight(LinearWeight):
@@ -156,9 +156,11 @@ class RowWeight(LinearWeight):
     ) -> None:
         self._tp = context.tp
         columns = self._tp.part_of(in_size)
-        part = LinearPart(prefix, out_size, slice(0, out_size))
+        linear_part = LinearPart(prefix, out_size, slice(0, out_size))
         adds_bias = self._tp.rank == 0  # the sum over the ranks contains it once
-        spec = LinearSpec((part,), in_size, columns, has_bias=bias, adds_bias=adds_bias, is_transposed=is_transposed)
+        spec = LinearSpec(
+            (linear_part,), in_size, columns, has_bias=bias, adds_bias=adds_bias, is_transposed=is_transposed
+        )
         super().__init__(spec, context, takes_lora=True)
 
     def mm(self, x: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ class LayerNormWeight(NormWeight):
 class SplitNormWeight(Weight):
     """RMSNorm over rows that the ranks share, as outputs of a ColumnWeight and inputs of a RowWeight.
 
-    ``own`` are the numbers of a row that this rank has, and ``copies`` the ranks that have the same; the default is an
-    equal part for each rank.
+    ``indices`` are the numbers of a row that this rank has, and ``copies`` the ranks that have the same; the default is
+    an equal part for each rank.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class SplitNormWeight(Weight):
         eps: float,
         context: WeightContext,
         *,
-        own: Tensor | None = None,
+        indices: Tensor | None = None,
         copies: int = 1,
     ) -> None:
         self._prefix, self._size, self._eps, self._tp = prefix, size, eps, context.tp
-        self._own = torch.arange(size)[self._tp.part_of(size)] if own is None else own
+        self._own = torch.arange(size)[self._tp.part_of(size)] if indices is None else indices
         self._copies = copies
         self.tensor = context.empty(len(self._own))
 

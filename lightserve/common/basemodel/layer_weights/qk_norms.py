@@ -93,7 +93,7 @@ class ProjectionNormWeight(QkNormWeight):
             num_heads * dim,
             spec.norm_eps,
             context,
-            own=order[heads.start * dim : heads.stop * dim],
+            indices=order[heads.start * dim : heads.stop * dim],
             copies=max(context.tp.size // num_heads, 1),
         )
 

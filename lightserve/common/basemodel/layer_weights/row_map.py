@@ -16,9 +16,9 @@ class RowMap(NamedTuple):
     total: int  # rows of the checkpoint's tensor
     rows: Tensor  # int64: the number there of each row of the weight
 
-    def part(self, own: slice) -> slice | Tensor:
-        """Where the rows ``own`` of the weight are. Neighbours are a slice, which reads less of the file."""
-        rows = self.rows[own]
+    def stored_rows(self, weight_rows: slice) -> slice | Tensor:
+        """Where the rows ``weight_rows`` of the weight are. Neighbours are a slice, which reads less of the file."""
+        rows = self.rows[weight_rows]
         first = int(rows[0]) if len(rows) else 0
         if torch.equal(rows, torch.arange(first, first + len(rows))):
             return slice(first, first + len(rows))
@@ -33,7 +33,7 @@ def whole(heads: int, dim: int) -> RowMap:
 def in_blocks(*sizes: int) -> list[RowMap]:
     """The tensor holds several weights, one after the other."""
     rows = torch.arange(sum(sizes)).split_with_sizes(sizes)
-    return [RowMap(sum(sizes), part) for part in rows]
+    return [RowMap(sum(sizes), block) for block in rows]
 
 
 def in_kv_groups(num_heads: int, num_kv_heads: int, dim: int) -> list[RowMap]:
@@ -41,7 +41,7 @@ def in_kv_groups(num_heads: int, num_kv_heads: int, dim: int) -> list[RowMap]:
     group = num_heads // num_kv_heads
     total = num_kv_heads * (group + 2) * dim
     heads = torch.arange(total).view(num_kv_heads, group + 2, dim)
-    return [RowMap(total, part.flatten()) for part in heads.split_with_sizes([group, 1, 1], dim=1)]
+    return [RowMap(total, rows.flatten()) for rows in heads.split_with_sizes([group, 1, 1], dim=1)]
 
 
 def pairs_to_halves(row_map: RowMap, heads: int, rotary_dim: int, *, first: int = 0) -> RowMap:

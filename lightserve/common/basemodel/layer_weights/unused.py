@@ -28,7 +28,10 @@ def whole_unused_layers(unused: Iterable[str], used: Iterable[str], num_layers: 
             known[layer.stem] |= tensors
     names: list[str] = []
     for layer, tensors in sorted(unused_layers.items()):
-        complete = any(layer.stem == other.stem and own <= tensors for other, own in used_layers.items())
+        complete = any(
+            layer.stem == used_layer.stem and used_tensors <= tensors
+            for used_layer, used_tensors in used_layers.items()
+        )
         if layer.number >= num_layers and complete and tensors <= known[layer.stem]:
             names += sorted(f"{layer.stem}{layer.number}.{rest}" for rest in tensors)
     return names
