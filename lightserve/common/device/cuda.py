@@ -58,9 +58,9 @@ class CudaDevice(Device):
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
 
     def torch_device(self, index: int) -> torch.device:
-        found = torch.cuda.device_count()
-        if index >= found:
-            raise ServerError(f"rank {index} has no GPU of its own: {found} found; tp x pp x dp may be at most {found}")
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ServerError(f"rank {index} has no GPU of its own: {count} found; tp x pp x dp may be at most {count}")
         return torch.device(self.torch_type, index)
 
     def profile(self, device: torch.device) -> Profile:

@@ -41,14 +41,14 @@ class CudaCopyStream:
     def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> Wait:
         arrived: torch.cuda.Event | None = None
         steps = torch.cuda.current_stream(self._device)
-        for part in self._parts(hosts):
-            place, has_left = self._place(hosts[0])
+        for batch in self._parts(hosts):
+            buffer, has_left = self._place(hosts[0])
             steps.wait_event(has_left)
-            gather(part, place[: part.stop - part.start])
+            gather(batch, buffer[: batch.stop - batch.start])
             self._down.wait_stream(steps)
             arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread may wait long for it
             with torch.cuda.stream(self._down):
-                for host, block in zip(hosts[part], place, strict=False):
+                for host, block in zip(hosts[batch], buffer, strict=False):
                     host.copy_(block, non_blocking=True)
                     self._arrived[host.data_ptr()] = arrived
             has_left.record(self._down)
@@ -77,8 +77,8 @@ class CudaCopyStream:
 
     def _place(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         if len(self._ring) < RING:
-            place = host.new_empty((self._batch_size(host), *host.shape), device=self._device)
-            self._ring.append((place, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+            buffer = host.new_empty((self._batch_size(host), *host.shape), device=self._device)
+            self._ring.append((buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         self._num_batches += 1
         return self._ring[(self._num_batches - 1) % RING]
 
@@ -89,12 +89,12 @@ class CudaCopyStream:
             wait()  # else the time would be that of the steps before, too
         begin = time.monotonic()
         with torch.cuda.stream(self._up):
-            for part in self._parts(hosts):
-                blocks = hosts[0].new_empty((part.stop - part.start, *hosts[0].shape), device=self._device)
-                for host, block in zip(hosts[part], blocks, strict=True):
+            for batch in self._parts(hosts):
+                blocks = hosts[0].new_empty((batch.stop - batch.start, *hosts[0].shape), device=self._device)
+                for host, block in zip(hosts[batch], blocks, strict=True):
                     block.copy_(host, non_blocking=True)
                     self._bound_queue(block.nbytes)
-                scatter(part, blocks)
+                scatter(batch, blocks)
         self._up.synchronize()
         return time.monotonic() - begin
 
