@@ -51,7 +51,7 @@ def connect_custom_all_reduce(group: RankGroup, device: torch.device) -> CustomA
     """None if a rank's GPU cannot read the memory of another one's. All ranks of the group call it together."""
     indices = group.all_gather(torch.tensor([device.index], device=device)).tolist()
     others = [index for rank, index in enumerate(indices) if rank != group.rank]
-    can_read = all(_can_read(device.index, other) for other in others)
+    can_read = all(_can_read(device.index, peer) for peer in others)
     process_group = group.process_group
     if process_group is None or not group.min_of_ranks(int(can_read), device):
         if group.is_first:
@@ -60,7 +60,7 @@ def connect_custom_all_reduce(group: RankGroup, device: torch.device) -> CustomA
     return CustomAllReduce(process_group, device)
 
 
-def _can_read(own: int, other: int) -> bool:
-    if own == other:
+def _can_read(reader: int, peer: int) -> bool:
+    if reader == peer:
         return os.environ.get(ON_ONE_GPU) == "1"
-    return torch.cuda.can_device_access_peer(own, other)
+    return torch.cuda.can_device_access_peer(reader, peer)

@@ -50,8 +50,8 @@ class RankGroup:
     def part_of(self, count: int) -> slice:
         """This rank's part of ``count`` heads or rows. With fewer of them than ranks, neighbouring ranks share one."""
         if count >= self.size:
-            own = count // self.size
-            return slice(self.rank * own, (self.rank + 1) * own)
+            per_rank = count // self.size
+            return slice(self.rank * per_rank, (self.rank + 1) * per_rank)
         shared = self.rank * count // self.size
         return slice(shared, shared + 1)
 
@@ -88,9 +88,9 @@ class RankGroup:
             return x
         self.traffic.add(x)
         parts = x.contiguous().view(self.size, len(x) // self.size, *x.shape[1:])
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, list(parts), group=self._connected())
-        return own
+        local_rows = torch.empty_like(parts[0])
+        dist.reduce_scatter(local_rows, list(parts), group=self._connected())
+        return local_rows
 
     def send_to_next(self, x: Tensor) -> dist.Work | None:
         """Start to send ``x`` to the next rank. Keep ``x`` as it is until the work is done."""

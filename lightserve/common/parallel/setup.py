@@ -56,9 +56,9 @@ def connect_ranks(
 
 def _own_group(rank: int, groups: list[list[int]]) -> RankGroup:
     """Create all groups of a kind, as torch requires of every rank, and return the one with this rank in it."""
-    own = ONE_RANK
+    rank_group = ONE_RANK
     for ranks in groups:
         process_group = dist.new_group(ranks) if len(ranks) > 1 else None
         if rank in ranks and process_group is not None:
-            own = RankGroup(ranks.index(rank), len(ranks), process_group)
-    return own
+            rank_group = RankGroup(ranks.index(rank), len(ranks), process_group)
+    return rank_group
