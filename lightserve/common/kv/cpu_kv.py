@@ -27,8 +27,8 @@ class Section(NamedTuple):
     def of(self, blocks: Tensor, tokens: int) -> Tensor:
         """Its view of blocks ``[n, bytes]``: [layers, n, tokens, words]."""
         layers, _, words = self.cache.shape
-        own = blocks[:, self.begin : self.end].view(self.cache.dtype)
-        return own.view(len(blocks), layers, tokens, words).transpose(0, 1)
+        values = blocks[:, self.begin : self.end].view(self.cache.dtype)
+        return values.view(len(blocks), layers, tokens, words).transpose(0, 1)
 
 
 def _words(buffer: Tensor) -> Tensor:
@@ -81,17 +81,17 @@ class CpuKv:
     def scatter(self, blocks: Tensor, slots: Tensor) -> None:
         """The reverse."""
         for section in self._sections:
-            own = section.of(blocks, self.block_tokens)
-            section.cache.index_copy_(1, slots.flatten(), own.flatten(1, 2))
+            values = section.of(blocks, self.block_tokens)
+            section.cache.index_copy_(1, slots.flatten(), values.flatten(1, 2))
 
     def _make_sections(self, memory: MemoryManager) -> list[Section]:
         sections: list[Section] = []
         begin = 0
         for i, buffer in enumerate(memory.buffers):
-            for part in (buffer, memory.scale_buffers.get(i)):
-                if part is None:
+            for tensor in (buffer, memory.scale_buffers.get(i)):
+                if tensor is None:
                     continue
-                cache = _words(part)
+                cache = _words(tensor)
                 layers, _, words = cache.shape
                 end = begin + layers * self.block_tokens * words * cache.dtype.itemsize
                 sections.append(Section(cache, begin, end))

@@ -89,9 +89,9 @@ class KvLayout:
 
     def of_layers(self, layers: Iterable[int]) -> KvLayout:
         """Only these layers."""
-        kept = set(layers)
-        parts = ((group, tuple(layer for layer in group.layers if layer in kept)) for group in self.groups)
-        return KvLayout(tuple(replace(group, layers=own) for group, own in parts if own))
+        wanted = set(layers)
+        parts = ((group, tuple(layer for layer in group.layers if layer in wanted)) for group in self.groups)
+        return KvLayout(tuple(replace(group, layers=group_layers) for group, group_layers in parts if group_layers))
 
     @property
     def num_layers(self) -> int:
