@@ -16,6 +16,6 @@ class Glm4MoeLiteTpPartModel(DeepseekTpPartModel):
         if kinds is None:
             return super()._is_sparse(layer_num)
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (DENSE, SPARSE) for kind in kinds):
-            found, wanted = reprlib.repr(kinds), f"a list of {count} times {DENSE!r} or {SPARSE!r}"
-            raise ModelFilesError(f"config.json: mlp_layer_types is {found}, wanted {wanted}; correct it")
+            actual, wanted = reprlib.repr(kinds), f"a list of {count} times {DENSE!r} or {SPARSE!r}"
+            raise ModelFilesError(f"config.json: mlp_layer_types is {actual}, wanted {wanted}; correct it")
         return bool(kinds[layer_num] == SPARSE)
