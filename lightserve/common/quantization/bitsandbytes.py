@@ -65,15 +65,15 @@ class Bnb4Format(WeightFormat):
     def _checked_state(self, raw: Mapping[str, Tensor]) -> dict[str, Any]:
         try:
             state: dict[str, Any] = json.loads(bytes(raw[self._state_name].tolist()))
-            found = state["blocksize"], state["quant_type"], state.get("nested_blocksize", NESTED_BLOCK)
+            settings = state["blocksize"], state["quant_type"], state.get("nested_blocksize", NESTED_BLOCK)
             rows, columns = (int(size) for size in state["shape"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self._state_name} is damaged ({error!r}); download the file again") from error
         wanted = BLOCK, self._scheme.quant_type, NESTED_BLOCK
-        if found != wanted or rows * columns != 2 * raw["weight"].numel():
+        if settings != wanted or rows * columns != 2 * raw["weight"].numel():
             raise CheckpointError(
-                f"{self._state_name} has blocksize, quant_type, nested_blocksize {found} and shape {rows} x {columns}; "
-                f"supported are {wanted} and the shape of the linear"
+                f"{self._state_name} has blocksize, quant_type, nested_blocksize {settings} and shape "
+                f"{rows} x {columns}; supported are {wanted} and the shape of the linear"
             )
         if not torch.allclose(raw["weight.quant_map"].cpu(), self._codebook, atol=1e-6):
             raise CheckpointError(f"weight.quant_map is not that of {self._scheme.quant_type}")

@@ -20,17 +20,17 @@ class DequantizedLinear(UnquantizedLinear):
         super().__init__(spec, dtype, device)
         self._format = weight_format
 
-    def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+    def _weight_pieces(self, linear_part: LinearPart, weight_rows: slice) -> Iterator[Piece]:
         def store(raw: Mapping[str, Tensor]) -> None:
             whole, order = self._format.convert(raw).dequantize(), self._format.input_order(raw)
             if order is not None:
                 whole = whole[:, order.argsort()]
             columns = whole[:, self._spec.columns].to(self.weight.dtype)
-            self.weight[own] = columns if self._format.has_row_per_output else columns[part.rows]
+            self.weight[weight_rows] = columns if self._format.has_row_per_output else columns[linear_part.rows]
 
         def fill_dummy(generator: torch.Generator) -> None:
-            self.weight[own].normal_(std=DUMMY_STD, generator=generator)
+            self.weight[weight_rows].normal_(std=DUMMY_STD, generator=generator)
 
-        raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
-        consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
-        yield from raw_pieces(part, self._format, raw_tensors, consumer)
+        raw_tensors = self._format.raw_tensors(linear_part.out_size, self._spec.in_size)
+        consumer = RawLinear(linear_part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
+        yield from raw_pieces(linear_part, self._format, raw_tensors, consumer)

@@ -90,10 +90,10 @@ class EightBitFormat(WeightFormat):
 
 def has_whole_blocks(spec: LinearSpec) -> bool:
     """Whether each ``BLOCK`` rows of this rank's weight are of one block of rows in the checkpoint."""
-    prefixes = [part.prefix for part in spec.parts]
+    prefixes = [linear_part.prefix for linear_part in spec.parts]
     blocks = torch.full((spec.out_size, 2), -1)  # of each row: its linear, and the block of rows there
-    for part, own in spec.parts_with_rows():
-        blocks[own, 0] = prefixes.index(part.prefix)
-        blocks[own, 1] = torch.arange(part.out_size)[part.rows] // BLOCK
+    for linear_part, weight_rows in spec.parts_with_rows():
+        blocks[weight_rows, 0] = prefixes.index(linear_part.prefix)
+        blocks[weight_rows, 1] = torch.arange(linear_part.out_size)[linear_part.rows] // BLOCK
     first = blocks[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(blocks)]
     return torch.equal(blocks, first)

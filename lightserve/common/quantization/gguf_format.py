@@ -57,17 +57,17 @@ class GgufFormat(WeightFormat):
         return kind.empty(shape, group_size, device, has_offsets=self._packed.has_offsets)
 
 
-def _repack(name: str, blocks: Tensor, weight: QuantizedWeight, part: slice) -> None:
+def _repack(name: str, blocks: Tensor, weight: QuantizedWeight, chunk: slice) -> None:
     """Write some of the blocks to where they belong in ``weight``, which is contiguous."""
-    own, count = blocks[part], len(blocks)
-    codes, (scales, offsets) = weight.codes.view(count, -1)[part], BLOCK_TYPES[name].read_scales(own)
-    weight.scales.view(count, -1)[part] = scales
+    chunk_blocks, count = blocks[chunk], len(blocks)
+    codes, (scales, offsets) = weight.codes.view(count, -1)[chunk], BLOCK_TYPES[name].read_scales(chunk_blocks)
+    weight.scales.view(count, -1)[chunk] = scales
     if weight.offsets is not None and offsets is not None:
-        weight.offsets.view(count, -1)[part] = offsets + 8 * scales if name in UNSIGNED else offsets
+        weight.offsets.view(count, -1)[chunk] = offsets + 8 * scales if name in UNSIGNED else offsets
     if isinstance(weight, Int4Weight):
-        codes.copy_(_int4_codes(name, own))
+        codes.copy_(_int4_codes(name, chunk_blocks))
     else:
-        codes.copy_(BLOCK_TYPES[name].read_numbers(own))
+        codes.copy_(BLOCK_TYPES[name].read_numbers(chunk_blocks))
 
 
 def _int4_codes(name: str, blocks: Tensor) -> Tensor:

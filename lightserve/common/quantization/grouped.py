@@ -67,9 +67,9 @@ class GroupedFormat(WeightFormat, Generic[S]):
         scales = scales.float().contiguous()
         offsets = None if self.scheme.is_symmetric else (middle - zeros.float()) * scales
         if self.scheme.is_symmetric and bool((zeros != middle).any()):
-            found = int(zeros[zeros != middle][0])
+            zero_point = int(zeros[zeros != middle][0])
             raise CheckpointError(
-                f"config.json says sym, but the file has the zero point {found} instead of {middle}; "
+                f"config.json says sym, but the file has the zero point {zero_point} instead of {middle}; "
                 "set sym or checkpoint_format in config.json as the model was quantised"
             )
         return self._weight(codes, scales, offsets)

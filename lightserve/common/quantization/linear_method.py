@@ -13,8 +13,8 @@ from lightserve.common import ops
 from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces
 
 
-def length(part: slice | Tensor) -> int:
-    size: int = part.stop - part.start if isinstance(part, slice) else len(part)
+def length(indices: slice | Tensor) -> int:
+    size: int = indices.stop - indices.start if isinstance(indices, slice) else len(indices)
     return size
 
 
@@ -53,7 +53,7 @@ class LinearSpec:
     @property
     def out_size(self) -> int:
         """Output rows on this rank."""
-        return sum(part.num_rows for part in self.parts)
+        return sum(linear_part.num_rows for linear_part in self.parts)
 
     @property
     def num_columns(self) -> int:
@@ -62,13 +62,17 @@ class LinearSpec:
     def parts_with_rows(self) -> Iterator[tuple[LinearPart, slice]]:
         """Each part, and where its rows are in this rank's weight. Its padding follows them."""
         begin = 0
-        for part in self.parts:
-            yield part, slice(begin, begin + length(part.rows))
-            begin += part.num_rows
+        for linear_part in self.parts:
+            yield linear_part, slice(begin, begin + length(linear_part.rows))
+            begin += linear_part.num_rows
 
     def padding(self) -> Iterator[slice]:
         """The rows of this rank's weight that are zeros."""
-        return (slice(own.stop, own.stop + part.padding) for part, own in self.parts_with_rows() if part.padding)
+        return (
+            slice(weight_rows.stop, weight_rows.stop + linear_part.padding)
+            for linear_part, weight_rows in self.parts_with_rows()
+            if linear_part.padding
+        )
 
 
 class RmsNorm(NamedTuple):

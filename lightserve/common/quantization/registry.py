@@ -41,7 +41,7 @@ def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = N
         return QuantizedLinear(spec, dtype, device, format_of(scheme), input_bits)
 
     def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-        methods = [method(scheme, part, dtype, device) for scheme, part in _runs(spec, quantization)]
+        methods = [method(scheme, run, dtype, device) for scheme, run in _runs(spec, quantization)]
         return methods[0] if len(methods) == 1 else StackedLinear(methods)
 
     return make
@@ -50,7 +50,7 @@ def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = N
 def _runs(spec: LinearSpec, quantization: QuantConfig) -> list[tuple[Scheme | None, LinearSpec]]:
     """The linear cut where the scheme of its parts changes."""
     scheme_of = quantization.scheme_of_router if spec.is_router else quantization.scheme_of
-    by_scheme = groupby(spec.parts, lambda part: scheme_of(part.prefix))
+    by_scheme = groupby(spec.parts, lambda linear_part: scheme_of(linear_part.prefix))
     return [(scheme, replace(spec, parts=tuple(parts))) for scheme, parts in by_scheme]
 
 
@@ -61,12 +61,12 @@ def float_method_factory(config: ModelConfig) -> LinearMethodFactory:
         return UnquantizedLinear
 
     def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-        schemes = {quantization.scheme_of(part.prefix) for part in spec.parts}
+        schemes = {quantization.scheme_of(linear_part.prefix) for linear_part in spec.parts}
         stored = {scheme if scheme is not None and scheme.is_stored else None for scheme in schemes}
         if stored == {None}:
             return UnquantizedLinear(spec, dtype, device)
         if len(stored) > 1:
-            names = ", ".join(part.prefix for part in spec.parts)
+            names = ", ".join(linear_part.prefix for linear_part in spec.parts)
             raise ModelFilesError(f"{names}: different formats for parts of one linear are not supported here")
         scheme = stored.pop()
         assert scheme is not None
@@ -106,10 +106,10 @@ def are_alike(quantization: QuantConfig | None, linears: Sequence[tuple[str, int
 
 def _common_scheme(modules: list[str], quantization: QuantConfig) -> Scheme | None:
     first = quantization.scheme_of(modules[0])
-    other = next((module for module in modules if quantization.scheme_of(module) != first), None)
-    if other is not None:
+    mismatch = next((module for module in modules if quantization.scheme_of(module) != first), None)
+    if mismatch is not None:
         raise ModelFilesError(
-            f"{other} is quantised in another way than {modules[0]} ({quantization}), which is not supported for "
+            f"{mismatch} is quantised in another way than {modules[0]} ({quantization}), which is not supported for "
             "experts of one layer; use the unquantised checkpoint"
         )
     return first

@@ -29,16 +29,16 @@ class UnquantizedLinear(LinearMethod):
                 self.bias[padding] = 0
 
     def pieces(self) -> Iterator[Piece]:
-        for part, own in self._spec.parts_with_rows():
-            yield from self._weight_pieces(part, own)
+        for linear_part, weight_rows in self._spec.parts_with_rows():
+            yield from self._weight_pieces(linear_part, weight_rows)
         yield from bias_pieces(self._spec, self.bias)
 
-    def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
-        name, columns, weight = f"{part.prefix}.weight", self._spec.columns, self.weight[own]
+    def _weight_pieces(self, linear_part: LinearPart, weight_rows: slice) -> Iterator[Piece]:
+        name, columns, weight = f"{linear_part.prefix}.weight", self._spec.columns, self.weight[weight_rows]
         if self._spec.is_transposed:
-            yield Piece(name, (self._spec.in_size, part.out_size), weight.T, slicer(columns, part.rows))
+            yield Piece(name, (self._spec.in_size, linear_part.out_size), weight.T, slicer(columns, linear_part.rows))
         else:
-            yield Piece(name, (part.out_size, self._spec.in_size), weight, slicer(part.rows, columns))
+            yield Piece(name, (linear_part.out_size, self._spec.in_size), weight, slicer(linear_part.rows, columns))
 
     def bias_of_rows(self) -> Tensor | None:
         return self.bias
@@ -76,9 +76,9 @@ class UnquantizedLinear(LinearMethod):
 
 def bias_pieces(spec: LinearSpec, bias: Tensor | None) -> Iterator[Piece]:
     """``bias`` is None if another rank adds it."""
-    for part, own in spec.parts_with_rows() if spec.has_bias else ():
-        into = None if bias is None else bias[own]
-        yield Piece(f"{part.prefix}.bias", (part.out_size,), into, slicer(part.rows))
+    for linear_part, weight_rows in spec.parts_with_rows() if spec.has_bias else ():
+        into = None if bias is None else bias[weight_rows]
+        yield Piece(f"{linear_part.prefix}.bias", (linear_part.out_size,), into, slicer(linear_part.rows))
 
 
 def slicer(*parts: slice | Tensor) -> Callable[[Tensor], Tensor]:

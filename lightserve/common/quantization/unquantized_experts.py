@@ -56,21 +56,21 @@ class UnquantizedExperts(ExpertsMethod):
 def _each(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     prefixes = [(f"{spec.prefix}.{expert}", 0) for expert in range(spec.num_experts)]
     prefixes += [(spec.shared_prefix, shared) for shared in range(spec.num_shared)]
-    for expert, (prefix, part) in enumerate(prefixes):
-        place = expert - spec.own.start if spec.own.start <= expert < spec.own.stop else None
-        yield from _expert(prefix, spec, tensors, place, part)
+    for expert, (prefix, shared_index) in enumerate(prefixes):
+        slot = expert - spec.own.start if spec.own.start <= expert < spec.own.stop else None
+        yield from _expert(prefix, spec, tensors, slot, shared_index)
 
 
-def _expert(prefix: str, spec: ExpertsSpec, tensors: _Tensors, place: int | None, part: int) -> Iterator[Piece]:
-    """An expert in ``place`` of this rank's, or of another rank; ``part``: which of the shared experts it is."""
+def _expert(prefix: str, spec: ExpertsSpec, tensors: _Tensors, slot: int | None, shared_index: int) -> Iterator[Piece]:
+    """An expert in ``slot`` of this rank's, or of another rank; ``shared_index``: which of the shared experts it is."""
     is_shared = prefix == spec.shared_prefix
     total = spec.width * (spec.num_shared if is_shared else 1)
-    units = slice(part * spec.width + spec.units.start, part * spec.width + spec.units.stop)
+    units = slice(shared_index * spec.width + spec.units.start, shared_index * spec.width + spec.units.stop)
     gate_up = _by_unit(tensors.w13)
     for side, name in enumerate((spec.names.gate, spec.names.up)):
-        into = None if place is None else gate_up[place, :, side]
+        into = None if slot is None else gate_up[slot, :, side]
         yield Piece(f"{prefix}.{name}.weight", (total, spec.hidden_size), into, slicer(units))
-    into = None if place is None else tensors.w2[place]
+    into = None if slot is None else tensors.w2[slot]
     yield Piece(f"{prefix}.{spec.names.down}.weight", (spec.hidden_size, total), into, slicer(slice(None), units))
 
 
@@ -82,8 +82,8 @@ def _stacked(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     whole = (spec.num_experts, 2 * spec.width, spec.hidden_size)
     yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, _by_unit(tensors.w13), gate_up)
     whole = (spec.num_experts, spec.hidden_size, spec.width)
-    part = slicer(spec.own, slice(None), spec.units)
-    yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, tensors.w2, part)
+    shard = slicer(spec.own, slice(None), spec.units)
+    yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, tensors.w2, shard)
 
 
 def _transposed(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
