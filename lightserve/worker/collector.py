@@ -143,7 +143,9 @@ class OtherResults(NamedTuple):
             self.failed.append(ReqFailed(req.req_id, 400, error))
         elif is_complete or token != Token(token.id):
             tokens = [token, *map(Token, forced_ids)]
-            self.detailed.extend(TokenOut(req.req_id, one, is_complete and one is tokens[-1]) for one in tokens)
+            self.detailed.extend(
+                TokenOut(req.req_id, new_token, is_complete and new_token is tokens[-1]) for new_token in tokens
+            )
         else:
             self.plain.append((req.req_id, [token.id, *forced_ids]))
 

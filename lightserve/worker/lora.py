@@ -95,23 +95,23 @@ class LoraCache:
             self._free += [block for block in dropped if block is not None]
 
     @torch.inference_mode()
-    def place(self, places: Iterable[LoraPlace]) -> None:
+    def fill_slots(self, places: Iterable[LoraPlace]) -> None:
         pool = self._model.lora
         assert pool is not None
-        for place in places:
+        for lora in places:
             with self._lock:
-                block = self._blocks[place.lora_id]
-            pool.put(place.slot, block)
+                block = self._blocks[lora.lora_id]
+            pool.put(lora.slot, block)
 
 
 def group_rows(slots: np.ndarray, max_group: int) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """The rows of a step that use adapters, sorted by slot, and their groups: slot, first and last + 1."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     order = order[np.searchsorted(slots[order], 0) :]  # without those that use none
-    found, begins, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    used_slots, begins, counts = np.unique(slots[order], return_index=True, return_counts=True)
     groups = [
         (slot, first, min(first + max_group, begin + count))
-        for slot, begin, count in zip(found.tolist(), begins.tolist(), counts.tolist(), strict=True)
+        for slot, begin, count in zip(used_slots.tolist(), begins.tolist(), counts.tolist(), strict=True)
         for first in range(begin, begin + count, max_group)
     ]
     return order, groups
@@ -119,6 +119,6 @@ def group_rows(slots: np.ndarray, max_group: int) -> tuple[np.ndarray, list[tupl
 
 def write_groups(rows: np.ndarray, groups: np.ndarray, slots: Sequence[int] | np.ndarray, tokens: int) -> None:
     """Fill the columns of a step; ``slots``: of each row, ``tokens``: with padding."""
-    order, found = group_rows(np.asarray(slots, dtype=np.int32), ops.lora_group_rows(tokens))
+    order, row_groups = group_rows(np.asarray(slots, dtype=np.int32), ops.lora_group_rows(tokens))
     rows[: len(order)] = order
-    groups[:, : len(found)] = np.array(found, dtype=np.int32).reshape(-1, 3).T
+    groups[:, : len(row_groups)] = np.array(row_groups, dtype=np.int32).reshape(-1, 3).T

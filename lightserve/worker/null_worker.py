@@ -75,7 +75,7 @@ class NullWorker:
         count = min(self._num_top[req_id], self._vocab_size - self._first_id)
         while len(top) < count:
             top.append(self._after(top[-1]))
-        return Token(top[0], -1.0, [(token_id, -1.0 - place) for place, token_id in enumerate(top[:count])])
+        return Token(top[0], -1.0, [(token_id, -1.0 - index) for index, token_id in enumerate(top[:count])])
 
     def _after(self, token_id: int) -> int:
         return token_id + 1 if self._first_id <= token_id + 1 < self._vocab_size else self._first_id

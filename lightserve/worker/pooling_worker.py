@@ -119,8 +119,8 @@ def _warm_up_steps(max_reqs: int, max_len: int) -> Iterator[Step]:
     """For a worker without requests: one of each length, then all of them together."""
     lengths = [length for length in PROMPT_LENGTHS if length <= max_len][:max_reqs]
     for group in ([length] for length in lengths), [lengths] if len(lengths) > 1 else []:
-        for one in group:
-            yield from _whole_prompts(one)
+        for prompt_lengths in group:
+            yield from _whole_prompts(prompt_lengths)
 
 
 def _whole_prompts(lengths: list[int]) -> Iterator[Step]:

@@ -130,8 +130,10 @@ class StepRunner:
 
     def model_input(self, columns: StepColumns, shape: StepShape) -> ModelInput:
         """Write the slots of the step's tokens to ``req_to_token``, and find the tokens that were sampled last."""
-        own, reqs = columns.tokens, columns.reqs
-        tokens = ops.StepTokens(own["row"], own["position"], own["slot"], own["token_id"])
+        token_columns, reqs = columns.tokens, columns.reqs
+        tokens = ops.StepTokens(
+            token_columns["row"], token_columns["position"], token_columns["slot"], token_columns["token_id"]
+        )
         input_ids = ops.place_tokens(tokens, self._batch.req_to_token, self._batch.last_ids)
         attn = ops.AttnBatch(
             self._batch.req_to_token,
@@ -181,8 +183,8 @@ class StepRunner:
         tp, head = self._model.tp, self._model.pre_post_weight.lm_head
         if tp.size == 1:
             return ops.sample(logits, b_temperature, b_seed, b_position)
-        part = ops.sample_part(logits[:, : head.count], b_temperature, b_seed, b_position, head.first_id)
-        return ops.best_of_parts(tp.all_gather(part).view(len(logits), tp.size, 2))
+        rank_best = ops.sample_part(logits[:, : head.count], b_temperature, b_seed, b_position, head.first_id)
+        return ops.best_of_parts(tp.all_gather(rank_best).view(len(logits), tp.size, 2))
 
 
 def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:

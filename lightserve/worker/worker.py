@@ -298,7 +298,7 @@ class ModelWorker:
         for new in step.new:
             self._add(self._batch.retained.whole(new))
         if step.loras and self.loras is not None:
-            self.loras.place(step.loras)
+            self.loras.fill_slots(step.loras)
         if self.cpu_offload is not None:
             for store in step.stores:
                 self.cpu_offload.store(store)

@@ -83,8 +83,8 @@ class StepRows(NamedTuple):
         is_other = np.ones(len(self.rows), dtype=bool)
         is_other[first] = False
         order = np.concatenate((first, np.flatnonzero(is_other)))
-        own = (np.cumsum(self.q_len) - self.q_len)[first]
-        tokens = np.concatenate((own, np.flatnonzero(np.repeat(is_other, self.q_len))))
+        first_tokens = (np.cumsum(self.q_len) - self.q_len)[first]
+        tokens = np.concatenate((first_tokens, np.flatnonzero(np.repeat(is_other, self.q_len))))
         group_slots = tuple([slots[tokens] for slots in self.group_slots])
         token_ids = self.token_ids[tokens] if len(self.token_ids) else self.token_ids
         return StepRows(self.rows[order], self.q_len[order], self.slots[tokens], group_slots, token_ids)
@@ -118,15 +118,15 @@ class PackedStep:
         """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
         if not self.prompt_targets:
             return None
-        rows = [row for one in self.prompt_targets for row in range(one.start, one.start + len(one.targets))]
-        targets = [target for one in self.prompt_targets for target in one.targets]
-        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.prompt_targets)
+        rows = [row for entry in self.prompt_targets for row in range(entry.start, entry.start + len(entry.targets))]
+        targets = [target for entry in self.prompt_targets for target in entry.targets]
+        k = max(entry.req.sampling.prompt_logprobs or 0 for entry in self.prompt_targets)
         logprobs = StepPromptLogprobs(rows, targets, k, device)
         begin = 0
-        for req, _, own in self.prompt_targets:
+        for req, _, req_targets in self.prompt_targets:
             assert req.prompt_chunks is not None
-            req.prompt_chunks.append(PromptChunk(logprobs, slice(begin, begin + len(own))))
-            begin += len(own)
+            req.prompt_chunks.append(PromptChunk(logprobs, slice(begin, begin + len(req_targets))))
+            begin += len(req_targets)
         return logprobs
 
 
@@ -251,13 +251,13 @@ class InferBatch:
         is_sampled = columns.cache_len[rows] == columns.total_len[rows]
         is_plain = is_sampled & (columns.is_plain[rows] > 0)
         indices = np.flatnonzero(is_plain)
-        own = rows[indices]
-        columns.total_len[own] += 1
+        plain_rows = rows[indices]
+        columns.total_len[plain_rows] += 1
         with_details = [
             (index, packed.reqs[index], packed.reqs[index].add_sampled())
             for index in np.flatnonzero(is_sampled & ~is_plain).tolist()
         ]
-        plain = TokenOnlyRows(indices, own, columns.entry[own], columns.req_id[own])
+        plain = TokenOnlyRows(indices, plain_rows, columns.entry[plain_rows], columns.req_id[plain_rows])
         if packed.drafts is None:
             return Sampled(with_details, plain)
         first = packed.drafts.first_rows
@@ -366,13 +366,13 @@ class InferBatch:
         return self.lora_slots > 0 and bool((self.columns.lora_slot[rows] >= 0).any())
 
     def _prompt_targets(self, step_rows: StepRows, start: Int64Array) -> list[PromptTargets]:
-        found = []
+        all_targets = []
         for index in np.flatnonzero(self.columns.is_plain[step_rows.rows] == 0).tolist():
             req = self._req_by_row[int(step_rows.rows[index])]
             targets = req.prompt_targets(int(step_rows.q_len[index]))
             if targets:
-                found.append(PromptTargets(req, int(start[index]), targets))
-        return found
+                all_targets.append(PromptTargets(req, int(start[index]), targets))
+        return all_targets
 
     def _token_ids(self, step_rows: StepRows, start: Int64Array) -> Int32Array | Int64Array:
         """The ids of the tokens to compute. The last one of a request may be in flight, and drafts are not known."""

@@ -46,7 +46,7 @@ class InferReq(ReqLengths):
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
-        self.columns, self.place = ReqColumns(1), 0
+        self.columns, self.columns_row = ReqColumns(1), 0
         self.known_len = self.total_len = len(self.known)
         self.is_constrained = self.grammar is not None
         self.is_plain = self.output is None and self.sampling.logprobs is None
@@ -83,15 +83,15 @@ class InferReq(ReqLengths):
         """Whether thinking that lasts too long may force the next token."""
         return self.thinking is not None and self.thinking.may_force(self.output_len)
 
-    def move_to(self, columns: ReqColumns, place: int) -> None:
+    def move_to(self, columns: ReqColumns, row: int) -> None:
         """Have its numbers in another row."""
         self.flush()
-        columns.copy_row(place, self.columns, self.place)
-        self.columns, self.place = columns, place
+        columns.copy_row(row, self.columns, self.columns_row)
+        self.columns, self.columns_row = columns, row
 
     def flush(self) -> None:
         """Append the tokens in the tail of its row to its own array."""
-        token_ids = self.columns.known.take(self.place)
+        token_ids = self.columns.known.take(self.columns_row)
         if len(token_ids):
             self.known.extend(token_ids)
 
@@ -99,7 +99,7 @@ class InferReq(ReqLengths):
         self.flush()
         self.known.extend(token_ids)
         self.known_len += len(token_ids)
-        self.columns.last_known[self.place] = token_ids[-1]
+        self.columns.last_known[self.columns_row] = token_ids[-1]
 
     def add_sampled(self) -> list[PromptChunk] | None:
         """Count a token that the device has sampled. Returns the logprobs of the prompt with the first one."""

@@ -66,11 +66,11 @@ def _column(name: str) -> Any:
     """A property that is kept in a column of ReqColumns, which documents it."""
 
     def get(req: ReqLengths) -> int:
-        number: int = getattr(req.columns, name).item(req.place)
+        number: int = getattr(req.columns, name).item(req.columns_row)
         return number
 
     def set_(req: ReqLengths, value: int) -> None:
-        getattr(req.columns, name)[req.place] = value
+        getattr(req.columns, name)[req.columns_row] = value
 
     return property(get, set_)
 
@@ -79,7 +79,7 @@ class ReqLengths:
     """How many tokens of a request are known, sampled and computed."""
 
     columns: ReqColumns
-    place: int  # row of ``columns``
+    columns_row: int  # row of ``columns``
     cache_len: int = _column("cache_len")
     known_len: int = _column("known_len")
     total_len: int = _column("total_len")

@@ -100,7 +100,7 @@ class SharedPrefixes(Generic[Key]):
         return self._last[1]
 
     def _arrange(self, reqs: list[Key]) -> Arrangement:
-        places = {req: place for place, req in enumerate(reqs)}
+        places = {req: index for index, req in enumerate(reqs)}
         present: list[int] = []  # indexes of the requests, sorted by their slots
         common: list[int] = []
         least: float = 0
@@ -119,9 +119,9 @@ class SharedPrefixes(Generic[Key]):
     def _common_before(self, at: int) -> int:
         if at == 0:
             return 0
-        before, own = (np.frombuffer(key, dtype=np.int32) for key in self._keys[at - 1 : at + 1])
-        length = min(len(before), len(own))
-        differs = before[:length] != own[:length]
+        before, current = (np.frombuffer(key, dtype=np.int32) for key in self._keys[at - 1 : at + 1])
+        length = min(len(before), len(current))
+        differs = before[:length] != current[:length]
         return int(differs.argmax()) if differs.any() else length
 
 
@@ -135,8 +135,8 @@ class _Run:
 
     def closed(self, end: int) -> list[Group]:
         """Its best groups: the whole run, its parts, or the better parts and one group of the other requests."""
-        better = [part for part in self.parts if part.saved > len(part.members) * self.shared]
-        taken = {member for part in better for member in part.members}
+        better = [group for group in self.parts if group.saved > len(group.members) * self.shared]
+        taken = {member for group in better for member in group.members}
         others = Group([i for i in range(self.first, end) if i not in taken], self.shared)
         whole = Group(list(range(self.first, end)), self.shared)
         choices = [_best(self.parts), _best([*better, others]), _best([whole])]
@@ -177,5 +177,5 @@ def _side_by_side(count: int, present: Sequence[int], groups: Iterable[Group]) -
         rows.append(SharedRows(len(order), len(members), shared))
         order += [present[member] for member in members]
     grouped = set(order)
-    order += [place for place in range(count) if place not in grouped]
+    order += [index for index in range(count) if index not in grouped]
     return Arrangement(order, rows)

@@ -60,7 +60,7 @@ class WindowedSizing:
     least: Callable[[int], int] = _own_least  # the smallest value of all ranks
 
     @property
-    def kept(self) -> int:
+    def retained_tokens(self) -> int:
         return kept_tokens(self.layout.window or 1)
 
     def for_tokens(self, tokens: int) -> KvSizes:
@@ -74,10 +74,10 @@ class WindowedSizing:
 
     def for_budget(self, budget: int, max_tokens: int) -> KvSizes:
         """``budget``: bytes for KV; ``max_tokens``: the largest pool that is supported."""
-        own = self.own_layout or self.layout
-        single = KvSizes(min(self.least(tokens_in(budget, own.bytes_per_token)), max_tokens))
-        windowed_bytes = own.windowed_bytes_per_token
-        other_bytes = own.bytes_per_token - windowed_bytes
+        stage_layout = self.own_layout or self.layout
+        single = KvSizes(min(self.least(tokens_in(budget, stage_layout.bytes_per_token)), max_tokens))
+        windowed_bytes = stage_layout.windowed_bytes_per_token
+        other_bytes = stage_layout.bytes_per_token - windowed_bytes
         if self.wanted == 0:
             return single
         if self.wanted is not None:
@@ -94,12 +94,12 @@ class WindowedSizing:
 
     @property
     def _share(self) -> float:
-        return windowed_share(self.kept, self.max_len)
+        return windowed_share(self.retained_tokens, self.max_len)
 
     @property
     def _smallest(self) -> int:
         """Room for one request and a step of a long prompt."""
-        return self.kept + self.step_tokens
+        return self.retained_tokens + self.step_tokens
 
     def _saves_enough(self, share: float) -> bool:
         whole, windowed = self.layout.bytes_per_token, self.layout.windowed_bytes_per_token
@@ -108,9 +108,9 @@ class WindowedSizing:
     def _checked(self, tokens: int, windowed: int) -> KvSizes:
         if not windowed:
             return KvSizes(tokens)
-        if not self.kept < windowed <= tokens:
+        if not self.retained_tokens < windowed <= tokens:
             raise ServerError(
-                f"max_windowed_token_num={windowed}: it must be above {self.kept}, what one request keeps, and at most "
-                f"the {tokens} tokens of the KV pool; 0: one pool for all layers"
+                f"max_windowed_token_num={windowed}: it must be above {self.retained_tokens}, what one request keeps, "
+                f"and at most the {tokens} tokens of the KV pool; 0: one pool for all layers"
             )
         return KvSizes(tokens, (windowed,))

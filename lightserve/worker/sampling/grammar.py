@@ -254,9 +254,9 @@ class GrammarManager:
     def _matcher(self, spec: GrammarSpec, eos_ids: tuple[int, ...], lane: int) -> LLMatcher:
         """At the start of the grammar. What is not compiled yet is compiled for all lanes."""
         compiler = self._compilers_for(eos_ids)[lane]
-        found = compiler.find(spec)
-        if found is not None:
-            return found
+        matcher = compiler.find(spec)
+        if matcher is not None:
+            return matcher
         self._compile(spec, eos_ids)[lane].result()
         return compiler.compile(spec)
 

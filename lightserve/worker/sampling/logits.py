@@ -191,9 +191,9 @@ def _force(logits: Tensor, entries: list[tuple[int, int]]) -> None:
 
 
 def _forbid_others(logits: Tensor, allowed: Allowed) -> None:
-    kept = logits[allowed.entry_rows, allowed.token_ids]
+    allowed_logits = logits[allowed.entry_rows, allowed.token_ids]
     logits.index_fill_(0, allowed.rows, float("-inf"))
-    logits[allowed.entry_rows, allowed.token_ids] = kept
+    logits[allowed.entry_rows, allowed.token_ids] = allowed_logits
 
 
 def _forbid_first(logits: Tensor, first_allowed: Rows) -> None:

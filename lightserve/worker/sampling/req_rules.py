@@ -155,11 +155,11 @@ def _bad_word_ends(sampling: SamplingParams) -> BadWordEnds:
 
     The key is the last token of the head, so that a step compares only the few words that may be complete.
     """
-    found: BadWordEnds = defaultdict(list)
+    ends: BadWordEnds = defaultdict(list)
     for *head, last in sampling.bad_words_ids:
         if head:
-            found[head[-1]].append((head, last))
-    return found
+            ends[head[-1]].append((head, last))
+    return ends
 
 
 def _filters(sampling: SamplingParams) -> Filters:

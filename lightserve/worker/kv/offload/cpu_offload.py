@@ -55,7 +55,7 @@ class CpuOffload:
     def store(self, command: KvStore) -> None:
         slots = self._by_block(command.slots)
         hosts = [self._kv[number] for number in int32s(command.blocks).tolist()]
-        self._copies.down(hosts, lambda part, blocks: self._kv.gather(slots[part], blocks))
+        self._copies.down(hosts, lambda block_range, blocks: self._kv.gather(slots[block_range], blocks))
         with self._has_changed:
             self._last_store = command.store_id
             self._has_changed.notify_all()
@@ -64,7 +64,7 @@ class CpuOffload:
     def start_load(self, command: KvLoad) -> None:
         hosts = [self._kv[number] for number in int32s(command.blocks).tolist()]
         slots = self._by_block(command.slots)
-        load = self._copies.up(hosts, lambda part, blocks: self._kv.scatter(blocks, slots[part]))
+        load = self._copies.up(hosts, lambda block_range, blocks: self._kv.scatter(blocks, slots[block_range]))
         with self._has_changed:
             self._loads[command.load_id] = load
             self._has_changed.notify_all()

@@ -39,13 +39,13 @@ class StorageBackend:
 
     def lookup(self, command: KvLookup) -> list[int]:
         """The first store that has each of these keys, up to the first one that none has."""
-        found: list[int] = []
+        store_indices: list[int] = []
         by_store = [store.find(command.keys) for store in self._stores]
         for are_there in zip(*by_store, strict=True):
             if not any(are_there):
                 break
-            found.append(are_there.index(True))
-        return found
+            store_indices.append(are_there.index(True))
+        return store_indices
 
     def fetch(self, command: KvFetch) -> KvFetched:
         """Read blocks into host memory."""

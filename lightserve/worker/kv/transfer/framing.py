@@ -77,25 +77,25 @@ class FrameStream:
 def greet_receiver(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = True) -> FrameStream:
     """The sender's part of the handshake. Frames need no MACs in a pipe that protects its bytes."""
     nonce = _read_nonce(pipe)
-    own = os.urandom(NONCE_BYTES)
-    send(pipe, MAGIC + own + identity + _mac_of(secret, b"sender", nonce, own, identity))
-    if not hmac.compare_digest(read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, own, identity)):
+    sender_nonce = os.urandom(NONCE_BYTES)
+    send(pipe, MAGIC + sender_nonce + identity + _mac_of(secret, b"sender", nonce, sender_nonce, identity))
+    if not hmac.compare_digest(read(pipe, MAC_BYTES), _mac_of(secret, b"receiver", nonce, sender_nonce, identity)):
         raise KvTransferError("the receiver has another kv.secret")
-    return FrameStream(pipe, _session_key(secret, nonce, own) if has_macs else b"")
+    return FrameStream(pipe, _session_key(secret, nonce, sender_nonce) if has_macs else b"")
 
 
 def greet_sender(pipe: Pipe, secret: bytes, identity: bytes, has_macs: bool = True) -> FrameStream:
     """The receiver's part."""
-    own = os.urandom(NONCE_BYTES)
-    send(pipe, MAGIC + own)
+    receiver_nonce = os.urandom(NONCE_BYTES)
+    send(pipe, MAGIC + receiver_nonce)
     nonce = _read_nonce(pipe)
-    other, mac = read(pipe, IDENTITY_BYTES), read(pipe, MAC_BYTES)
-    if not hmac.compare_digest(mac, _mac_of(secret, b"sender", own, nonce, other)):
+    sender_identity, mac = read(pipe, IDENTITY_BYTES), read(pipe, MAC_BYTES)
+    if not hmac.compare_digest(mac, _mac_of(secret, b"sender", receiver_nonce, nonce, sender_identity)):
         raise KvTransferError("the sender has another kv.secret")
-    if other != identity:
+    if sender_identity != identity:
         raise KvTransferError("the sender has another model, KV layout, number of ranks or --kv_transport")
-    send(pipe, _mac_of(secret, b"receiver", own, nonce, identity))
-    return FrameStream(pipe, _session_key(secret, own, nonce) if has_macs else b"")
+    send(pipe, _mac_of(secret, b"receiver", receiver_nonce, nonce, identity))
+    return FrameStream(pipe, _session_key(secret, receiver_nonce, nonce) if has_macs else b"")
 
 
 def _read_nonce(pipe: Pipe) -> bytes:

@@ -123,7 +123,7 @@ class NixlSenderMemory:
         here = [(address_of(block), len(block), 0) for block in blocks]
         there = [(address, len(block), 0) for address, block in zip(addresses, blocks, strict=True)]
         try:
-            descriptors = [agent.get_xfer_descs(one, "DRAM") for one in (here, there)]
+            descriptors = [agent.get_xfer_descs(regions, "DRAM") for regions in (here, there)]
             handle = agent.initialize_xfer("READ", *descriptors, self._sender)
             state, end_s = agent.transfer(handle), time.monotonic() + READ_S
             while state == "PROC" and time.monotonic() < end_s:

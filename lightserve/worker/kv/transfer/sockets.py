@@ -172,7 +172,7 @@ class SocketTransferBackend:
             if self._peers.get(peer.address) is peer:
                 del self._peers[peer.address]
                 now_s = time.monotonic()
-                self._failed_s = {one: at_s for one, at_s in self._failed_s.items() if now_s - at_s < RETRY_S}
+                self._failed_s = {address: at_s for address, at_s in self._failed_s.items() if now_s - at_s < RETRY_S}
                 if error is not None:
                     self._failed_s[peer.address] = now_s
         peer.is_closed = True
@@ -232,8 +232,8 @@ class _Peer:
                     is_sent = True
                 finally:
                     outgoing.done(is_sent)
-        except (KvTransferError, OSError, ServerError, RuntimeError) as found:  # RuntimeError: of a device
-            error = found
+        except (KvTransferError, OSError, ServerError, RuntimeError) as failure:  # RuntimeError: of a device
+            error = failure
         finally:
             self._backend.leave(self, error)
             if stream is not None:

@@ -94,5 +94,7 @@ class SendStaging(Staging):
             self.give_back(blocks)
 
     def _receiver(self, address: str) -> _Receiver:
-        self._receivers = {name: one for name, one in self._receivers.items() if one.num_held or one.has_stalled}
+        self._receivers = {
+            name: receiver for name, receiver in self._receivers.items() if receiver.num_held or receiver.has_stalled
+        }
         return self._receivers.setdefault(address, _Receiver(time.monotonic()))

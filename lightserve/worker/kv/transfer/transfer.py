@@ -81,11 +81,13 @@ class KvSender:
         slots = _by_block(command.slots, self._device)
         most = frame_blocks(self._staging.kv.block_bytes)
         for begin in range(0, len(slots), most):
-            part = slots[begin : begin + most]
-            blocks = self._staging.take_for(address, len(part))
+            frame_slots = slots[begin : begin + most]
+            blocks = self._staging.take_for(address, len(frame_slots))
             if blocks is None:
                 return f"{address} takes nothing, and has its share of the host memory"
-            self._send(address, Frame(command.transfer_id, command.first + begin, len(part)), part, blocks)
+            self._send(
+                address, Frame(command.transfer_id, command.first + begin, len(frame_slots)), frame_slots, blocks
+            )
         return None
 
     def _send(self, address: str, frame: Frame, slots: Tensor, blocks: list[int]) -> None:
@@ -97,8 +99,8 @@ class KvSender:
             raise
         self._backend.push(address, Outgoing(frame, self._staging.data(blocks), wait, done))
 
-    def _gather(self, slots: Tensor, part: slice, blocks: Tensor) -> None:
-        self._staging.kv.gather(slots[part], blocks)
+    def _gather(self, slots: Tensor, block_range: slice, blocks: Tensor) -> None:
+        self._staging.kv.gather(slots[block_range], blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -214,8 +216,8 @@ class KvReceiver:
             transfer.arrived.update(arrived)
             self._has_changed.notify_all()
 
-    def _scatter(self, slots: Tensor, part: slice, blocks: Tensor) -> None:
-        self._staging.kv.scatter(blocks, slots[part])
+    def _scatter(self, slots: Tensor, block_range: slice, blocks: Tensor) -> None:
+        self._staging.kv.scatter(blocks, slots[block_range])
 
 
 def _by_block(slots: Int32s, device: torch.device) -> Tensor:

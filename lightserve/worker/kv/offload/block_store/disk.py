@@ -159,12 +159,12 @@ class DiskStore:
         files = list(self._files())
         used = sum(file.size for file in files)
         oldest_first = np.argsort(np.array([file.used_ns for file in files], dtype=np.int64)) if used > most else ()
-        for place in oldest_first:
+        for index in oldest_first:
             if used <= wanted:
                 break
-            used -= files[place].size
+            used -= files[index].size
             with suppress(OSError):
-                os.unlink(files[place].path)
+                os.unlink(files[index].path)
         with self._lock:
             self._used_bytes = used
 

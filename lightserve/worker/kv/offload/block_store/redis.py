@@ -41,8 +41,8 @@ class Connection:
         """A command. Its last ``joined`` parts are one argument."""
         count = len(parts) - joined + 1
         buffers: list[bytes | memoryview] = [b"*%d\r\n" % count]
-        for part in parts[: count - 1]:
-            buffers += [b"$%d\r\n" % len(part), part, b"\r\n"]
+        for argument in parts[: count - 1]:
+            buffers += [b"$%d\r\n" % len(argument), argument, b"\r\n"]
         last = parts[count - 1 :]
         buffers += [b"$%d\r\n" % sum(map(len, last)), *last, b"\r\n"]
         self._send_all(buffers)
