@@ -233,15 +233,24 @@ class Recorder:
     """Holds every metric of METRICS, from zero. Its user writes ``values`` and ``labelled`` directly."""
 
     def __init__(self) -> None:
-        self.values = {one.name: 0.0 for one in METRICS if one.kind is not Kind.HISTOGRAM and one.label is None}
-        self.labelled = {one.name: dict.fromkeys(one.label_values, 0.0) for one in METRICS if one.label is not None}
-        self.histograms = {one.name: Histogram(one.buckets) for one in METRICS if one.kind is Kind.HISTOGRAM}
+        self.values = {
+            metric.name: 0.0 for metric in METRICS if metric.kind is not Kind.HISTOGRAM and metric.label is None
+        }
+        self.labelled = {
+            metric.name: dict.fromkeys(metric.label_values, 0.0) for metric in METRICS if metric.label is not None
+        }
+        self.histograms = {
+            metric.name: Histogram(metric.buckets) for metric in METRICS if metric.kind is Kind.HISTOGRAM
+        }
 
     def snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot(
             dict(self.values),
             {name: dict(counts) for name, counts in self.labelled.items()},
-            {name: HistogramCounts(list(one.counts), one.total) for name, one in self.histograms.items()},
+            {
+                name: HistogramCounts(list(histogram.counts), histogram.total)
+                for name, histogram in self.histograms.items()
+            },
         )
 
 

@@ -83,8 +83,8 @@ def _unchecked_twin(params: type[_CheckedParams]) -> type[msgspec.Struct]:
 
 def _invalid_field(params: _CheckedParams, error: msgspec.ValidationError) -> InvalidRequestError:
     """Name the field, what it takes and what it has; msgspec says "Expected `int` >= 1 - at `$.top_k`"."""
-    wanted, _, place = str(error).partition(" - at ")
-    field = place.partition("$.")[2].partition("[")[0].partition(".")[0].rstrip("`")
+    wanted, _, path = str(error).partition(" - at ")
+    field = path.partition("$.")[2].partition("[")[0].partition(".")[0].rstrip("`")
     return InvalidRequestError(f"{field}: {wanted}, found {reprlib.repr(getattr(params, field))}", field)
 
 
@@ -151,8 +151,8 @@ class StoppingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_new_tokens > self.max_new_tokens:
-            found = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
-            raise InvalidRequestError(found, "min_new_tokens")
+            reason = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
+            raise InvalidRequestError(reason, "min_new_tokens")
 
 
 class TextParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
@@ -196,13 +196,16 @@ class GenerationParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 hint = f"did you mean {near}?" if near else f"known: {', '.join(_PART_OF)}"
                 raise InvalidRequestError(f"{name}: there is no such parameter; {hint}", name)
             changed.setdefault(_PART_OF[name], {})[name] = value
-        parts = {part: msgspec.structs.replace(getattr(self, part), **values) for part, values in changed.items()}
+        parts = {
+            attribute: msgspec.structs.replace(getattr(self, attribute), **values)
+            for attribute, values in changed.items()
+        }
         return msgspec.structs.replace(self, **parts)
 
 
 _PART_OF = {  # parameter: the field of GenerationParams that has it
-    field.name: part
-    for part, params in (("sampling", SamplingParams), ("stopping", StoppingParams), ("text", TextParams))
+    field.name: attribute
+    for attribute, params in (("sampling", SamplingParams), ("stopping", StoppingParams), ("text", TextParams))
     for field in msgspec.structs.fields(params)
 }
 

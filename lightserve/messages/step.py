@@ -231,10 +231,10 @@ NO_TOKENS = TokenColumns()
 
 def joined_columns(parts: Sequence[TokenColumns]) -> TokenColumns:
     """The tokens of all parts as one, whose requests differ."""
-    counts = [part.each_counts for part in parts] if any(len(part.counts) for part in parts) else []
+    counts = [columns.each_counts for columns in parts] if any(len(columns.counts) for columns in parts) else []
     return TokenColumns(
-        np.concatenate([NO_INT64, *(int64s(part.req_ids) for part in parts)]),
-        np.concatenate([NO_INT32, *(int32s(part.token_ids) for part in parts)]),
+        np.concatenate([NO_INT64, *(int64s(columns.req_ids) for columns in parts)]),
+        np.concatenate([NO_INT32, *(int32s(columns.token_ids) for columns in parts)]),
         np.concatenate([NO_INT32, *counts]),
     )
 

@@ -90,7 +90,7 @@ class WindowMemory(GroupMemory):
         """Read the windows of these tokens, and the tokens before them that must be kept, if the request had them."""
         end, slots = req.computed, self._slots[req_id]
         first = max(end - count + 1 - self._figures.window, 0)
-        kept = [p for p in range(max(end - count - self._figures.kept, 0), first) if p in slots]
+        kept = [p for p in range(max(end - count - self._figures.kept_tokens, 0), first) if p in slots]
         for position in [*kept, *range(first, end)]:
             held = self._kv[slots[position]]
             assert held == req.prefixes[position], "a windowed slot does not hold the token that is read from it"

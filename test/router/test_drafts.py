@@ -188,7 +188,7 @@ def test_a_step_of_many_decodes_has_fewer_drafts_than_its_limit_of_tokens() -> N
 
 
 def test_slots_behind_a_window_are_let_go_as_fast_as_drafts_are_accepted() -> None:
-    windowed = SlidingWindowKv(size=100, window=8, kept=10)
+    windowed = SlidingWindowKv(size=100, window=8, kept_tokens=10)
     scheduler = drafting(windowed=windowed)
     scheduler.add(endless(0))
     next_step(scheduler)
@@ -199,14 +199,14 @@ def test_slots_behind_a_window_are_let_go_as_fast_as_drafts_are_accepted() -> No
         complete(scheduler, 1 + NUM_DRAFTS)
     next_step(scheduler)
 
-    assert scheduler.only_group.pool.groups[0].used <= windowed.kept + 2 * (1 + NUM_DRAFTS)
+    assert scheduler.only_group.pool.groups[0].used <= windowed.kept_tokens + 2 * (1 + NUM_DRAFTS)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_failed_steps_with_drafts_leave_no_wrong_kv_in_the_cache(seed: int) -> None:
     """Requests leave while steps that wrote to reused slots are in flight, and then these steps fail."""
     rng = random.Random(seed)
-    windowed = SlidingWindowKv(size=rng.choice([150, 300]), window=20, kept=24) if seed % 2 else None
+    windowed = SlidingWindowKv(size=rng.choice([150, 300]), window=20, kept_tokens=24) if seed % 2 else None
     state_rows = rng.choice([4, 12]) if seed % 3 == 0 else 0
     server = Server(drafting(300, windowed=windowed, state_rows=state_rows, max_running=4), depth=2)
     scheduler = server.scheduler

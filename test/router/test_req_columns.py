@@ -14,7 +14,7 @@ from test.router.scheduler.test_scheduler import endless, windows_of
 
 OTHER = 50  # a token that ends no request
 NUM_REQS = 64
-WINDOWED = SlidingWindowKv(size=20_000, window=30, kept=40)
+WINDOWED = SlidingWindowKv(size=20_000, window=30, kept_tokens=40)
 
 
 def decode(scheduler: Scheduler, steps: int) -> None:

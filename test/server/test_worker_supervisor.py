@@ -31,7 +31,7 @@ WORKER = """
             Path(__file__).with_name("broken_once").unlink()
             raise RuntimeError("no memory is left yet")
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        launcher.send(EngineInfo(**figures, kv_groups=(SlidingWindowKv(size=300, window=64, kept=127),)))
+        launcher.send(EngineInfo(**figures, kv_groups=(SlidingWindowKv(size=300, window=64, kept_tokens=127),)))
         signal.pause()
     run_child("model worker", main)
 """

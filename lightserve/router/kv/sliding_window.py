@@ -1,7 +1,7 @@
 """The KV of the layers that attend to a sliding window only.
 
 A token has a slot here as well as in the pool of all tokens, but loses it earlier. A request holds the slots of its
-last ``kept`` tokens. So a prefix cannot be continued everywhere: only where the tokens that the next token's window
+last ``kept_tokens``. So a prefix cannot be continued everywhere: only where the tokens that the next token's window
 reaches still have their slots.
 """
 
@@ -34,7 +34,7 @@ class SlidingWindowPool(KvGroupPool):
         """``num_tokens``: slots of the pool of all tokens."""
         self.name = f"sliding_window_{figures.window}"
         self.figures = figures
-        self.kept = figures.kept  # a request holds the slots of so many last tokens
+        self.kept_tokens = figures.kept_tokens  # a request holds the slots of so many last tokens
         self._needed = max(figures.window - 1, 1)  # tokens before a token that its window reaches
         self._num_tokens = num_tokens
         self.reset()
@@ -64,7 +64,7 @@ class SlidingWindowPool(KvGroupPool):
 
     @property
     def max_chunk(self) -> int:
-        return self.size - self.kept
+        return self.size - self.kept_tokens
 
     def fits(self, req: Req, step_tokens: int) -> bool:
         """Whether there are the slots that all requests may hold, and those of a step's new tokens."""
@@ -72,7 +72,7 @@ class SlidingWindowPool(KvGroupPool):
         lengths = np.append(
             columns.prompt_len[rows] + columns.max_new_tokens[rows], len(req.prompt_ids) + req.max_new_tokens
         )
-        held = int(np.minimum(lengths, self.kept + 1).sum())
+        held = int(np.minimum(lengths, self.kept_tokens + 1).sum())
         return held + min(step_tokens, self.size // 2) <= self.size
 
     def usable_len(self, tokens: Slots) -> int:
@@ -110,7 +110,7 @@ class SlidingWindowPool(KvGroupPool):
 
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """Requests free the slots that their next tokens do not reach."""
-        released = [self._leave(req, req.planned_len - self.kept) for req, _ in chunks]
+        released = [self._leave(req, req.planned_len - self.kept_tokens) for req, _ in chunks]
         self.slots.free(np.concatenate((self._leave_decodes(rows), *released)))
 
     def release(self, req: Req) -> None:
@@ -156,7 +156,7 @@ class SlidingWindowPool(KvGroupPool):
     def _leave_decodes(self, rows: Int64Array) -> Slots:
         """The same of decodes, whose next tokens do not reach these slots."""
         planned_len, released = self._running.columns.planned_len, [NO_INT32]
-        while len(rows := rows[planned_len[rows] - self.kept > self._begin[rows]]):  # rarely twice
+        while len(rows := rows[planned_len[rows] - self.kept_tokens > self._begin[rows]]):  # rarely twice
             for req in self._running.at(self._leaving.empty(rows)):
                 self._leaving.fill(req.row, self.held_slots(req))
             self._begin[rows] += 1

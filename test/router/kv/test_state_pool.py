@@ -119,7 +119,7 @@ def test_no_prefix_keeps_a_state_that_may_have_seen_accepted_drafts() -> None:
 
 def test_a_prefix_is_continued_where_all_groups_can() -> None:
     """The window of the end has its slots, but a state was kept only where its window has lost them."""
-    server = server_of(state_rows=20, windowed=SlidingWindowKv(size=100, window=8, kept=12))
+    server = server_of(state_rows=20, windowed=SlidingWindowKv(size=100, window=8, kept_tokens=12))
     server.run([make_req(0, prompt(100), 1)])
     pool = server.scheduler.only_group.pool
     window, states = pool.groups
