@@ -122,7 +122,9 @@ class RouterManager:
         for req in self._scheduler.drop(lambda req: http_process_of(req.req_id) == lost.process):
             self._output_processor.abort(req, FinishReason.ABORT)
         for group in self._scheduler.groups:
-            group.fork_points.release([one for one in group.fork_points if http_process_of(one) == lost.process])
+            group.fork_points.release(
+                [req_id for req_id in group.fork_points if http_process_of(req_id) == lost.process]
+            )
         self.metrics.values["http_process_restarts_total"] += 1
         self.steps.wake()
 
@@ -194,8 +196,8 @@ class RouterManager:
         if message.parent is None:
             self._accept(message)
             return
-        found = (group.fork_points.tokens_of(message.parent) for group in self._scheduler.groups)
-        begin = next((token_ids for token_ids in found if token_ids is not None), None)
+        known_tokens = (group.fork_points.tokens_of(message.parent) for group in self._scheduler.groups)
+        begin = next((token_ids for token_ids in known_tokens if token_ids is not None), None)
         if begin is None:  # it stays known until the HTTP process releases it
             self._output_processor.refuse(message.req_id, message.unknown_parent, 500)
             return
@@ -223,8 +225,8 @@ class RouterManager:
         if output_ids:
             req.continue_from(list(output_ids), time.monotonic())
         if req.finish_reason is not None:
-            found = f"the request cannot go on here: its {req.output_len} tokens already end it"
-            self._refuse(message, timeline, f"{found} ({req.finish_reason.value})", 503)
+            reason = f"the request cannot go on here: its {req.output_len} tokens already end it"
+            self._refuse(message, timeline, f"{reason} ({req.finish_reason.value})", 503)
             return
         if dispatched is not None:  # the dispatcher has announced it
             self._prepare_dispatched(req, dispatched)
@@ -279,11 +281,11 @@ class RouterManager:
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
         loading = None if adapter is None else self.adapters.load(adapter)
-        self._release_after(req, [one for one in (compiled, loading) if one is not None])
+        self._release_after(req, [future for future in (compiled, loading) if future is not None])
 
     def _release_after(self, req: Req, waits: Sequence[asyncio.Future[Any]]) -> None:
         """Let a held request be admitted when all of these have resolved."""
-        waits = [one for one in waits if not one.done()]
+        waits = [future for future in waits if not future.done()]
         if waits:
             waits[0].add_done_callback(lambda _: self._release_after(req, waits))
             return

@@ -98,8 +98,8 @@ class OutputProcessor:
         for groups in zip(*(pool.groups for pool in pools), strict=True):  # one KV group of all attention groups
             used, size = sum(group.used for group in groups), sum(group.size for group in groups)
             self.metrics.set_kv_group_load(groups[0].name, used, size)
-        for part in (part for group in scheduler.groups for part in group.parts):
-            part.report(self.metrics)
+        for step_part in (step_part for group in scheduler.groups for step_part in group.parts):
+            step_part.report(self.metrics)
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)

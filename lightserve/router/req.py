@@ -262,10 +262,10 @@ class Req(ReqProgress):
         """Append the tokens of a step up to the one that ends it, and return them. Later ones are dropped."""
         if self.has_drafted:
             self._accept(len(outs) - 1)
-        for place, out in enumerate(outs, start=1):
+        for count, out in enumerate(outs, start=1):
             self._add_token(out)
             if self.finish_reason is not None:
-                return outs[:place]
+                return outs[:count]
         return outs
 
     def _accept(self, count: int) -> None:

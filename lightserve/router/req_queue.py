@@ -17,13 +17,13 @@ Place = tuple[int, float, int]  # in the queue: BEGUN or NEW, then by the policy
 
 BEGUN, NEW = 0, 1  # requests that have run go before all others: a client is reading
 
-_place = attrgetter("place")
+_place = attrgetter("queue_place")
 
 
 @dataclass(slots=True, eq=False)
 class QueuedReq:
     req: Req
-    place: Place
+    queue_place: Place
     wait: Wait | None = None  # None: it could run if there were room
     blocked_at: int = 0  # ``num_admitted`` when it was blocked
 
@@ -155,7 +155,7 @@ class ReqQueue:
         return entry is not None and entry.wait is None
 
     def place_of(self, req: Req) -> Place:
-        return self._entries[req.req_id].place
+        return self._entries[req.req_id].queue_place
 
     def num_passed_over(self, entry: QueuedReq) -> int:
         """How many requests were admitted before this one that came later. All count that start while it is blocked."""
@@ -188,10 +188,10 @@ class ReqQueue:
             return BEGUN, req.arrived_s, next(self._count)
         return NEW, self._policy.rank(req), next(self._count)
 
-    def _put(self, req: Req, place: Place) -> None:
+    def _put(self, req: Req, queue_place: Place) -> None:
         self.num_changes += 1
         self.num_tokens += len(req.prompt_ids)
-        self._entries[req.req_id] = entry = QueuedReq(req, place)
+        self._entries[req.req_id] = entry = QueuedReq(req, queue_place)
         bisect.insort(self._ready, entry, key=_place)
 
     def _leave(self, entry: QueuedReq) -> None:
@@ -199,5 +199,5 @@ class ReqQueue:
         self.num_changes += 1
         entry.req.num_passed_over = self.num_passed_over(entry)
         entries = self._ready if entry.wait is None else entry.wait.blocked
-        del entries[bisect.bisect_left(entries, entry.place, key=_place)]
+        del entries[bisect.bisect_left(entries, entry.queue_place, key=_place)]
         entry.wait = None

@@ -233,4 +233,7 @@ def _num_evicted(scheduler: Scheduler) -> int:
 
 def _changes(step: Step) -> dict[str, int]:
     steps = step.groups or [step]
-    return {"new": sum(len(one.new) for one in steps), "freed": sum(len(one.free) for one in steps)}
+    return {
+        "new": sum(len(group_step.new) for group_step in steps),
+        "freed": sum(len(group_step.free) for group_step in steps),
+    }

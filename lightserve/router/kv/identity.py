@@ -76,7 +76,7 @@ def _read_cache(cache: Path | None) -> dict[str, str]:
         known = json.loads(cache.read_text())
     except (OSError, ValueError):  # it is missing or damaged: hash again
         return {}
-    return known if isinstance(known, dict) and all(isinstance(one, str) for one in known.values()) else {}
+    return known if isinstance(known, dict) and all(isinstance(digest, str) for digest in known.values()) else {}
 
 
 def _write_cache(cache: Path, hashes: dict[str, str]) -> None:

@@ -206,16 +206,16 @@ class KvPool:
 
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
-        kept = req.shared_len  # slots from here on are private
+        cached_len = req.shared_len  # slots from here on are private
         known = req.cacheable_len if req.keeps_kv_cached else 0
-        if known > kept:
+        if known > cached_len:
             ids = req.token_ids[:known]
             _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
-            self._cache_groups(req, ids, kept)
-            self._notify_inserted(req, ids, kept)
+            self._cache_groups(req, ids, cached_len)
+            self._notify_inserted(req, ids, cached_len)
             self._free(spare)
-            kept = known
-        self._free(req.slots[kept:])
+            cached_len = known
+        self._free(req.slots[cached_len:])
         if req.node is not None:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it

@@ -89,14 +89,14 @@ class RadixNode:
 
     def pop(self, count: int) -> Slots:
         """Drop the last tokens, and return their slots."""
-        kept = len(self.ids) - count
-        popped = self.slots[kept:]
+        remaining = len(self.ids) - count
+        popped = self.slots[remaining:]
         room = self._room
         whole = room if room.base is None else cast(Slots, room.base)
-        if 2 * kept < whole.shape[1]:  # a short node must not keep a long array alive
-            room = room[:, :kept].copy()
+        if 2 * remaining < whole.shape[1]:  # a short node must not keep a long array alive
+            room = room[:, :remaining].copy()
         self.end -= count
-        self._keep(room, kept)
+        self._keep(room, remaining)
         return popped
 
     def split(self, count: int) -> RadixNode:
@@ -133,10 +133,10 @@ class RadixCache:
 
     def match(self, ids: Ids, salt: str = "") -> tuple[RadixNode, Slots]:
         """Return the node at the end of the longest cached prefix of ids, and the prefix's slots. Marks it as used."""
-        path, found = self._find(ids, salt)
+        path, matched = self._find(ids, salt)
         last = path[-1]
-        if found < last.end:
-            path[-1] = last.split(found - last.end + len(last.ids))
+        if matched < last.end:
+            path[-1] = last.split(matched - last.end + len(last.ids))
         self._now += 1
         for node in path:
             node.used_at = self._now
@@ -148,26 +148,26 @@ class RadixCache:
 
     def find_slots(self, ids: Ids, salt: str = "") -> Slots:
         """The slots that ``match`` would return. Changes nothing."""
-        path, found = self._find(ids, salt)
-        return np.concatenate([node.slots for node in path])[:found]
+        path, matched = self._find(ids, salt)
+        return np.concatenate([node.slots for node in path])[:matched]
 
     def lock(self, node: RadixNode) -> None:
         """Protect the prefix that ends at node from eviction, until ``unlock`` is called as often."""
         self._register_root(node)
         node.locks += 1
-        for part in node.path():
-            if not part.refs:
-                self.referenced_tokens += len(part.ids)
-            part.refs += 1
+        for prefix_node in node.path():
+            if not prefix_node.refs:
+                self.referenced_tokens += len(prefix_node.ids)
+            prefix_node.refs += 1
 
     def unlock(self, node: RadixNode) -> None:
         if not node.locks:
             raise ValueError("a node of the prefix cache was unlocked more often than locked")
         node.locks -= 1
-        for part in node.path():
-            part.refs -= 1
-            if not part.refs:
-                self.referenced_tokens -= len(part.ids)
+        for prefix_node in node.path():
+            prefix_node.refs -= 1
+            if not prefix_node.refs:
+                self.referenced_tokens -= len(prefix_node.ids)
         self._queue_if_evictable(node)
 
     def extend(self, node: RadixNode, ids: Ids, slots: Slots) -> RadixNode | None:
@@ -183,8 +183,8 @@ class RadixCache:
         if ids.item(0) in node.children:
             return None
         self._now += 1
-        for part in node.path():
-            part.used_at = self._now
+        for prefix_node in node.path():
+            prefix_node.used_at = self._now
         return self._append(node, ids, slots, own_locks=1)
 
     def insert(self, ids: Ids, slots: Slots, salt: str = "") -> tuple[RadixNode, Slots]:
@@ -194,11 +194,11 @@ class RadixCache:
         """
         _check_lengths(ids, slots)
         node, cached = self.match(ids, salt)
-        found = len(cached)
-        duplicates = slots[:found][slots[:found] != cached]
-        if found < len(ids):
+        cached_len = len(cached)
+        duplicates = slots[:cached_len][slots[:cached_len] != cached]
+        if cached_len < len(ids):
             self._register_root(node)
-            node = self._append(node, ids[found:], slots[found:], own_locks=0)
+            node = self._append(node, ids[cached_len:], slots[cached_len:], own_locks=0)
         return node, duplicates
 
     def evict(self, count: int) -> Slots:
@@ -237,16 +237,18 @@ class RadixCache:
             hits = np.flatnonzero(np.isin(node.slots, slots))
             if len(hits):
                 below = self._nodes_below(node)
-                dropped += [self._drop_from(one, len(one.ids)) for one in reversed(below)]  # leaves first
+                dropped += [
+                    self._drop_from(descendant, len(descendant.ids)) for descendant in reversed(below)
+                ]  # leaves first
                 dropped.append(self._drop_from(node, len(node.ids) - int(hits[0])))
         return np.concatenate(dropped)
 
     def _nodes_below(self, *tops: RadixNode) -> list[RadixNode]:
         """All descendants, a parent before its children."""
-        found = [child for top in tops for child in top.children.values()]
-        for node in found:  # the list grows
-            found += node.children.values()
-        return found
+        descendants = [child for top in tops for child in top.children.values()]
+        for node in descendants:  # the list grows
+            descendants += node.children.values()
+        return descendants
 
     def clear(self) -> Slots:
         """Drop everything that no request references. Returns the slots to the caller."""
@@ -256,15 +258,15 @@ class RadixCache:
         """The nodes along ids, root first, and how many of ids they match. The last node may match in part."""
         node = self._roots.get(salt) or RadixNode(None, np.empty((2, 0), dtype=np.int32), salt)
         path = [node]
-        found = 0
-        while found == node.end and found < len(ids):
-            child = node.children.get(ids.item(found))
+        matched = 0
+        while matched == node.end and matched < len(ids):
+            child = node.children.get(ids.item(matched))
             if child is None:
                 break
-            found += common_len(child.ids, ids[found:])
+            matched += common_len(child.ids, ids[matched:])
             path.append(child)
             node = child
-        return path, found
+        return path, matched
 
     def _append(self, node: RadixNode, ids: Ids, slots: Slots, own_locks: int) -> RadixNode:
         self.total_tokens += len(ids)

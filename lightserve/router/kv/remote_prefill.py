@@ -151,9 +151,9 @@ class RemoteKvSource(KvSource, PoolListener):
         self._receiver = None
         expected = (pending for transfer_id, pending in self._open.items() if transfer_id not in self._declined)
         self.num_given_up += sum(len(pending.prefix.slots) for pending in expected)
-        parts = (self._open, self._coming, self._transfer_of, self._received, self._recvs)
-        for part in (*parts, self._cancelled, self._declined):
-            part.clear()
+        containers = (self._open, self._coming, self._transfer_of, self._received, self._recvs)
+        for container in (*containers, self._cancelled, self._declined):
+            container.clear()
 
     def report(self, metrics: RouterMetrics) -> None:
         metrics.values["kv_transfer_requests_waiting"] = self.num_waiting

@@ -35,7 +35,7 @@ class AdapterControl:
         self._loader = AdapterLoader(self._scheduler, config.num_cpu_loras, self._on_failed)
         self._loader.use_workers(workers)
         for adapter in list(self._registry)[: config.num_cpu_loras]:
-            self._loader.acquire(adapter).add_done_callback(lambda _, one=adapter: self._release(one))  # type: ignore[misc]
+            self._loader.acquire(adapter).add_done_callback(lambda _, loaded=adapter: self._release(loaded))  # type: ignore[misc]
 
     def use_workers(self, workers: WorkerCaller) -> list[Req]:
         """Continue with new workers. Returns the requests that must wait until their adapters are loaded again."""

@@ -79,7 +79,9 @@ class AdapterLoader:
     def _load_next(self) -> None:
         """Load the first adapter that requests wait for, if there is room."""
         while self._workers is not None and self._loading is None:
-            entry = next((one for one in self._entries.values() if one.users and not one.is_loaded), None)
+            entry = next(
+                (candidate for candidate in self._entries.values() if candidate.users and not candidate.is_loaded), None
+            )
             dropped = None if entry is None else self._make_room()
             if entry is None or dropped is None:
                 return

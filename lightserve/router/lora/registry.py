@@ -58,9 +58,9 @@ class AdapterRegistry:
 
     def find(self, name: str) -> RegisteredAdapter:
         """The adapter that a request names. Raises ModelNotFoundError."""
-        found = self._by_name.get(name)
-        if found is not None:
-            return found
+        known = self._by_name.get(name)
+        if known is not None:
+            return known
         folder = None if self._root is None else self._folder_of(self._root, name)
         if folder is None:
             raise not_found(name)

@@ -113,9 +113,9 @@ class ProfileControl:
         try:
             result = await workers.call(PROFILE, ProfileCommand(prefix), STOP_TIMEOUT_S) or LOST
             add_request_tracks(profile.recorder, self._timelines.snapshots(), profile.started_s, time.monotonic())
-            own = f"{prefix}-router.part"
-            await asyncio.to_thread(profile.recorder.write, own)
-            error = await _merge(profile.path, [own, *result.paths])
+            router_path = f"{prefix}-router.part"
+            await asyncio.to_thread(profile.recorder.write, router_path)
+            error = await _merge(profile.path, [router_path, *result.paths])
         finally:
             folder.remove_parts()
         if error:

@@ -42,9 +42,9 @@ class ProfileFolder:
         return str(profile.with_name(f".{profile.name.removesuffix(SUFFIX)}"))
 
     def remove_parts(self) -> None:
-        for part in self._path.glob(f".{PREFIX}*.part"):
+        for path in self._path.glob(f".{PREFIX}*.part"):
             with contextlib.suppress(OSError):
-                part.unlink()
+                path.unlink()
 
     def _make_room(self) -> None:
         self.remove_parts()

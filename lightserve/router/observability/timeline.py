@@ -137,13 +137,13 @@ class TimelineRing:
         return timeline
 
     def answer(self, query: GetTimelines) -> Timelines:
-        found: Iterable[Timeline] = (timeline for timeline in reversed(self._timelines) if timeline.is_shown)
+        matches: Iterable[Timeline] = (timeline for timeline in reversed(self._timelines) if timeline.is_shown)
         if query.request_id is not None:
             names = _names(query.request_id)
-            found = (timeline for timeline in found if timeline.request_id in names)
+            matches = (timeline for timeline in matches if timeline.request_id in names)
         if query.owner is not None:
-            found = (timeline for timeline in found if timeline.owner == query.owner)
-        return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(found, query.limit)])
+            matches = (timeline for timeline in matches if timeline.owner == query.owner)
+        return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(matches, query.limit)])
 
     def snapshots(self) -> list[RequestTimeline]:
         return [timeline.snapshot() for timeline in self._timelines if timeline.is_shown]

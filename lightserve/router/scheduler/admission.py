@@ -226,8 +226,8 @@ class AdmissionControl:
 
     def _fits_at_peak(self, req: Req, shared_len: int, used: int, to_lock: int = 0) -> bool:
         """``used``: tokens that requests and loads hold. ``to_lock``: tokens of its prefix that it does not hold."""
-        own = req.columns.values[:, [req.row]]
-        numbers = np.concatenate((self._batch.columns.values[:, self._batch.rows], own), axis=1)
+        req_numbers = req.columns.values[:, [req.row]]
+        numbers = np.concatenate((self._batch.columns.values[:, self._batch.rows], req_numbers), axis=1)
         _, _, shared, *_ = numbers
         shared[-1] = shared_len
         return self._peak_tokens(numbers, used) + to_lock <= self._pool.size

@@ -57,8 +57,8 @@ class RunningBatch:
 
     def at(self, rows: Int64Array) -> list[Req]:
         """The requests in these rows."""
-        found = [self._at[row] for row in rows.tolist()]
-        return [req for req in found if req is not None]
+        reqs = [self._at[row] for row in rows.tolist()]
+        return [req for req in reqs if req is not None]
 
     def rows_of(self, req_ids: Int64Array) -> Int64Array:
         """The rows of requests by their ids; -1 of those that do not run."""

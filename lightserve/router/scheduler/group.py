@@ -72,13 +72,13 @@ class GroupScheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
         admitted = {req: self.fork_points.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
-        for part in self.parts:
-            part.begin_step()
+        for step_part in self.parts:
+            step_part.begin_step()
         planned = self.planner.plan()
         self.admission.prefixes.wake()  # what is planned now can be used by the next step
         computes = bool(len(planned.rows)) or any(req in self.batch for req in admitted)
-        for part in self.parts:
-            part.take(planned.transfers, self._activity(computes))
+        for step_part in self.parts:
+            step_part.take(planned.transfers, self._activity(computes))
         if not computes and not planned.transfers and (len(self.batch) or not self._has_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         return GroupStep(planned, self._as_step(planned, admitted))
@@ -86,8 +86,8 @@ class GroupScheduler:
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
         for req in admitted:
-            for part in self.parts:
-                part.on_admitted(req)
+            for step_part in self.parts:
+                step_part.on_admitted(req)
         return admitted
 
     def _activity(self, computes: bool) -> Activity:
@@ -100,7 +100,7 @@ class GroupScheduler:
         new, free = self.batch.take_new_and_freed(admitted)
         retain, release = self.fork_points.take_retained_and_released(free)
         loras = self.loras.take_copies()
-        planned.loras.extend(place.lora_id for place in loras)
+        planned.loras.extend(lora.lora_id for lora in loras)
         return Step(
             planned.chunks(),
             [admitted[req] for req in new],
@@ -135,8 +135,8 @@ class GroupScheduler:
         if len(step.decodes.draft_counts):
             is_here = is_still_running[: step.num_decodes]
             columns.planned_drafts[step.decodes.rows[is_here]] -= step.decodes.draft_counts[is_here]
-        for part in self.parts:
-            part.on_completed(step.transfers)
+        for step_part in self.parts:
+            step_part.on_completed(step.transfers)
         step.completed.end()
 
     def process_plain(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
@@ -145,13 +145,13 @@ class GroupScheduler:
         Returns which requests have got theirs.
         """
         columns, counts = self.batch.columns, int32s(tokens.counts)
-        found = self.batch.rows_of(int64s(tokens.req_ids))
-        rows = np.maximum(found, 0)
+        batch_rows = self.batch.rows_of(int64s(tokens.req_ids))
+        rows = np.maximum(batch_rows, 0)
         begin = columns.output_len[rows]
         end = begin + (counts if len(counts) else 1)
         is_inside = (begin > 0) & (end < columns.max_new_tokens[rows]) & (begin < columns.planned_outputs[rows])
         is_known: npt.NDArray[np.bool_] = (
-            (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self.batch.may_end(tokens)
+            (batch_rows >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self.batch.may_end(tokens)
         )
         if self.isolation.is_active:
             is_known[:] = False
@@ -198,8 +198,8 @@ class GroupScheduler:
     def drop(self, req: Req) -> None:
         """The request, which waits or runs here, leaves."""
         self.isolation.clear(req)
-        for part in self.parts:
-            part.drop(req)
+        for step_part in self.parts:
+            step_part.drop(req)
         if req in self.batch:
             self.batch.release(req)
         else:

@@ -49,14 +49,14 @@ class AdapterWaits:
         """As many adapters as can have slots, in the order of their first requests, up to a starving one."""
         ready, num_available = [], self._loras.num_available
         self._starving = None
-        for lora_id, wait in sorted(self._waits.items(), key=lambda item: item[1].blocked[0].place):
+        for lora_id, wait in sorted(self._waits.items(), key=lambda item: item[1].blocked[0].queue_place):
             if self._loras.has_slot(lora_id):
                 ready.append(wait)
             elif num_available and lora_id in self._loras.loaded:
                 num_available -= 1
                 ready.append(wait)
             elif self._is_starving(wait.blocked[0]):
-                self._starving = wait.blocked[0].place
+                self._starving = wait.blocked[0].queue_place
                 break
         return ready
 
@@ -72,20 +72,20 @@ class PrefixWaits:
         self._waits: dict[tuple[int, int], Wait] = {}  # by the other request, and how many of its tokens are needed
 
     def wait_of(self, req: Req, prefilling: Sequence[Req]) -> Wait | None:
-        others = [other for other in prefilling if other.salt == req.salt]
-        if not others or req.needs_prompt_computed:
+        candidates = [candidate for candidate in prefilling if candidate.salt == req.salt]
+        if not candidates or req.needs_prompt_computed:
             return None
         enough = self._batch.pool.cached_len(req) + MIN_PENDING_PREFIX_TOKENS
-        for other in others:
-            if have_common_prefix(req.prompt_ids, other.prompt_ids, enough):
-                needed = common_len(req.prompt_ids, other.prompt_ids) - MIN_PENDING_PREFIX_TOKENS + 1
-                return self._waits.setdefault((other.req_id, needed), Wait())
+        for candidate in candidates:
+            if have_common_prefix(req.prompt_ids, candidate.prompt_ids, enough):
+                needed = common_len(req.prompt_ids, candidate.prompt_ids) - MIN_PENDING_PREFIX_TOKENS + 1
+                return self._waits.setdefault((candidate.req_id, needed), Wait())
         return None
 
     def wake(self) -> None:
         """Let requests come back whose prefixes are cached now, or are not computed any more."""
         for (req_id, needed), wait in tuple(self._waits.items()):
-            other = self._batch.find(req_id)
-            if other is None or not other.is_prefilling or other.planned_len >= needed:
+            req = self._batch.find(req_id)
+            if req is None or not req.is_prefilling or req.planned_len >= needed:
                 del self._waits[req_id, needed]
                 wait.end()

@@ -100,7 +100,7 @@ class CheckedHistory(History):
         running = {other.lora_id for other in self.scheduler.only_group.batch}
         first = [wait.blocked[0] for wait in self.admission._adapters._waits.values() if wait.blocked]
         return {
-            entry.place
+            entry.queue_place
             for entry in first
             if entry.req.lora_id not in running
             and (entry.req.num_admissions or self.queue.num_passed_over(entry) >= waits.MAX_PASSED_OVER)

@@ -145,18 +145,18 @@ class StorageTiers:
         return wait
 
     def _on_lookup(self, epoch: int, wait: Wait, keys: list[bytes], reply: Reply[list[int] | None]) -> None:
-        found = reply.result()
-        if epoch != self._epoch or found is None or self.client is None:
+        stores = reply.result()
+        if epoch != self._epoch or stores is None or self.client is None:
             return
         self._num_lookups -= 1
-        found = found[: sum(1 for _ in itertools.takewhile(self._is_trusted, keys))]
-        wanted = list(itertools.takewhile(self._is_missing, keys[: len(found)]))
-        count = next((i for i, store in enumerate(found) if store != found[0]), len(found))
-        fetch = self._start_fetch(found[0], wanted[:count]) if wanted and wait.blocked else None
+        stores = stores[: sum(1 for _ in itertools.takewhile(self._is_trusted, keys))]
+        wanted = list(itertools.takewhile(self._is_missing, keys[: len(stores)]))
+        count = next((i for i, store in enumerate(stores) if store != stores[0]), len(stores))
+        fetch = self._start_fetch(stores[0], wanted[:count]) if wanted and wait.blocked else None
         if fetch is not None:
             wait.continue_with(fetch)
             return
-        if wanted or not found:  # if not, another request fetches them
+        if wanted or not stores:  # if not, another request fetches them
             _stop_looking(wait)
         wait.end()
         self.wake()

@@ -129,7 +129,7 @@ class KvTiers(KvSource, PoolListener):
         load = self._loads.pop(load_id)
         if reply.is_valid:
             self.load_policy.observe_load(len(load.prefix.slots), reply.seconds, self._clock())
-        self._load_of = {key: other for key, other in self._load_of.items() if other is not load}
+        self._load_of = {key: pending for key, pending in self._load_of.items() if pending is not load}
         host = self.offload_queue.host
         is_kept = [host.get(key) for key in load.keys] == load.blocks  # if not, it was discarded meanwhile
         is_valid = reply.is_valid and is_kept
@@ -160,9 +160,9 @@ class KvTiers(KvSource, PoolListener):
         keys = self._keys_after(req, cached)
         if keys and keys[0] in self._load_of:
             return self._load_of[keys[0]].wait
-        found = list(itertools.takewhile(self.offload_queue.host.__contains__, keys))
+        host_keys = list(itertools.takewhile(self.offload_queue.host.__contains__, keys))
         begin = cached // BLOCK_TOKENS * BLOCK_TOKENS
-        end = begin + len(found) * BLOCK_TOKENS
+        end = begin + len(host_keys) * BLOCK_TOKENS
         if end - cached >= MIN_TOKENS and not context.has_room(end):
             return None  # it does not fit either, most likely, and is asked again
         req.loads_checked = req.num_admissions
@@ -171,7 +171,7 @@ class KvTiers(KvSource, PoolListener):
         if not self.load_policy.allows(end - cached, self._queued_tokens, context.now_s):
             self.num_recomputed += end - cached
             return None
-        return self._start(req, found, begin, cached, context.now_s).wait
+        return self._start(req, host_keys, begin, cached, context.now_s).wait
 
     def _keys_after(self, req: Req, cached: int) -> list[bytes]:
         """Of the blocks of a request that are not in the pool, if so many tokens are."""
@@ -192,16 +192,16 @@ class KvTiers(KvSource, PoolListener):
     def _queued_tokens(self) -> int:
         return sum(len(load.prefix.slots) for load in self._loads.values())
 
-    def _start(self, req: Req, found: list[bytes], begin: int, cached: int, now_s: float) -> Load:
-        end = begin + len(found) * BLOCK_TOKENS
+    def _start(self, req: Req, keys: list[bytes], begin: int, cached: int, now_s: float) -> Load:
+        end = begin + len(keys) * BLOCK_TOKENS
         # pinned first: the slots may come from an eviction, which needs host memory
-        blocks = self.offload_queue.host.pin(found)
+        blocks = self.offload_queue.host.pin(keys)
         prefix = self._pool.start_load(req, begin, end)
         wait = Wait(self.load_policy.deadline_s(end - cached, now_s), self._on_late)
-        load = Load(prefix, found, blocks, end - cached, wait)
+        load = Load(prefix, keys, blocks, end - cached, wait)
         load_id = next(self._ids)
         self._loads[load_id] = load
-        self._load_of |= dict.fromkeys(found, load)
+        self._load_of |= dict.fromkeys(keys, load)
         self._started.append(KvLoad(load_id, np.array(blocks, dtype=np.int32), prefix.slots))
         return load
 
