@@ -14,7 +14,7 @@ def check_addresses(source: str, addresses: list[str]) -> None:
     """Raise an OptionError if these are no engines of one gateway. ``source``: the flag or the file."""
     for text in addresses:
         check_address(f"{source}=", text)
-    if twice := next((one for one in addresses if addresses.count(one) > 1), None):
+    if twice := next((address for address in addresses if addresses.count(address) > 1), None):
         raise OptionError(f"{source}: {twice} is there twice")
     if len(addresses) > MAX_ENGINES:
         raise OptionError(f"{source}: {len(addresses)} addresses; there may be {MAX_ENGINES}")

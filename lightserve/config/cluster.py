@@ -146,7 +146,7 @@ class ClusterConfig:
     @property
     def engine_roles(self) -> list[str]:
         """Of the engines of --dp; empty: normal."""
-        return [one.strip() for text in self.roles for one in text.split(",") if one.strip()]
+        return [role.strip() for text in self.roles for role in text.split(",") if role.strip()]
 
     @property
     def is_disaggregated(self) -> bool:
@@ -192,7 +192,7 @@ class ClusterConfig:
 
     @property
     def engine_addresses(self) -> list[str]:
-        return [one.strip() for text in self.engines for one in text.split(",") if one.strip()]
+        return [address.strip() for text in self.engines for address in text.split(",") if address.strip()]
 
     @property
     def num_engines(self) -> int:

@@ -54,19 +54,19 @@ class Conflict(NamedTuple):
     remedy: str
 
 
-def _above(part: str, name: str, usual: float) -> Feature:
+def _above(section_name: str, name: str, usual: float) -> Feature:
     """A number that turns something on."""
 
     def shown(setup: Setup) -> str:
-        value = getattr(getattr(setup.config, part), name)
+        value = getattr(getattr(setup.config, section_name), name)
         return f"--{name} {value:g}" if value is not None and value > usual else ""
 
     return Feature(name, shown)
 
 
-def _set(part: str, name: str) -> Feature:
+def _set(section_name: str, name: str) -> Feature:
     """A switch or a text. Its value is not shown: it may be long or secret."""
-    return Feature(name, lambda setup: f"--{name}" if getattr(getattr(setup.config, part), name) else "")
+    return Feature(name, lambda setup: f"--{name}" if getattr(getattr(setup.config, section_name), name) else "")
 
 
 def _model(name: str, is_on: Callable[[ModelFacts], bool], text: str) -> Feature:
@@ -76,8 +76,8 @@ def _model(name: str, is_on: Callable[[ModelFacts], bool], text: str) -> Feature
     return Feature(name, shown)
 
 
-def _first_other(part: Any, allowed: Collection[str]) -> str:
-    return next((f"--{name}" for name in changed_options(part) if name not in allowed), "")
+def _first_other(section: Any, allowed: Collection[str]) -> str:
+    return next((f"--{name}" for name in changed_options(section) if name not in allowed), "")
 
 
 def _attention_dp(setup: Setup) -> str:
@@ -114,8 +114,8 @@ def _gateway(setup: Setup) -> str:
 def _engine_flag(setup: Setup) -> str:
     """The first flag that is not of gateways."""
     config = setup.config
-    parts = ((config.worker, GATEWAY_WORKER), (config.router, GATEWAY_ROUTER), (config.launch, GATEWAY_LAUNCH))
-    return next(filter(None, (_first_other(part, allowed) for part, allowed in parts)), "")
+    sections = ((config.worker, GATEWAY_WORKER), (config.router, GATEWAY_ROUTER), (config.launch, GATEWAY_LAUNCH))
+    return next(filter(None, (_first_other(section, allowed) for section, allowed in sections)), "")
 
 
 def _http_flag(setup: Setup) -> str:
@@ -243,5 +243,5 @@ def first_conflict(setup: Setup) -> str | None:
 
 
 def check_combinations(setup: Setup) -> None:
-    if found := first_conflict(setup):
-        raise OptionError(found)
+    if conflict := first_conflict(setup):
+        raise OptionError(conflict)

@@ -21,20 +21,20 @@ from lightserve.utils.spelling import nearest
 def read_config_file(path: str, options: Sequence[argparse.Action]) -> dict[str, Any]:
     """The values of the file by the name of their option. Raises a OptionError that names the file and the key."""
     by_key = {flag.lstrip("-"): option for option in options for flag in option.option_strings}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in _mapping(path).items():
         option = by_key.get(str(key))
         if option is None:
             near = nearest(str(key), by_key)
             hint = f"did you mean {near}?" if near else "lightserve serve --help_all lists the flags"
             raise OptionError(f"{path}: unknown key {str(key)[:100]!r}; {hint}")
-        if option.dest in found:
+        if option.dest in values:
             raise OptionError(f"{path}: {key} sets {option.dest} a second time; remove one of the two")
         try:
-            found[option.dest] = _value(option, value)
+            values[option.dest] = _value(option, value)
         except (TypeError, ValueError) as error:
             raise OptionError(f"{path}: {key}: {value!r} is not {_expected(option)}") from error
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _mapping(path: str) -> dict[Any, Any]:
@@ -62,7 +62,7 @@ def _value(option: argparse.Action, value: Any) -> Any:
             raise TypeError
         return value
     if option.nargs == "+":
-        return [_scalar(option, one) for one in (value if isinstance(value, list) else [value])]
+        return [_scalar(option, item) for item in (value if isinstance(value, list) else [value])]
     return _scalar(option, value)
 
 

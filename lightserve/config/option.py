@@ -44,9 +44,9 @@ def default_of(spec: Field[Any]) -> Any:
     return spec.default if spec.default_factory is MISSING else spec.default_factory()
 
 
-def changed_options(part: Any) -> dict[str, Any]:
+def changed_options(section: Any) -> dict[str, Any]:
     """The options of a part of the configuration that differ from their defaults."""
-    values = {spec.name: (getattr(part, spec.name), default_of(spec)) for spec in fields(part)}
+    values = {spec.name: (getattr(section, spec.name), default_of(spec)) for spec in fields(section)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
@@ -61,11 +61,11 @@ def _not_none(hint: Any) -> Any:
     return hint
 
 
-def check_options(part: Any) -> None:
+def check_options(section: Any) -> None:
     """Raise an OptionError if a value is not among its choices or not within its limits."""
-    kinds = types_of_options(type(part))
-    for spec in fields(part):
-        value = getattr(part, spec.name)
+    kinds = types_of_options(type(section))
+    for spec in fields(section):
+        value = getattr(section, spec.name)
         if value is None and default_of(spec) is None:
             continue
         _check_choice(spec.name, value, kinds[spec.name])

@@ -91,7 +91,9 @@ def _by_group(first: Sequence[str]) -> dict[FlagGroup, list[tuple[Field[Any], An
     """The options of the server. ``first``: names that the group of common flags begins with, whatever theirs is."""
     options = option_types()
     named = [options.pop(name) for name in first]
-    groups = {group: [one for one in options.values() if one[0].metadata["group"] == group] for group in FlagGroup}
+    groups = {
+        group: [option for option in options.values() if option[0].metadata["group"] == group] for group in FlagGroup
+    }
     return {**groups, FlagGroup.COMMON: [*named, *groups[FlagGroup.COMMON]]}
 
 
@@ -105,11 +107,11 @@ def _add_flags_of_the_parser(group: argparse._ActionsContainer) -> None:
 
 def option_types() -> dict[str, tuple[Field[Any], Any]]:
     """The field and the type of every option of the server, by name."""
-    found: dict[str, tuple[Field[Any], Any]] = {}
-    for part in get_type_hints(ServerConfig).values():
-        kinds = types_of_options(part)
-        found |= {spec.name: (spec, kinds[spec.name]) for spec in fields(part)}
-    return found
+    options: dict[str, tuple[Field[Any], Any]] = {}
+    for section in get_type_hints(ServerConfig).values():
+        kinds = types_of_options(section)
+        options |= {spec.name: (spec, kinds[spec.name]) for spec in fields(section)}
+    return options
 
 
 def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
