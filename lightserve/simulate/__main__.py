@@ -196,7 +196,7 @@ def tiers_text(result: Result) -> str:
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if min(args.replicas) < 1:
         parser.error("--replicas: must be at least 1")
-    if any(not 0 <= one.replica < min(args.replicas) for one in args.fail):
+    if any(not 0 <= failed.replica < min(args.replicas) for failed in args.fail):
         parser.error(f"--fail: the replicas are 0 to {min(args.replicas) - 1}")
     if args.fail and min(args.replicas) == 1:
         parser.error("--fail: needs at least 2 replicas")

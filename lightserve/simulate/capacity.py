@@ -194,9 +194,9 @@ def main() -> None:
     find = partial(plan, shape, demand=Demand(LOADS[args.load], args.rate, args.seconds, args.lost))
     points = [(tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3)) for tp in args.tp for itl_ms in args.itl_ms]
     with processes(len(points)) as run_all:
-        for found in run_all(partial(_apply, find), points):
-            print(row_of(found), flush=True)
-            plans.append(found)
+        for capacity_plan in run_all(partial(_apply, find), points):
+            print(row_of(capacity_plan), flush=True)
+            plans.append(capacity_plan)
     if args.plot:
         title = f"{args.shape}, {args.rate:g} requests/s, TTFT p99 {args.ttft_ms:g} ms (simulated, estimated costs)"
         plot(args.plot, figures, plans, title)

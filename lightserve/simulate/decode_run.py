@@ -62,10 +62,10 @@ class DecodeRun:
     def _extend(self, tails: Tails, values: Int32Array) -> None:
         """``values``: a row for each request."""
         for begin in range(0, values.shape[1], BLOCK):
-            part = values[:, begin : begin + BLOCK]
-            for req in self._batch.at(np.array(tails.full(self.rows, part.shape[1]), dtype=np.int64)):
+            block = values[:, begin : begin + BLOCK]
+            for req in self._batch.at(np.array(tails.full(self.rows, block.shape[1]), dtype=np.int64)):
                 req.flush()
-            tails.extend(self.rows, part)
+            tails.extend(self.rows, block)
 
 
 class DecodeRunScheduler(Scheduler):

@@ -82,8 +82,8 @@ HEADER = "ITL ms  prefill:decode   req/s  TTFT p50  p99 ms  ITL p50  p99 ms"
 
 def rows(best_splits: Sequence[BestSplit]) -> list[str]:
     """Of one SLO; the best one is marked."""
-    best = max(one.rate for one in best_splits)
-    return [_row(one, is_best=0 < one.rate == best) for one in best_splits]
+    best = max(split.rate for split in best_splits)
+    return [_row(split, is_best=0 < split.rate == best) for split in best_splits]
 
 
 def _row(best_split: BestSplit, is_best: bool) -> str:

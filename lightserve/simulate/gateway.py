@@ -96,9 +96,9 @@ class Gateway:
         if self._servers[decode].role != "decode":
             return None
         servers = [
-            one
-            for one in for_prefill(list(self._servers.values()))
-            if one.number != decode and self._apart_until_s.get((decode, one.number), now) <= now
+            server
+            for server in for_prefill(list(self._servers.values()))
+            if server.number != decode and self._apart_until_s.get((decode, server.number), now) <= now
         ]
         routed = self._routed(req, servers)
         routed.cached_tokens[decode] = cached
@@ -152,10 +152,10 @@ class Gateway:
         return RoutedRequest(known, expected, cached, first_block=blocks[0] if blocks else 0)
 
     def _transfer_params(self, req: Req, decode: int, cached: int, now: float) -> KvTransferParams | None:
-        found = self.choose_prefill(req, decode, cached, now)
-        if found is None:
+        choice = self.choose_prefill(req, decode, cached, now)
+        if choice is None:
             return None
-        return KvTransferParams(next(self._transfer_ids), found[1], self._min_remote_prefill_tokens)
+        return KvTransferParams(next(self._transfer_ids), choice[1], self._min_remote_prefill_tokens)
 
     def _add(self, number: int, req: Req, cached: int, now: float, waits_for_kv: bool = False) -> None:
         blocks: list[int] = req.block_hashes.tolist()

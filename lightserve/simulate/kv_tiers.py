@@ -138,13 +138,13 @@ class SimulatedTiers:
             self._at(end_s, partial(self._router.finish, load.load_id, KvLoaded(end_s - self._now)))
 
     def lookup(self, command: KvLookup) -> TimedReply[list[int] | None]:
-        found: list[int] = []
+        stores: list[int] = []
         for key in command.keys:
             store = next((number for number, blocks in enumerate(self._stores) if key in blocks), None)
             if store is None:
                 break
-            found.append(store)
-        return self._reply(found, self._now + max(store.latency_s for store in self._tiers.storage))
+            stores.append(store)
+        return self._reply(stores, self._now + max(store.latency_s for store in self._tiers.storage))
 
     def fetch(self, command: KvFetch) -> TimedReply[KvFetched | None]:
         blocks = self._stores[command.store]

@@ -64,9 +64,9 @@ class Load:
         sessions = self._sessions()[0].tolist()
         histories: dict[int, tuple[int, Int32Array]] = {}  # by session: turns left, tokens so far
         for number, (prompt_len, output_len, at, prefix, is_urgent) in enumerate(rows):
-            own = text[at : at + prompt_len - 1]
+            suffix = text[at : at + prompt_len - 1]
             left, before = histories.pop(sessions[number], (self.turns, prefixes[prefix]))
-            prompt_ids = np.concatenate((before, int32s([VOCAB_SIZE + number]), own))
+            prompt_ids = np.concatenate((before, int32s([VOCAB_SIZE + number]), suffix))
             if left > 1:
                 answer = text[-output_len:]  # not the tokens that the model generates: a client edits or cuts them
                 histories[sessions[number]] = left - 1, np.concatenate((prompt_ids, answer))

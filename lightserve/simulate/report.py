@@ -35,7 +35,7 @@ URGENT = "urgent TTFT"
 
 
 def header() -> str:
-    return " | ".join(" ".join(_padded(name, width) for name, width, _ in part) for part in (SETTINGS, RESULTS))
+    return " | ".join(" ".join(_padded(name, width) for name, width, _ in columns) for columns in (SETTINGS, RESULTS))
 
 
 def legend() -> str:

@@ -178,13 +178,13 @@ class Simulation:
             self._gateway.compute_itself(decode, wanted.req_id, now, is_measured=True)
             return decode
         req, _ = self._reqs[wanted.req_id]
-        found = self._gateway.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS, now)
-        if found is None:
+        choice = self._gateway.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS, now)
+        if choice is None:
             self._transfers.open(wanted, decode, decode)
             self._cancel_transfer(wanted.transfer_id, wanted.req_id, decode, now, was_started=False)
             self._gateway.compute_itself(decode, wanted.req_id, now, is_measured=True)
             return decode
-        prefill, _ = found
+        prefill, _ = choice
         self._transfers.open(wanted, decode, prefill)
         job = _job(req, wanted, now)
         self._gateway.add_job(prefill, job, now)

@@ -42,15 +42,15 @@ def least_rate(shape: Shape, tp: int, tier: str, tokens: int) -> float:
 
 def rows(shape: Shape, tp: int, tokens: int, rates: Mapping[str, float]) -> list[str]:
     computed_s = compute_s(shape.cost(tp), tokens)
-    found = []
+    lines = []
     for tier, rate in rates.items():
         loaded_s = load_s(shape, tp, tier, rate, tokens)
         verdict = f"pays, {computed_s / loaded_s:.1f} x faster" if loaded_s < computed_s else "does not pay"
-        found.append(
+        lines.append(
             f"{tp:3} {tokens:7} {computed_s * 1e3:10.1f} {tier:>7} {rate / 1e9:6.1f} {loaded_s * 1e3:8.1f} "
             f"{least_rate(shape, tp, tier, tokens) / 1e9:10.1f}  {verdict}"
         )
-    return found
+    return lines
 
 
 HEADER = " tp  tokens compute ms    tier   GB/s  load ms least GB/s"
