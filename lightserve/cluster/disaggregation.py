@@ -37,9 +37,9 @@ class KvExchange(NamedTuple):
     identity: KvIdentity | None
     transport: str
 
-    def difference(self, other: KvExchange) -> str | None:
+    def difference(self, peer: KvExchange) -> str | None:
         """The first one, in words; None: they can."""
-        both = [{"--kv_transport": one.transport} | _named(one.identity) for one in (self, other)]
+        both = [{"--kv_transport": exchange.transport} | _named(exchange.identity) for exchange in (self, peer)]
         name = next((name for name in both[0] | both[1] if both[0].get(name) != both[1].get(name)), None)
         return None if name is None else f"{name} is {both[0].get(name)} and {both[1].get(name)}"
 

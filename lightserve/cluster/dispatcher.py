@@ -170,22 +170,24 @@ class Dispatcher:
         req.output_ids = output_ids.copy()
         self._requests[req.req_id] = req
         self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req.req_id, message.params.text, output_ids)]))
-        if self._placement.place(req):
+        if self._placement.place_request(req):
             return
         if len(self._unplaced) < config.max_queue_size:
             self._unplaced[req.req_id] = req
             return
         self.metrics.values["request_refused_total"] += 1
-        found = f"no engine runs now, and {len(self._unplaced)} requests wait (--max_queue_size); retry later"
-        self._fail(req, 429, found)
+        reason = f"no engine runs now, and {len(self._unplaced)} requests wait (--max_queue_size); retry later"
+        self._fail(req, 429, reason)
 
     def abort_http_process(self, lost: HttpProcessLost) -> None:
         """Abort the requests of an HTTP process that died."""
         self._lost_http_processes.add(lost.process)
         self._lost_http_processes.discard(lost.successor)
-        for req_id in [one for one in self._requests if http_process_of(one) == lost.process]:
+        for req_id in [req_id for req_id in self._requests if http_process_of(req_id) == lost.process]:
             self._abort(AbortReq(req_id))
-        self._release_parents(ReleaseParents([one for one in self._prompts if http_process_of(one) == lost.process]))
+        self._release_parents(
+            ReleaseParents([req_id for req_id in self._prompts if http_process_of(req_id) == lost.process])
+        )
         self.metrics.values["http_process_restarts_total"] += 1
 
     def _release_parents(self, message: ReleaseParents) -> None:
@@ -276,7 +278,7 @@ class Dispatcher:
         if failure.status == 429:
             self._placement.remove(req)
             req.refused_by.add(engine.number)
-            if self._placement.place(req):
+            if self._placement.place_request(req):
                 self.metrics.values["request_refused_total"] -= 1  # the engine has counted it
                 return False
         self._forget(req)
@@ -287,7 +289,7 @@ class Dispatcher:
         req = self._requests.get(req_id)
         if req is not None:
             req.leaving.discard(engine.number)
-            if req_id in self._unplaced and self._placement.place(req):
+            if req_id in self._unplaced and self._placement.place_request(req):
                 del self._unplaced[req_id]
 
     def _handle_stats(self, engine: Engine, stats: RouterStats) -> None:
@@ -308,7 +310,7 @@ class Dispatcher:
             if not engine.is_serving and self._placement.accepting():
                 self._move_from(engine)
         for req_id, req in list(self._unplaced.items()):
-            if self._placement.place(req):
+            if self._placement.place_request(req):
                 del self._unplaced[req_id]
 
     def _move_from(self, engine: Engine) -> None:
@@ -349,7 +351,7 @@ class Dispatcher:
         req.is_moved = True
         req.refused_by.clear()
         self.metrics.values["dp_requests_moved_total"] += 1
-        if not self._placement.place(req):
+        if not self._placement.place_request(req):
             self._unplaced[req.req_id] = req
 
     def _fail(self, req: InflightRequest, status: int, message: str) -> None:
@@ -374,8 +376,8 @@ class Dispatcher:
                 if req.deadline_s is not None and req.deadline_s <= now_s:
                     timeout_s = round(req.deadline_s - req.request.arrived_s, 3)
                     self.metrics.values["request_failed_total"] += 1
-                    found = f"no engine could take the request within its timeout of {timeout_s:g} s; retry later"
-                    self._fail(req, 503, found)
+                    reason = f"no engine could take the request within its timeout of {timeout_s:g} s; retry later"
+                    self._fail(req, 503, reason)
             for reply in self._queries.tick():
                 self._to_detokenization.send(reply)
 

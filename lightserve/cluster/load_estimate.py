@@ -80,18 +80,21 @@ class MeasuredLoad:
     def observe_step(self, num_tokens: int, assignments: Iterable[Assignment], now_s: float) -> None:
         """A step returned so many tokens. ``assignments`` are their requests; those that had one before may be left
         out."""
-        firsts = [one for one in assignments if one.tokens_to_compute]
-        measured = [one for one in firsts if one.is_measured]
+        firsts = [assignment for assignment in assignments if assignment.tokens_to_compute]
+        measured = [assignment for assignment in firsts if assignment.is_measured]
         if measured:
-            prefilled, begun_s = sum(one.tokens_to_compute for one in measured), min(one.begun_s for one in measured)
+            prefilled, begun_s = (
+                sum(assignment.tokens_to_compute for assignment in measured),
+                min(assignment.begun_s for assignment in measured),
+            )
             seconds = now_s - max(begun_s, self._last_prefill_s)
             self._prefill.observe(prefilled, seconds)
             self._rates.prefill.observe(prefilled, seconds)
             self._last_prefill_s = now_s
         elif self._last_tokens_s is not None and not firsts and not self._num_computing:
             self._rates.slowdown.observe(num_tokens, now_s - self._last_tokens_s)
-        for one in firsts:
-            self._count_computed(one)
+        for assignment in firsts:
+            self._count_computed(assignment)
         self._last_tokens_s = now_s
 
     def _add(self, assignment: Assignment) -> Assignment:

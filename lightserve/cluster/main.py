@@ -51,8 +51,8 @@ async def _handle_launcher(child_config: ChildConfig, launcher: LauncherConnecti
     while True:
         message = await launcher.recv()
         if isinstance(message, EngineJoined):
-            place = message.engine, message.epoch
-            link = IpcLink(child_config.to_engine(*place), child_config.from_engine(*place))
+            engine_epoch = message.engine, message.epoch
+            link = IpcLink(child_config.to_engine(*engine_epoch), child_config.from_engine(*engine_epoch))
             dispatcher.join(message.engine, link, child_config.config.cluster.role_of(message.engine))
         elif isinstance(message, EngineLost):
             dispatcher.leave(message.engine)

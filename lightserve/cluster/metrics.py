@@ -17,7 +17,7 @@ BY_ENGINE = {
 }
 BY_ROLE = ("role_requests_running", "role_requests_waiting", "role_kv_cache_usage_perc")
 OF_ROLE = ("num_requests_running", "num_requests_waiting", "kv_transfer_requests_waiting", "kv_cache_usage_perc")
-GAUGES = {one.name for one in METRICS if one.kind is Kind.GAUGE}
+GAUGES = {metric.name for metric in METRICS if metric.kind is Kind.GAUGE}
 
 
 class ClusterMetrics:
@@ -39,10 +39,10 @@ class ClusterMetrics:
 
     def snapshot(self, engines: Iterable[Engine], addresses: Mapping[int, str], num_unplaced: int) -> MetricsSnapshot:
         """``addresses`` are those of all engines by number, also of engines that are down."""
-        found = {engine.number: engine for engine in engines}
-        stats = {number: engine.stats.metrics for number, engine in found.items() if engine.stats is not None}
+        by_number = {engine.number: engine for engine in engines}
+        stats = {number: engine.stats.metrics for number, engine in by_number.items() if engine.stats is not None}
         for number in stats:
-            if number in self._left and self._left[number][0] == found[number].link.instance:
+            if number in self._left and self._left[number][0] == by_number[number].link.instance:
                 del self._left[number]  # the same router is connected again, and counts on
         left = [metrics for _, metrics in self._left.values()]
         total = _sum([self._own.snapshot(), self._ended, *left, *stats.values()])
@@ -50,13 +50,13 @@ class ClusterMetrics:
             total.values[name] /= max(len(stats), 1)
         total.values["num_requests_waiting"] += num_unplaced
         for name, metric in BY_ENGINE.items():
-            total.labelled[name] = {str(number): one.values[metric] for number, one in stats.items()}
-        total.labelled.update(_by_role([(found[number].role, one.values) for number, one in stats.items()]))
+            total.labelled[name] = {str(number): metrics.values[metric] for number, metrics in stats.items()}
+        total.labelled.update(_by_role([(by_number[number].role, metrics.values) for number, metrics in stats.items()]))
         total.labelled["dp_engine_serving"] = {
-            str(number): float(number in found and found[number].is_serving) for number in addresses
+            str(number): float(number in by_number and by_number[number].is_serving) for number in addresses
         }
         total.labelled["engine_takes_requests"] = {
-            address: float(number in found and found[number].takes_requests)
+            address: float(number in by_number and by_number[number].takes_requests)
             for number, address in addresses.items()
             if address
         }
@@ -65,33 +65,33 @@ class ClusterMetrics:
 
 def _by_role(engines: list[tuple[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """The load of each role: who decides how many engines it needs must not count requests that wait for another."""
-    found: dict[str, dict[str, float]] = {name: {} for name in BY_ROLE}
+    labelled: dict[str, dict[str, float]] = {name: {} for name in BY_ROLE}
     for role in dict.fromkeys(role for role, _ in engines):
-        own = [values for one, values in engines if one == role]
-        running, waiting, for_kv, usage = (sum(values[name] for values in own) for name in OF_ROLE)
-        loads = running, waiting - for_kv, usage / len(own)
+        role_values = [values for engine_role, values in engines if engine_role == role]
+        running, waiting, for_kv, usage = (sum(values[name] for values in role_values) for name in OF_ROLE)
+        loads = running, waiting - for_kv, usage / len(role_values)
         for name, load in zip(BY_ROLE, loads, strict=True):
-            found[name][role] = load
-    return found
+            labelled[name][role] = load
+    return labelled
 
 
 def _sum(snapshots: list[MetricsSnapshot]) -> MetricsSnapshot:
     first = snapshots[0]
     return MetricsSnapshot(
-        {name: sum(one.values[name] for one in snapshots) for name in first.values},
-        {name: _sum_labelled([one.labelled[name] for one in snapshots]) for name in first.labelled},
-        {name: _sum_histograms([one.histograms[name] for one in snapshots]) for name in first.histograms},
+        {name: sum(snapshot.values[name] for snapshot in snapshots) for name in first.values},
+        {name: _sum_labelled([snapshot.labelled[name] for snapshot in snapshots]) for name in first.labelled},
+        {name: _sum_histograms([snapshot.histograms[name] for snapshot in snapshots]) for name in first.histograms},
     )
 
 
 def _sum_labelled(counts: list[dict[str, float]]) -> dict[str, float]:
-    labels = dict.fromkeys(label for one in counts for label in one)
-    return {label: sum(one.get(label, 0.0) for one in counts) for label in labels}
+    labels = dict.fromkeys(label for by_label in counts for label in by_label)
+    return {label: sum(by_label.get(label, 0.0) for by_label in counts) for label in labels}
 
 
 def _sum_histograms(histograms: list[HistogramCounts]) -> HistogramCounts:
-    counts = [sum(column) for column in zip(*(one.counts for one in histograms), strict=True)]
-    return HistogramCounts(counts, sum(one.total for one in histograms))
+    counts = [sum(column) for column in zip(*(histogram.counts for histogram in histograms), strict=True)]
+    return HistogramCounts(counts, sum(histogram.total for histogram in histograms))
 
 
 def _without_gauges(snapshot: MetricsSnapshot) -> MetricsSnapshot:

@@ -60,14 +60,14 @@ class Placement:
         """Once: pairs of engines with roles that exchange no KV."""
         for decode, prefill in itertools.permutations(self._engines.values(), 2):
             if joined in (decode, prefill) and decode.role == "decode" and for_prefill([prefill]):
-                found = decode.kv_exchange.difference(prefill.kv_exchange)
-                if found is not None:
+                difference = decode.kv_exchange.difference(prefill.kv_exchange)
+                if difference is not None:
                     logger.warning(
                         "engine %d (decode) gets no KV from engine %d (%s), and computes prompts itself: %s",
                         decode.number,
                         prefill.number,
                         prefill.role,
-                        found,
+                        difference,
                     )
 
     def leave(self, number: int) -> Engine | None:
@@ -87,7 +87,7 @@ class Placement:
     def accepting(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.takes_requests]
 
-    def place(self, req: InflightRequest) -> bool:
+    def place_request(self, req: InflightRequest) -> bool:
         """Send the request to the best engine. Returns False if no engine can take it now."""
         excluded = req.refused_by | req.leaving
         engines = for_generation([engine for engine in self.accepting() if engine.number not in excluded])
@@ -115,12 +115,12 @@ class Placement:
             return None
         now_s = time.monotonic()
         engines = [
-            one
-            for one in for_prefill(self.accepting())
-            if one is not decode
-            and one.number not in req.leaving
-            and one.kv_exchange == decode.kv_exchange
-            and self._apart_until_s.get((decode.number, one.number), now_s) <= now_s
+            engine
+            for engine in for_prefill(self.accepting())
+            if engine is not decode
+            and engine.number not in req.leaving
+            and engine.kv_exchange == decode.kv_exchange
+            and self._apart_until_s.get((decode.number, engine.number), now_s) <= now_s
         ]
         routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})
         routed.expected_output = 0.0
@@ -147,10 +147,10 @@ class Placement:
         self.index.end_presumption(engine.number, job.hashes)
 
     def _transfer_params(self, req: InflightRequest, engine: Engine, cached: int) -> KvTransferParams | None:
-        found = self.choose_prefill(req, engine, cached)
-        if found is None:
+        choice = self.choose_prefill(req, engine, cached)
+        if choice is None:
             return None
-        return KvTransferParams(random.getrandbits(63), found[1], self._min_remote_prefill_tokens)
+        return KvTransferParams(random.getrandbits(63), choice[1], self._min_remote_prefill_tokens)
 
     def _cached(self, req: InflightRequest, engines: list[Engine]) -> dict[int, int]:
         return {engine.number: self.index.cached_tokens(engine.number, req.hashes) for engine in engines}

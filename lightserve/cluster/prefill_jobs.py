@@ -40,12 +40,12 @@ class PrefillJobs:
         if not wanted.num_blocks:
             decode.compute_itself(req, is_measured=True)
             return
-        found = self._placement.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS)
-        if found is None:
+        choice = self._placement.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS)
+        if choice is None:
             decode.link.send(KvCancel(req.req_id, wanted.transfer_id, was_started=False))
             decode.compute_itself(req, is_measured=True)
             return
-        engine, _ = found
+        engine, _ = choice
         self._engine_of[req.req_id] = engine
         self._sent_by[req.req_id] = wanted.transfer_id, engine.number
         self._placement.add_prefill(engine, _job(req, wanted))

@@ -49,7 +49,7 @@ class PrefixIndex:
         return 0 if blocks is None else len(blocks.cached | blocks.presumed.keys())
 
     def apply(self, engine: int, events: KvCacheEvents) -> None:
-        added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (events.added, events.evicted))
+        added, evicted = (np.frombuffer(raw, dtype="<i8").tolist() for raw in (events.added, events.evicted))
         self.update(engine, events.epoch, added, evicted)
 
     def update(self, engine: int, epoch: int, added: Sequence[int], evicted: Sequence[int]) -> None:

@@ -72,8 +72,10 @@ class ClusterQueries:
 def _joined(opened: _OpenQuery) -> QueryReply:
     query, replies = opened.query, dict(sorted(opened.replies.items()))
     if isinstance(query, GetTimelines):
-        found = [one for reply in replies.values() if isinstance(reply, Timelines) for one in reply.timelines]
-        return Timelines(query.query_id, joined_timelines(found)[: query.limit])
+        timelines = [
+            timeline for reply in replies.values() if isinstance(reply, Timelines) for timeline in reply.timelines
+        ]
+        return Timelines(query.query_id, joined_timelines(timelines)[: query.limit])
     profiles = {engine: reply for engine, reply in replies.items() if isinstance(reply, ProfileReply)}
     if not profiles:
         return ProfileReply(query.query_id, 503, NO_ENGINE)
@@ -88,20 +90,20 @@ def _joined(opened: _OpenQuery) -> QueryReply:
 
 def joined_timelines(timelines: Iterable[RequestTimeline]) -> list[RequestTimeline]:
     """Newest first. A request that was moved has a timeline in several engines: they become one."""
-    found: dict[int, RequestTimeline] = {}
-    for one in timelines:
-        other = found.get(one.req_id)
-        found[one.req_id] = one if other is None else _joined_timeline(one, other)
-    return sorted(found.values(), key=lambda one: one.arrived_s, reverse=True)
+    by_req_id: dict[int, RequestTimeline] = {}
+    for timeline in timelines:
+        known = by_req_id.get(timeline.req_id)
+        by_req_id[timeline.req_id] = timeline if known is None else _joined_timeline(timeline, known)
+    return sorted(by_req_id.values(), key=lambda timeline: timeline.arrived_s, reverse=True)
 
 
-def _joined_timeline(one: RequestTimeline, other: RequestTimeline) -> RequestTimeline:
+def _joined_timeline(first: RequestTimeline, second: RequestTimeline) -> RequestTimeline:
     return RequestTimeline(
-        one.request_id,
-        one.req_id,
-        min(one.arrived_s, other.arrived_s),
-        max(one.prompt_tokens, other.prompt_tokens),  # a prefill engine has the first tokens only
-        max(one.max_new_tokens, other.max_new_tokens),
-        sorted((*one.events, *other.events), key=lambda event: event.at_s),
-        one.events_left_out + other.events_left_out,
+        first.request_id,
+        first.req_id,
+        min(first.arrived_s, second.arrived_s),
+        max(first.prompt_tokens, second.prompt_tokens),  # a prefill engine has the first tokens only
+        max(first.max_new_tokens, second.max_new_tokens),
+        sorted((*first.events, *second.events), key=lambda event: event.at_s),
+        first.events_left_out + second.events_left_out,
     )

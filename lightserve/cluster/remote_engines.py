@@ -120,31 +120,33 @@ class RemoteEngines:
     def _check(self, hello: EngineHello) -> None:
         if hello.protocol != LINK_PROTOCOL or hello.model_digest != self._hello.model_digest:
             raise LinkLostError("it accepted a gateway with another protocol or model")
-        for number, one in self._connected.items():
-            if one.engine_id == hello.engine_id:
+        for number, connected in self._connected.items():
+            if connected.engine_id == hello.engine_id:
                 raise LinkLostError(f"it is the same engine as {self._dispatcher.addresses[number]}")
         if hello.epoch < self._last_epochs.get(hello.engine_id, 0):
             raise LinkLostError(
                 f"its epoch {hello.epoch} is over; the last one was {self._last_epochs[hello.engine_id]}"
             )
-        if self._first is not None and (found := difference(self._first, hello)):
-            raise LinkLostError(f"{found}; start it with the flags of the first engine that joined")
+        if self._first is not None and (reason := difference(self._first, hello)):
+            raise LinkLostError(f"{reason}; start it with the flags of the first engine that joined")
 
 
-def difference(first: EngineHello, other: EngineHello) -> str | None:
+def difference(first: EngineHello, second: EngineHello) -> str | None:
     """Why one gateway cannot use both engines: clients rely on what the first one can do."""
-    if other.weights_digest != first.weights_digest:
-        found = f"it has other weights ({other.weights_digest}) than the engine before ({first.weights_digest})"
-        return f"{found}, or other values of --data_type, --kv_dtype, --quantization or --merge_lora"
-    kv, first_kv = other.ready.kv_identity, first.ready.kv_identity
+    if second.weights_digest != first.weights_digest:
+        reason = f"it has other weights ({second.weights_digest}) than the engine before ({first.weights_digest})"
+        return f"{reason}, or other values of --data_type, --kv_dtype, --quantization or --merge_lora"
+    kv, first_kv = second.ready.kv_identity, first.ready.kv_identity
     if kv is not None and first_kv is not None and kv.model != first_kv.model:
         return "its positions have other angles than those of the engine before (--max_req_total_len)"
-    if other.ready.max_req_total_len < first.ready.max_req_total_len:
-        lengths = other.ready.max_req_total_len, first.ready.max_req_total_len
+    if second.ready.max_req_total_len < first.ready.max_req_total_len:
+        lengths = second.ready.max_req_total_len, first.ready.max_req_total_len
         return "its longest request has {:,} tokens, that of the engine before {:,} (--max_req_total_len)".format(
             *lengths
         )
     for name in ("vocab_size", "eos_token_ids", "pooling", "lora_slots"):
-        if getattr(other.ready, name) != getattr(first.ready, name):
-            return f"its {name} is {getattr(other.ready, name)}, that of the engine before {getattr(first.ready, name)}"
+        if getattr(second.ready, name) != getattr(first.ready, name):
+            return (
+                f"its {name} is {getattr(second.ready, name)}, that of the engine before {getattr(first.ready, name)}"
+            )
     return None

@@ -118,8 +118,8 @@ class FirstNode:
     def _join(self, peer: bytes, hello: NodeHello) -> None:
         nodes = self._config.cluster.nnodes
         if hello.protocol != NODE_PROTOCOL:
-            found = f"node {hello.node} speaks protocol {hello.protocol}, node 0 {NODE_PROTOCOL}"
-            self._refuse(peer, f"{found}; install the same version of LightServe on both")
+            reason = f"node {hello.node} speaks protocol {hello.protocol}, node 0 {NODE_PROTOCOL}"
+            self._refuse(peer, f"{reason}; install the same version of LightServe on both")
         elif not 0 < hello.node < nodes:
             self._refuse(peer, f"there are nodes 1 to {nodes - 1} (--nnodes), and no node {hello.node}")
         elif found_difference := difference(hello.node, hello.properties, self._properties):
@@ -219,8 +219,8 @@ class FirstNode:
 
     def _missing(self, rank: int, was_killed: bool) -> bytes:
         cluster, node = self._config.cluster, self._config.node_of(rank)
-        found = f"node {node} did not connect to {cluster.master_addr}:{cluster.master_port} within"
-        text = f"{found} {cluster.node_timeout:g} s (--node_timeout); start it with --node_rank {node}"
+        reason = f"node {node} did not connect to {cluster.master_addr}:{cluster.master_port} within"
+        text = f"{reason} {cluster.node_timeout:g} s (--node_timeout); start it with --node_rank {node}"
         exited = RankExited(KILLED if was_killed else EXIT_CONFIG_ERROR, is_node_missing=not was_killed)
         return b"".join(msgspec.json.encode(message) + b"\n" for message in (ChildFailed(text), exited))
 

@@ -50,7 +50,7 @@ class FanOut(ThreadingMixIn, UnixStreamServer):
         """The answers of all gateways that can be reached."""
         with ThreadPoolExecutor(MAX_GATEWAYS) as threads:
             asked = [threads.submit(self._ask, url + path, body, headers) for url in self._gateways()]
-            return [answer for one in asked if (answer := one.result()) is not None]
+            return [answer for future in asked if (answer := future.result()) is not None]
 
     def _ask(self, url: str, body: bytes | None, headers: dict[str, str]) -> Answer | None:
         try:

