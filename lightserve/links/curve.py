@@ -140,7 +140,7 @@ class RateLimitedLog:
 async def log_failed_handshakes(
     socket: AsyncSocket,
     log: RateLimitedLog,
-    found: str = "it has not this engine's public key, or is no LightServe gateway",
+    reason: str = "it has not this engine's public key, or is no LightServe gateway",
 ) -> None:
     """Clients with a wrong key of this server, without a key, or that do not speak ZMQ. ``AllowedKeys`` logs others."""
     failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -154,5 +154,5 @@ async def log_failed_handshakes(
         elif event & ends:
             unfinished = max(unfinished - 1, 0)
         if event & failures or (event == zmq.EVENT_DISCONNECTED and unfinished):
-            log.warning(f"refused a connection: {found}")
+            log.warning(f"refused a connection: {reason}")
             unfinished = max(unfinished - (event == zmq.EVENT_DISCONNECTED), 0)

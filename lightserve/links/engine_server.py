@@ -76,13 +76,13 @@ class EngineServer:
 
     def send(self, message: FromEngine) -> None:
         """Never blocks. What nobody waits for any more is dropped."""
-        for number, part in for_gateways(message, self._sessions.keys()):
+        for number, gateway_message in for_gateways(message, self._sessions.keys()):
             session = self._sessions[number]
-            if isinstance(part, BatchTokenIdOut):
-                self._forget_ended(session, part)
-            elif isinstance(part, Timelines):
-                part = for_other_clock(own_timelines(part, set(self._past[session.gateway])))
-            self._deliver(session, part)
+            if isinstance(gateway_message, BatchTokenIdOut):
+                self._forget_ended(session, gateway_message)
+            elif isinstance(gateway_message, Timelines):
+                gateway_message = for_other_clock(own_timelines(gateway_message, set(self._past[session.gateway])))
+            self._deliver(session, gateway_message)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -135,26 +135,34 @@ class EngineServer:
             self._inbox.put_nowait(translated)
 
     def _open(self, peer: bytes, hello: GatewayHello) -> None:
-        own = self._hello
+        engine_hello = self._hello
         if hello.protocol != LINK_PROTOCOL:
-            found = f"the gateway speaks protocol {hello.protocol}, this engine {LINK_PROTOCOL}"
-            self._refuse(peer, f"{found}; install the same version of LightServe on both")
+            reason = f"the gateway speaks protocol {hello.protocol}, this engine {LINK_PROTOCOL}"
+            self._refuse(peer, f"{reason}; install the same version of LightServe on both")
             return
-        if hello.model_digest != own.model_digest:
-            found = f"the gateway has another model ({hello.model_digest}) than this engine ({own.model_digest})"
-            self._refuse(peer, f"{found}: config.json or tokenizer differ; use the same files on both")
+        if hello.model_digest != engine_hello.model_digest:
+            reason = (
+                f"the gateway has another model ({hello.model_digest}) than this engine ({engine_hello.model_digest})"
+            )
+            self._refuse(peer, f"{reason}: config.json or tokenizer differ; use the same files on both")
             return
         if self._is_draining:
             self._refuse(peer, "this engine is about to end")
             return
-        for old in [one for one in self._sessions.values() if one.gateway == hello.gateway or one.peer == peer]:
+        for old in [
+            session for session in self._sessions.values() if session.gateway == hello.gateway or session.peer == peer
+        ]:
             self._end(old, "connected again")
-        number = next(one for one in (count % MAX_SESSIONS for count in self._numbers) if one not in self._sessions)
+        number = next(
+            candidate
+            for candidate in (count % MAX_SESSIONS for count in self._numbers)
+            if candidate not in self._sessions
+        )
         session = self._sessions[number] = self._by_peer[peer] = Session(number, peer, hello.gateway)
         self._past[hello.gateway] = [*self._past.get(hello.gateway, []), number][-MAX_PAST_SESSIONS:]
         logger.info("gateway %s connected (session %d)", hello.gateway, number)
         first = self.on_join()
-        for message in (own, *([] if first is None else [first])):
+        for message in (engine_hello, *([] if first is None else [first])):
             self._deliver(session, message)
 
     def _refuse(self, peer: bytes, reason: str) -> None:
@@ -180,8 +188,8 @@ class EngineServer:
             self._deliver(session, replace(batch, outs=others))
             self._deliver(session, BatchTokenIdOut([last]))
             return
-        found = f"prompt_logprobs take more than {MAX_MESSAGE_BYTES >> 20} MB; ask for fewer top log-probabilities"
-        self._deliver(session, BatchTokenIdOut(failed=[ReqFailed(last.req_id, 413, found)]))
+        reason = f"prompt_logprobs take more than {MAX_MESSAGE_BYTES >> 20} MB; ask for fewer top log-probabilities"
+        self._deliver(session, BatchTokenIdOut(failed=[ReqFailed(last.req_id, 413, reason)]))
         self._inbox.put_nowait(AbortReq(engine_id(session.number, last.req_id)))
 
     def _send(self, peer: bytes, raw: bytes) -> bool:
@@ -190,7 +198,11 @@ class EngineServer:
 
     def _forget_ended(self, session: Session, batch: BatchTokenIdOut) -> None:
         ended = [out.req_id for out in batch.outs if out.finish_reason is not None]
-        ended += [failure.req_id for failure in batch.failed] + [one.req_id for one in batch.embeddings] + batch.aborted
+        ended += (
+            [failure.req_id for failure in batch.failed]
+            + [embedding.req_id for embedding in batch.embeddings]
+            + batch.aborted
+        )
         session.requests.difference_update(map(partial(engine_id, session.number), ended))
 
     # time
@@ -214,6 +226,6 @@ class EngineServer:
         if session.parents:
             self._inbox.put_nowait(ReleaseParents(sorted(session.parents)))
         logger.info("gateway %s %s: %d requests aborted", session.gateway, reason, len(session.requests))
-        is_connected = any(one.gateway == session.gateway for one in self._sessions.values())
+        is_connected = any(remaining.gateway == session.gateway for remaining in self._sessions.values())
         if not is_connected and len(self._past) > MAX_PAST_SESSIONS:
             del self._past[session.gateway]

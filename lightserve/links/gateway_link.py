@@ -144,8 +144,8 @@ class GatewayLink:
     def _send(self, message: Any) -> None:
         raw = encode(message)
         if len(raw) > MAX_MESSAGE_BYTES and isinstance(message, DispatchedReq):
-            found = f"the request takes {len(raw)} bytes; engines take {MAX_MESSAGE_BYTES}"
-            failure = ReqFailed(message.request.req_id, 413, found)
+            reason = f"the request takes {len(raw)} bytes; engines take {MAX_MESSAGE_BYTES}"
+            failure = ReqFailed(message.request.req_id, 413, reason)
             self._inbox.put_nowait(BatchTokenIdOut(failed=[failure]))
             return
         try_send(self._socket, [raw])  # if the connection has ended, ``run`` notices it

@@ -81,8 +81,8 @@ def read_gateway_keys(folder: str) -> GatewayKeys:
     engines: dict[str, bytes] = {}
     for key, address in _read_allowed(path):
         if address in engines:
-            found = f"two keys for {address}" if address else "two keys without an address"
-            raise OptionError(f"{path}: {found}; write the address of its engine behind a key")
+            reason = f"two keys for {address}" if address else "two keys without an address"
+            raise OptionError(f"{path}: {reason}; write the address of its engine behind a key")
         engines[address] = key
     return GatewayKeys(_read_secret(Path(folder) / GATEWAY_SECRET), engines)
 
@@ -109,10 +109,10 @@ def _read_secret(path: Path) -> bytes:
 
 def _read_allowed(path: Path) -> list[tuple[bytes, str]]:
     """Keys, each with the rest of its line."""
-    found = [line.partition(" ") for line in _lines_of(path)]
-    if not found:
+    lines = [line.partition(" ") for line in _lines_of(path)]
+    if not lines:
         raise OptionError(f"{path} has no key: nobody could connect; write one key per line")
-    return [(_checked(path, key), address.strip()) for key, _, address in found]
+    return [(_checked(path, key), address.strip()) for key, _, address in lines]
 
 
 def _lines_of(path: Path) -> list[str]:

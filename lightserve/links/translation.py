@@ -38,14 +38,14 @@ def for_engine(session: int, message: ToEngine) -> ToEngine:
     if isinstance(message, AbortReq | KvCancel):
         return replace(message, req_id=engine_id(session, message.req_id))
     if isinstance(message, MovedReqs | ReleaseParents):
-        return replace(message, req_ids=[engine_id(session, one) for one in message.req_ids])
+        return replace(message, req_ids=[engine_id(session, req_id) for req_id in message.req_ids])
     return replace(message, query_id=engine_id(session, message.query_id))
 
 
 def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int, FromEngine]]:
     """The messages for these sessions. The parts for other ones are dropped."""
     if isinstance(message, BatchTokenIdOut):
-        return [(session, part) for session, part in _split(message).items() if session in sessions]
+        return [(session, batch) for session, batch in _split(message).items() if session in sessions]
     if isinstance(message, RouterStats):
         return [(session, _stats_for(message, session)) for session in sessions]
     if isinstance(message, KvCacheEvents | EngineDraining):
@@ -63,31 +63,33 @@ def _stats_for(stats: RouterStats, session: int) -> RouterStats:
     if not stats.crash_suspects:
         return stats
     return replace(
-        stats, crash_suspects=[gateway_id(one) for one in stats.crash_suspects if session_of(one) == session]
+        stats, crash_suspects=[gateway_id(req_id) for req_id in stats.crash_suspects if session_of(req_id) == session]
     )
 
 
 def _split(batch: BatchTokenIdOut) -> dict[int, BatchTokenIdOut]:
-    found: dict[int, BatchTokenIdOut] = defaultdict(lambda: BatchTokenIdOut([], [], [], [], embeddings=[]))
+    by_session: dict[int, BatchTokenIdOut] = defaultdict(lambda: BatchTokenIdOut([], [], [], [], embeddings=[]))
     for out in batch.outs:
-        found[session_of(out.req_id)].outs.append(replace(out, req_id=gateway_id(out.req_id)))
+        by_session[session_of(out.req_id)].outs.append(replace(out, req_id=gateway_id(out.req_id)))
     for failure in batch.failed:
-        found[session_of(failure.req_id)].failed.append(replace(failure, req_id=gateway_id(failure.req_id)))
+        by_session[session_of(failure.req_id)].failed.append(replace(failure, req_id=gateway_id(failure.req_id)))
     for req_id in batch.aborted:
-        found[session_of(req_id)].aborted.append(gateway_id(req_id))
+        by_session[session_of(req_id)].aborted.append(gateway_id(req_id))
     for embedding in batch.embeddings:
-        found[session_of(embedding.req_id)].embeddings.append(replace(embedding, req_id=gateway_id(embedding.req_id)))
+        by_session[session_of(embedding.req_id)].embeddings.append(
+            replace(embedding, req_id=gateway_id(embedding.req_id))
+        )
     sessions = int64s(batch.plain.req_ids) >> REQ_ID_BITS
     for session in np.unique(sessions).tolist():
-        own = batch.plain.where(sessions == session)
-        found[session] = replace(found[session], plain=replace(own, req_ids=gateway_ids(own.req_ids)))
-    return found
+        plain = batch.plain.where(sessions == session)
+        by_session[session] = replace(by_session[session], plain=replace(plain, req_ids=gateway_ids(plain.req_ids)))
+    return by_session
 
 
 def for_other_clock(timelines: Timelines) -> Timelines:
     """Moments as ages, or ages as moments: the monotonic clocks of two machines have nothing in common."""
     now_s = time.monotonic()
-    return replace(timelines, timelines=[_for_other_clock(one, now_s) for one in timelines.timelines])
+    return replace(timelines, timelines=[_for_other_clock(timeline, now_s) for timeline in timelines.timelines])
 
 
 def _for_other_clock(timeline: RequestTimeline, now_s: float) -> RequestTimeline:
@@ -97,5 +99,7 @@ def _for_other_clock(timeline: RequestTimeline, now_s: float) -> RequestTimeline
 
 def own_timelines(timelines: Timelines, sessions: set[int]) -> Timelines:
     """Those of a gateway: it had these sessions, one after the other."""
-    own = [one for one in timelines.timelines if session_of(one.req_id) in sessions]
-    return replace(timelines, timelines=[replace(one, req_id=gateway_id(one.req_id)) for one in own])
+    selected = [timeline for timeline in timelines.timelines if session_of(timeline.req_id) in sessions]
+    return replace(
+        timelines, timelines=[replace(timeline, req_id=gateway_id(timeline.req_id)) for timeline in selected]
+    )
