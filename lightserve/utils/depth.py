@@ -16,7 +16,7 @@ def is_deeper(root: T, limit: int, children: Callable[[T], Iterable[T]], key: Ca
     seen: set[Hashable] = set()
     path: list[Iterator[T]] = [iter([root])]
     while path:
-        node = next((one for one in path[-1] if key(one) not in seen), None)
+        node = next((child for child in path[-1] if key(child) not in seen), None)
         if node is None:
             path.pop()
         else:

@@ -87,8 +87,10 @@ def interface_to(host: str) -> str | None:
             sock.connect(address)
         except OSError as error:
             raise ServerError(f"{host} cannot be reached from this machine ({error.strerror})") from error
-        own = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
-    return next((name for name, found in _interface_addresses() if found == own), None)
+        local_address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
+    return next(
+        (name for name, interface_address in _interface_addresses() if interface_address == local_address), None
+    )
 
 
 def _interface_addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
@@ -97,8 +99,8 @@ def _interface_addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddr
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no IPv4 address
-                found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                yield name, ipaddress.ip_address(found[20:24])
+                ifreq = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, ipaddress.ip_address(ifreq[20:24])
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.is_file() else ():
         address, *_, name = line.split()
@@ -218,6 +220,6 @@ def parse_redis(url: str) -> RedisAddress:
     db = parts.path.strip("/")
     if db and not db.isdigit():
         raise ValueError(f"the database {db!r} must be a number")
-    user, password = (None if one is None else unquote(one) for one in (parts.username, parts.password))
+    user, password = (None if quoted is None else unquote(quoted) for quoted in (parts.username, parts.password))
     port = REDIS_PORT if parts.port is None else parts.port
     return RedisAddress(parts.hostname, port, int(db or 0), user or None, password, parts.scheme == "rediss")

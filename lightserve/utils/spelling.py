@@ -9,8 +9,8 @@ from collections.abc import Iterable
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that ``name`` may be a typo of. Leading dashes count for nothing: all flags have them."""
     by_letters: dict[str, list[str]] = {}
-    for one in known:
-        by_letters.setdefault(_letters(one), []).append(one)
+    for spelling in known:
+        by_letters.setdefault(_letters(spelling), []).append(spelling)
     near = difflib.get_close_matches(_letters(name), by_letters, n=1)
     # of several spellings the one that has dashes or underscores where ``name`` has them
     return difflib.get_close_matches(name, by_letters[near[0]], n=1, cutoff=0)[0] if near else None

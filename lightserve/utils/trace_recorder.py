@@ -55,12 +55,12 @@ class TraceRecorder:
         names = [_metadata("process_name", pid, 0, self._process_name)]
         names += [_metadata("thread_name", pid, thread, track) for track, thread in self._tracks.items()]
         spans = [_event(pid, span) for span in self._spans]
-        part = {
+        trace = {
             "process": {"pid": pid, "name": self._process_name},
             "baseTimeNanoseconds": base_ns,
             "traceEvents": [*names, *spans],
         }
-        Path(path).write_bytes(msgspec.json.encode(part))
+        Path(path).write_bytes(msgspec.json.encode(trace))
 
 
 def _event(pid: int, span: _Span) -> dict[str, Any]:
