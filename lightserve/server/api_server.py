@@ -145,9 +145,12 @@ class Launcher:
     async def _wait_ready(self, url: str, begin_s: float, started_s: float) -> None:
         engine = await self._processes.wait_ready()
         self._is_serving = True
-        own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
+        start_phases = [
+            StartupPhase("checks", started_s - begin_s),
+            StartupPhase("total", time.monotonic() - begin_s),
+        ]
         config = self._config
-        phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
+        phases = {child.role: child.phases for child in self._processes.children} | {"start": start_phases}
         print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster))
 
 

@@ -81,7 +81,7 @@ def banner(
         rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"
     for role, parts in phases.items():
         if parts:
-            rows[role] = ", ".join(f"{part.name} {part.seconds:.2f} s" for part in parts)
+            rows[role] = ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in parts)
     return rows
 
 

@@ -174,7 +174,7 @@ class EngineProcesses:
         socket_paths = [child_config.worker_path(rank, self.generation) for rank in ranks]
         if child_config.role == "decode":
             addresses = [child_config.kv_address(rank, self.generation) for rank in ranks]
-            socket_paths += [one.removeprefix("unix://") for one in addresses if one.startswith("unix://")]
+            socket_paths += [address.removeprefix("unix://") for address in addresses if address.startswith("unix://")]
         self.generation += 1
         self.kill_workers()
         try:

@@ -77,8 +77,8 @@ class EngineSupervisor:
                 tasks.create_task(self._workers.run())
                 tasks.create_task(self._workers.handle_router_reports())
         except* ChildDiedError as errors:
-            found = [error for error in errors.exceptions if isinstance(error, ChildDiedError)]
-        return next((died for died in found if died.child is self._engine.router), found[0])
+            deaths = [error for error in errors.exceptions if isinstance(error, ChildDiedError)]
+        return next((died for died in deaths if died.child is self._engine.router), deaths[0])
 
     async def _load(self, begin_s: float) -> ChildDiedError | None:
         """Wait until the new engine is ready, and inform the dispatcher. Returns a death before that."""

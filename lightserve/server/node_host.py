@@ -145,8 +145,8 @@ class NodeHost:
                 reason = str(error)
             await self._link.close()
             if time.monotonic() > end_s:
-                found = f"{where} was not there for {cluster.node_timeout:g} s (--node_timeout): {reason}"
-                raise ServerError(f"{found}; start it with --node_rank 0")
+                failure = f"{where} was not there for {cluster.node_timeout:g} s (--node_timeout): {reason}"
+                raise ServerError(f"{failure}; start it with --node_rank 0")
             if reason != last:
                 print_line(f"waiting up to {cluster.node_timeout:g} s for {where}: {reason}")
             last = reason
@@ -178,7 +178,7 @@ class NodeHost:
         )
         print_line(f"starting model worker {start.rank}")
         process, reader, writer = await spawn(self._module, child_config, self._env)
-        self._processes = [one for one in self._processes if one.returncode is None] + [process]
+        self._processes = [running for running in self._processes if running.returncode is None] + [process]
         return RankEndpoint(process, reader, writer)
 
     async def _connect_rank(self, target: ConnectRank) -> Endpoint:

@@ -133,13 +133,13 @@ class ProcessGroup:
 
     async def wait_ready(self) -> EngineInfo:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""
-        found = [await engine.wait_ready() for engine in self.engines]
+        engine_infos = [await engine.wait_ready() for engine in self.engines]
         for child in self.children:
             await child.ready.wait()
-        for engine, ready in zip(self.engines, found, strict=True):
+        for engine, ready in zip(self.engines, engine_infos, strict=True):
             engine.engine, engine.ready_s = ready, time.monotonic()
             self.announce(engine)
-        ready = joined_ready(found) if found else self._remote_ready()
+        ready = joined_ready(engine_infos) if engine_infos else self._remote_ready()
         self._send_httpservers(ready)
         for child in self.httpservers:
             await child.wait_processed()  # otherwise a client that sees "ready" might still get "the model is loading"
@@ -167,7 +167,7 @@ class ProcessGroup:
             return died
         await asyncio.sleep(EXIT_SETTLE_S)
         others = [ChildDiedError(child, child.exit_code) for child in self.children if child.exit_code]
-        killed = [other for other in others if other.exit_code < 0]
+        killed = [death for death in others if death.exit_code < 0]
         failed = others if died.exit_code == 0 else []  # a worker whose router died exits with code 0
         return next(iter(killed + failed), died)
 
