@@ -41,11 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model_dir", required=True, help="a folder in the format of Hugging Face")
     args = parser.parse_args(arguments)
     try:
-        found = fitting_models(resolve(args.model_dir))
+        models = fitting_models(resolve(args.model_dir))
     except LightserveError as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n".join(found))
+    print("\n".join(models))
     return 0
 
 

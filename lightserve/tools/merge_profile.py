@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     out, *parts = argv
     unfinished = f"{out}.tmp"
     try:
-        merged = merge(orjson.loads(Path(part).read_bytes()) for part in parts)
+        merged = merge(orjson.loads(Path(path).read_bytes()) for path in parts)
         Path(unfinished).write_bytes(gzip.compress(orjson.dumps(merged), compresslevel=1))
         os.replace(unfinished, out)
     except (OSError, ValueError, KeyError) as error:
@@ -43,20 +43,20 @@ def main(argv: Sequence[str]) -> int:
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """One trace on one clock, which begins with the first event. Our names of processes replace torch's."""
     loaded = list(parts)
-    bases_us = [part.get("baseTimeNanoseconds", 0) / 1e3 for part in loaded]
-    ours = {part["process"]["pid"] for part in loaded if "process" in part}
+    bases_us = [trace.get("baseTimeNanoseconds", 0) / 1e3 for trace in loaded]
+    ours = {trace["process"]["pid"] for trace in loaded if "process" in trace}
     times = [
         base + event["ts"]
-        for part, base in zip(loaded, bases_us, strict=True)
-        for event in part["traceEvents"]
+        for trace, base in zip(loaded, bases_us, strict=True)
+        for event in trace["traceEvents"]
         if event.get("ph") == "X"
     ]
     begin_us = min(times, default=0.0)
     events = [
         _shifted(event, base - begin_us)
-        for part, base in zip(loaded, bases_us, strict=True)
-        for event in part["traceEvents"]
-        if "process" in part or not _names_process(event, ours)
+        for trace, base in zip(loaded, bases_us, strict=True)
+        for event in trace["traceEvents"]
+        if "process" in trace or not _names_process(event, ours)
     ]
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": round(begin_us * 1e3), "traceEvents": events}
 

@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         tokenizer = load_tokenizer(resolve(args.model_dir))
-        found = look_for_watermark(tokenizer.encode(sys.stdin.read(), add_special_tokens=False))
+        finding = look_for_watermark(tokenizer.encode(sys.stdin.read(), add_special_tokens=False))
     except LightserveError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{found.green} of {found.tokens} tokens are green, z-score {found.z_score:.1f}")
+    print(f"{finding.green} of {finding.tokens} tokens are green, z-score {finding.z_score:.1f}")
     return 0
 
 
