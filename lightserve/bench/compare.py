@@ -114,16 +114,16 @@ class Comparison:
         """What is worse by more than ``fail_over`` percent."""
         if self.fail_over is None:
             return []
-        found = []
+        messages = []
         for old, new in self._pairs():
-            found += [
+            messages += [
                 f"{new.name}: {change.name} is {change.worse_percent:.1f} % worse"
                 for change in changes(old, new)
                 if change.worse_percent > self.fail_over
             ]
             if failed_more(old, new):
-                found.append(f"{new.name}: {new.failed} requests failed, {old.failed} before")
-        return found
+                messages.append(f"{new.name}: {new.failed} requests failed, {old.failed} before")
+        return messages
 
     @property
     def has_pairs(self) -> bool:

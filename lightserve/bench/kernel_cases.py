@@ -182,12 +182,12 @@ def attention_cases(shape: Shape, item: int, kv_item: float | None = None) -> It
 
 def shared_prefix_cases(shape: Shape, kv_token: float, q_token: int) -> Iterator[Case]:
     """With and without the hint that a prefix is shared."""
-    batch, prefix, own = shape.shared
-    flops = 4.0 * shape.heads * shape.dim * batch * (prefix + own)
-    num_bytes = (prefix + batch * own) * kv_token + 2 * batch * q_token
-    twin = partial(_sdpa_decode_inputs, shape, batch, prefix + own)
+    batch, prefix, suffix = shape.shared
+    flops = 4.0 * shape.heads * shape.dim * batch * (prefix + suffix)
+    num_bytes = (prefix + batch * suffix) * kv_token + 2 * batch * q_token
+    twin = partial(_sdpa_decode_inputs, shape, batch, prefix + suffix)
     for hint, has_hint in (("", True), (", no hint", False)):
-        load = f"{batch} x ({prefix}+{own}){hint}"
+        load = f"{batch} x ({prefix}+{suffix}){hint}"
         inputs = partial(_shared_inputs, shape, has_hint)
         yield Case("token_attention", load, inputs, ops.token_attention, _sdpa, num_bytes, flops, twin)
 
@@ -300,9 +300,9 @@ def _decode_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Any
 
 def _shared_inputs(shape: Shape, has_hint: bool, factory: InputFactory) -> tuple[Any, ...]:
     """The slots of a prefix are neighbours, and so are the slots of a decode step."""
-    batch, prefix, own = shape.shared
+    batch, prefix, suffix = shape.shared
     prefixes = torch.arange(prefix, device=factory.device).expand(batch, prefix)
-    outputs = torch.arange(batch * own, device=factory.device).view(own, batch).T + prefix
+    outputs = torch.arange(batch * suffix, device=factory.device).view(suffix, batch).T + prefix
     groups = factory.ints([0, batch, prefix, 0, *[0] * 28]).view(8, 4) if has_hint else None
     return _last_tokens(shape, torch.cat((prefixes, outputs), dim=1), groups, factory)
 

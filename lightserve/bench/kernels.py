@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{str(dtype).removeprefix('torch.')} on {kind.name}; {ceilings}")
     print(f"{'op':20} {'rows or requests':>16} {'us':>10} {'reached':>16} {'of most':>7} {'torch us':>10}")
     for case in cases:
-        if any(part in case.op for part in args.ops):
+        if any(substring in case.op for substring in args.ops):
             print(row_of(case, InputFactory(device, dtype), ceilings), flush=True)
 
 

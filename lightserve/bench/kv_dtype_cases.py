@@ -39,6 +39,6 @@ def quantize_cache(cache: Tensor, kv_dtype: str) -> ops.QuantizedKv:
     """Of ``[slots, 2 * kv_heads, dim]``."""
     heads = cache.shape[1]
     scales = torch.ones((len(cache), heads) if kv_dtype == "int8" else heads, device=cache.device)
-    found = ops.QuantizedKv(torch.empty_like(cache, dtype=CODES[kv_dtype]), scales)
-    found.write(cache, torch.arange(len(cache), device=cache.device))
-    return found
+    quantized = ops.QuantizedKv(torch.empty_like(cache, dtype=CODES[kv_dtype]), scales)
+    quantized.write(cache, torch.arange(len(cache), device=cache.device))
+    return quantized

@@ -47,8 +47,8 @@ class Prompt:
 
 
 class Dataset(Protocol):
-    def take(self, count: int, part: int) -> list[Prompt]:
-        """``count`` prompts. Different parts have different prompts; the same part has the same ones."""
+    def take(self, count: int, subset: int) -> list[Prompt]:
+        """``count`` prompts. Different subsets have different prompts; the same subset has the same ones."""
         ...
 
     def repeats(self, count: int) -> int:
@@ -79,8 +79,8 @@ class RandomDataset:
         self._seed = seed
         self._tokenizer = tokenizer
 
-    def take(self, count: int, part: int) -> list[Prompt]:
-        rng = np.random.default_rng([self._seed, part])
+    def take(self, count: int, subset: int) -> list[Prompt]:
+        rng = np.random.default_rng([self._seed, subset])
         lengths = self._lengths
         prefixes = [self._text(rng, lengths.prefix_len) for _ in range(lengths.num_prefixes)]
         prompts = []
@@ -111,8 +111,8 @@ class FileDataset:
         self._begin: dict[int, int] = {}
         self._taken = 0
 
-    def take(self, count: int, part: int) -> list[Prompt]:
-        begin = self._begin.setdefault(part, self._taken)
+    def take(self, count: int, subset: int) -> list[Prompt]:
+        begin = self._begin.setdefault(subset, self._taken)
         self._taken = max(self._taken, begin + count)
         return [self._prompts[i % len(self._prompts)] for i in range(begin, begin + count)]
 
@@ -168,18 +168,18 @@ def read_jsonl(path: Path, output_len: int) -> list[Prompt]:
     return prompts
 
 
-def _jsonl_prompt(line: str, place: str, output_len: int) -> Prompt:
+def _jsonl_prompt(line: str, source: str, output_len: int) -> Prompt:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{place}: no JSON: {error}") from error
+        raise ValueError(f"{source}: no JSON: {error}") from error
     row = row.get("body", row) if isinstance(row, dict) else row  # OpenAI's batch files
     if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
-        raise ValueError(f'{place}: a line must be an object with "prompt" or "messages"')
+        raise ValueError(f'{source}: a line must be an object with "prompt" or "messages"')
     fields = {name: value for name, value in row.items() if name not in ("prompt", "messages", "max_tokens", "stream")}
     wanted = row.get("max_tokens", output_len)
     if not isinstance(wanted, int) or wanted < 1:
-        raise ValueError(f"{place}: max_tokens must be a positive integer, not {wanted!r}")
+        raise ValueError(f"{source}: max_tokens must be a positive integer, not {wanted!r}")
     text, messages = row.get("prompt", ""), row.get("messages", ())
     input_len = _count(text or "".join(str(message) for message in messages), None)
     return Prompt(wanted, text, input_len, messages, fields)

@@ -144,12 +144,12 @@ def _text_of(choice: _Choice) -> str:
 def _message(body: bytes) -> str:
     """The message of an error body: OpenAI's, FastAPI's, or its text."""
     try:
-        found = msgspec.json.decode(body)
+        content = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return body.decode(errors="replace").strip() or "no body"
-    if isinstance(found, dict):
-        found = found.get("error", found.get("detail", found.get("message", found)))
-    return _error_text(found)
+    if isinstance(content, dict):
+        content = content.get("error", content.get("detail", content.get("message", content)))
+    return _error_text(content)
 
 
 def _error_text(error: Any) -> str:

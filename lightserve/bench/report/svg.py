@@ -122,8 +122,8 @@ def _points(line: Line, places: Sequence[tuple[float, float]], plot: Plot) -> It
     """A circle for each labelled point, with its values as a tooltip."""
     for label, (px, py), (x, y) in zip(line.labels, places, line.points, strict=False):
         tip = f"{line.name}, {label}: {number(y)} {plot.y_label} at {number(x)} {plot.x_label}"
-        place = f'cx="{px:.1f}" cy="{py:.1f}" r="4"'
-        yield f'<circle {place} class="dot {line.style}"><title>{escape(tip)}</title></circle>'
+        attributes = f'cx="{px:.1f}" cy="{py:.1f}" r="4"'
+        yield f'<circle {attributes} class="dot {line.style}"><title>{escape(tip)}</title></circle>'
 
 
 def _point_names(line: Line, x_scale: Scale, y_scale: Scale) -> str:
