@@ -16,7 +16,7 @@ def is_conversation(messages: Any) -> TypeGuard[Conversation]:
 
 
 def check_conversation(messages: Any) -> None:
-    if not _is_list(messages) or not all(isinstance(one, Mapping) and "role" in one for one in messages):
+    if not _is_list(messages) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise InvalidRequestError(
             f"messages: {repr(messages)[:100]} is no conversation; a conversation is a list of messages such as "
             '{"role": "user", "content": "Hi"}, and chat takes one or a list of several',

@@ -174,7 +174,7 @@ class LLM(PoolingMethods):
         fields = {"continues_text": False} | fields
         if is_conversation(messages):
             return self.stream([self._chat_ids(messages)], params, lora=lora, **fields)
-        return self.generate([self._chat_ids(one) for one in messages], params, lora=lora, **fields)
+        return self.generate([self._chat_ids(conversation) for conversation in messages], params, lora=lora, **fields)
 
     def _chat_ids(self, messages: Any) -> list[int]:
         check_conversation(messages)
@@ -190,7 +190,7 @@ class LLM(PoolingMethods):
         searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
-            batch.advance([one.top_logprobs[0] for one in self.generate(sequences, batch.params)])
+            batch.advance([generation.top_logprobs[0] for generation in self.generate(sequences, batch.params)])
         return batch.best()
 
     def _requests(
@@ -209,8 +209,11 @@ class LLM(PoolingMethods):
         loras = [lora] * len(many) if lora is None or isinstance(lora, str) else list(lora)
         if len(loras) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts but {len(loras)} adapters")
-        ids = [self._adapter(one) for one in loras]
-        requests = [self._request(prompt, own.replace(**fields)) for prompt, own in zip(many, params, strict=True)]
+        ids = [self._adapter(adapter) for adapter in loras]
+        requests = [
+            self._request(prompt, prompt_params.replace(**fields))
+            for prompt, prompt_params in zip(many, params, strict=True)
+        ]
         for req, lora_id in zip(requests, ids, strict=True):
             req.lora_id, req.salt = lora_id, "" if lora_id is None else f"lora {lora_id}"
         return requests

@@ -73,7 +73,7 @@ class PoolingMethods:
         many = [documents] if isinstance(documents, str) else list(documents)
         if self._config.task == "embed":
             first, *others = self.embed([query, *many], normalize=False, truncate=truncate)
-            return [cosine(first, other) for other in others]
+            return [cosine(first, vector) for vector in others]
         if not self._config.is_pair_scorer:
             raise InvalidRequestError("score: the model has several labels; use classify")
         limit = self.worker.longest_request if truncate else None
