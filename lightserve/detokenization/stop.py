@@ -50,8 +50,8 @@ class StopMatcher:
         return [end for end, _ in scanned], [length for _, length in scanned]
 
     def _stop_at(self, ends: Sequence[int], text: str) -> str:
-        found = [(end, -len(stop.text), stop.text) for stop, end in zip(self._stops, ends, strict=True) if end]
-        end, n_back, self.matched = min(found)
+        matches = [(end, -len(stop.text), stop.text) for stop, end in zip(self._stops, ends, strict=True) if end]
+        end, n_back, self.matched = min(matches)
         shown = self._head(self._n_held + end + (0 if self._include_stop else n_back), text)
         self._set_lengths([0] * len(self._stops))
         return shown
