@@ -73,8 +73,8 @@ class TextOnlyError(NotSupportedYetError):
 
 
 class TemplateLimitError(InvalidRequestError):
-    def __init__(self, found: str) -> None:
-        super().__init__(f"the model's chat template takes {found} to render these messages")
+    def __init__(self, cost: str) -> None:
+        super().__init__(f"the model's chat template takes {cost} to render these messages")
 
 
 class PromptTooLongError(RequestError):
@@ -92,11 +92,11 @@ class PromptTooLongError(RequestError):
         ``new_tokens`` that ``field`` of the request asks for. ``is_lower_bound``: the prompt was not encoded."""
         self.length, self.limit = length, total - 1  # tokens of the prompt
         counted = f"at least {length}" if is_lower_bound else length
-        found = f"the prompt has {counted} tokens; the limit is {total - 1}"
+        reason = f"the prompt has {counted} tokens; the limit is {total - 1}"
         if new_tokens is not None:
-            found = f"prompt {length} + {field} {new_tokens} > {total}; use {field} <= {total - length}"
+            reason = f"prompt {length} + {field} {new_tokens} > {total}; use {field} <= {total - length}"
         super().__init__(
-            f"This model's maximum context length is {total} tokens: {found}",  # OpenAI's phrase: LiteLLM matches it
+            f"This model's maximum context length is {total} tokens: {reason}",  # OpenAI's phrase: LiteLLM matches it
             None if new_tokens is None else field,
         )
 
@@ -107,9 +107,9 @@ class TextTooLongError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, length: int, limit: int, is_lower_bound: bool = False) -> None:
-        found = f"at least {length}" if is_lower_bound else length
+        counted = f"at least {length}" if is_lower_bound else length
         super().__init__(
-            f"This model's maximum context length is {limit} tokens: the text has {found} tokens; shorten it, or "
+            f"This model's maximum context length is {limit} tokens: the text has {counted} tokens; shorten it, or "
             "truncate it (truncate_prompt_tokens: -1, or truncate: true)"
         )
 
