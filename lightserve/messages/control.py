@@ -44,7 +44,7 @@ class SlidingWindowKv(msgspec.Struct, frozen=True, tag="sliding_window"):
 
     size: int  # tokens
     window: int  # the largest one: tokens that a query attends to, itself included
-    kept_tokens: int = msgspec.field(name="kept")  # tokens of a running request that keep their KV, up to the last one
+    kept_tokens: int  # tokens of a running request that keep their KV, up to the last one
 
 
 class PoolingLimits(msgspec.Struct, frozen=True):

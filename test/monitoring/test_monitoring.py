@@ -102,8 +102,8 @@ def scrapes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Sample]]:
             for _ in range(2):
                 traffic(metrics, 10)
                 snapshot = metrics.snapshot()
-                for name in (one.name for one in METRICS if one.label in ("engine", "role")):
-                    snapshot.labelled[name]["0"] = 1.0  # as with --dp
+                for name in (metric.name for metric in METRICS if metric.label in ("engine", "kv_group", "role")):
+                    snapshot.labelled[name]["0"] = 1.0  # as with --dp, or sliding windows
                 server.context.manager.stats = RouterStats(0.0, snapshot)
                 text = (await server.get("/metrics")).text
                 found.append([one for family in text_string_to_metric_families(text) for one in family.samples])

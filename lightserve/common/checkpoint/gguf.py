@@ -104,9 +104,9 @@ def _undo_converter(
     if architecture.has_norms_plus_one and named.entry.name.endswith("_norm.weight"):
         return tensor - 1
     heads, kv_heads = (_of_layer(config, key, named.layer) for key in ("num_attention_heads", "num_key_value_heads"))
-    match architecture.row_orders.get(named.part):
+    match architecture.row_orders.get(named.base_name):
         case RowOrder.ROTARY_PAIRS:
-            count = heads if named.part == "attn_q" else kv_heads
+            count = heads if named.base_name == "attn_q" else kv_heads
             _check_rows(header, named.entry.name, tensor, 2 * count)
             return _halves(tensor, count)
         case RowOrder.QKV_BLOCKS:

@@ -41,7 +41,7 @@ class ExpertsSpec:
     num_experts: int  # of the whole layer, without shared ones
     hidden_size: int
     width: int  # of each whole expert
-    own: slice  # the experts of this rank, shared ones included
+    expert_range: slice  # the experts of this rank, shared ones included
     units: slice  # of each of its experts that this rank computes
     layout: ExpertsLayout = ExpertsLayout.EACH
     names: ExpertNames = field(default_factory=ExpertNames)
@@ -70,7 +70,12 @@ class ExpertsSpec:
 
     @property
     def num_own(self) -> int:
-        return length(self.own)
+        return length(self.expert_range)
+
+    def slot_of(self, expert: int) -> int | None:
+        """The index of an expert among those of this rank; None: it is on another one."""
+        experts = self.expert_range
+        return expert - experts.start if experts.start <= expert < experts.stop else None
 
     @property
     def num_units(self) -> int:

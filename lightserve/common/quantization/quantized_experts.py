@@ -98,29 +98,31 @@ class QuantizedExperts(ExpertsMethod):
     def _each(self) -> Iterator[Piece]:
         spec = self._spec
         prefixes = [(f"{spec.prefix}.{expert}", spec.width, 0) for expert in range(spec.num_experts)]
-        prefixes += [(spec.shared_prefix, spec.num_shared * spec.width, part) for part in range(spec.num_shared)]
-        for number, (prefix, width, part) in enumerate(prefixes):
-            place = number - spec.own.start if spec.own.start <= number < spec.own.stop else None
-            first = part * spec.width
+        prefixes += [(spec.shared_prefix, spec.num_shared * spec.width, index) for index in range(spec.num_shared)]
+        for number, (prefix, width, index) in enumerate(prefixes):
+            slot = spec.slot_of(number)
+            first = index * spec.width
             units = slice(first + spec.units.start, first + spec.units.stop)
             for side, name in enumerate((spec.names.gate, spec.names.up)):
-                yield from _pieces_of_one(f"{prefix}.{name}", self._gate_up(width, units, slice(side, None, 2)), place)
-            yield from _pieces_of_one(f"{prefix}.{spec.names.down}", self._down(width, units), place)
+                yield from _pieces_of_one(f"{prefix}.{name}", self._gate_up(width, units, slice(side, None, 2)), slot)
+            yield from _pieces_of_one(f"{prefix}.{spec.names.down}", self._down(width, units), slot)
 
     def _stacked(self) -> Iterator[Piece]:
         spec, is_transposed = self._spec, self._spec.layout is ExpertsLayout.TRANSPOSED
-        own, width = spec.units, spec.width
+        columns, width = spec.units, spec.width
         if is_transposed:
-            rows: slice | Tensor = slice(2 * own.start, 2 * own.stop)
+            rows: slice | Tensor = slice(2 * columns.start, 2 * columns.stop)
         else:
-            units = torch.arange(own.start, own.stop)
+            units = torch.arange(columns.start, columns.stop)
             rows = torch.stack((units, units + width), dim=1).flatten()
         gate_up, down = f"{spec.prefix}.{spec.names.gate_up}", f"{spec.prefix}.{spec.names.down}"
         yield from _pieces_of_all(gate_up, self._gate_up(2 * width, rows, slice(None)), spec)
-        yield from _pieces_of_all(down, self._down(width, own), spec)
+        yield from _pieces_of_all(down, self._down(width, columns), spec)
         if spec.has_bias:
-            yield Piece(f"{gate_up}_bias", (spec.num_experts, 2 * width), self.params.b13, slicer(spec.own, rows))
-            yield Piece(f"{down}_bias", (spec.num_experts, spec.hidden_size), self.params.b2, slicer(spec.own))
+            yield Piece(
+                f"{gate_up}_bias", (spec.num_experts, 2 * width), self.params.b13, slicer(spec.expert_range, rows)
+            )
+            yield Piece(f"{down}_bias", (spec.num_experts, spec.hidden_size), self.params.b2, slicer(spec.expert_range))
 
     def _gate_up(self, out_size: int, rows: slice | Tensor, into: slice) -> _Linear:
         hidden = self._spec.hidden_size
@@ -132,7 +134,7 @@ class QuantizedExperts(ExpertsMethod):
 
 
 def _check_order(spec: ExpertsSpec, formats: ExpertsFormats) -> None:
-    if any(one.has_input_order for one in formats):
+    if any(weight_format.has_input_order for weight_format in formats):
         raise ModelFilesError(
             f"{spec.prefix}: experts with act-order are not supported, since each expert would need the inputs in an "
             "order of its own; use a checkpoint without act-order (desc_act false)"
@@ -152,11 +154,11 @@ def _kernel_key(weight: QuantizedWeight) -> Hashable:
     return type(weight), weight.shape, weight.group_size, weight.offsets is not None
 
 
-def _pieces_of_one(prefix: str, linear: _Linear, place: int | None) -> Iterator[Piece]:
-    """Of one expert, in ``place`` of this rank's, or of another rank."""
+def _pieces_of_one(prefix: str, linear: _Linear, slot: int | None) -> Iterator[Piece]:
+    """Of one expert, in ``slot`` of this rank's, or of another rank."""
     raw_tensors, consumer = linear.raw_tensors(), None
-    if place is not None:
-        at = place
+    if slot is not None:
+        at = slot
         consumer = RawLinear(
             prefix,
             raw_tensors,
@@ -182,20 +184,20 @@ def _pieces_of_all(prefix: str, linear: _Linear, spec: ExpertsSpec) -> Iterator[
         )
 
     def store(raw: Mapping[str, Tensor]) -> None:
-        for place in range(spec.num_own):
-            one = {suffix: raw[stored][place] for suffix, stored in names.items()}
-            linear.store(place, {suffix: tensor.T for suffix, tensor in one.items()} if is_transposed else one)
+        for slot in range(spec.num_own):
+            expert = {suffix: raw[stored][slot] for suffix, stored in names.items()}
+            linear.store(slot, {suffix: tensor.T for suffix, tensor in expert.items()} if is_transposed else expert)
 
     def fill_dummy(generator: torch.Generator) -> None:
-        for place in range(spec.num_own):
-            linear.fill_dummy(place, generator)
+        for slot in range(spec.num_own):
+            linear.fill_dummy(slot, generator)
 
     by_name = {names[suffix]: raw for suffix, raw in raw_tensors.items()}
     consumer = RawLinear(parent, by_name, linear.weight.device, store, fill_dummy)
     for stored, raw in by_name.items():
         shape = (spec.num_experts, *(raw.shape[::-1] if is_transposed else raw.shape))
-        others = tuple((spec.num_experts, *other) for other in raw.other_shapes)
-        yield Piece(f"{parent}.{stored}", shape, None, slicer(spec.own), raw.dtypes, consumer, others)
+        others = tuple((spec.num_experts, *other_shape) for other_shape in raw.other_shapes)
+        yield Piece(f"{parent}.{stored}", shape, None, slicer(spec.expert_range), raw.dtypes, consumer, others)
 
 
 def _stacked_name(linear: str, suffix: str, layout: ExpertsLayout) -> str:

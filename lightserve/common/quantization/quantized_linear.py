@@ -108,23 +108,23 @@ class QuantizedLinear(LinearMethod):
             )
 
     def pieces(self) -> Iterator[Piece]:
-        for part, own in self._spec.parts_with_rows():
-            yield from self._weight_pieces(part, own)
+        for linear_part, rows in self._spec.parts_with_rows():
+            yield from self._weight_pieces(linear_part, rows)
         yield from bias_pieces(self._spec, self.bias)
 
-    def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+    def _weight_pieces(self, linear_part: LinearPart, rows: slice) -> Iterator[Piece]:
         def store(raw: Mapping[str, Tensor]) -> None:
             converted = self._format.convert(raw).columns(self._spec.columns)
             self._set_order(self._format.input_order(raw))
             is_cut = self._format.has_row_per_output
-            self._loaded.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
+            self._loaded.rows(rows).copy_(converted if is_cut else converted.rows(linear_part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
-            self._loaded.rows(own).randomize_(generator, DUMMY_STD)
+            self._loaded.rows(rows).randomize_(generator, DUMMY_STD)
 
-        raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
-        consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
-        yield from raw_pieces(part, self._format, raw_tensors, consumer)
+        raw_tensors = self._format.raw_tensors(linear_part.out_size, self._spec.in_size)
+        consumer = RawLinear(linear_part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
+        yield from raw_pieces(linear_part, self._format, raw_tensors, consumer)
 
     def _set_order(self, order: Tensor | None) -> None:
         assert self._loading is not None
@@ -220,10 +220,10 @@ class QuantizedLinear(LinearMethod):
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id
         is_own = (rows >= 0) & (rows < self.weight.shape[-2])
-        found = self.weight.rows(rows.where(is_own, 0).long()).dequantize()
+        values = self.weight.rows(rows.where(is_own, 0).long()).dequantize()
         if self.input_order is not None:
-            found = found[:, self.input_order.argsort()]
-        return found.masked_fill(~is_own[:, None], 0.0).to(self._dtype)
+            values = values[:, self.input_order.argsort()]
+        return values.masked_fill(~is_own[:, None], 0.0).to(self._dtype)
 
     def kernel_key(self) -> Hashable:
         weight = self.weight
@@ -243,8 +243,8 @@ class StackedLinear(LinearMethod):
 
     def bias_of_rows(self) -> Tensor | None:
         parts = [method.bias_of_rows() for method in self.methods]
-        found = [part for part in parts if part is not None]
-        return torch.cat(found) if len(found) == len(parts) else None
+        present = [scale for scale in parts if scale is not None]
+        return torch.cat(present) if len(present) == len(parts) else None
 
     def scale_rows(self, factors: Tensor) -> None:
         begin = 0

@@ -57,7 +57,7 @@ def _each(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     prefixes = [(f"{spec.prefix}.{expert}", 0) for expert in range(spec.num_experts)]
     prefixes += [(spec.shared_prefix, shared) for shared in range(spec.num_shared)]
     for expert, (prefix, shared_index) in enumerate(prefixes):
-        slot = expert - spec.own.start if spec.own.start <= expert < spec.own.stop else None
+        slot = spec.slot_of(expert)
         yield from _expert(prefix, spec, tensors, slot, shared_index)
 
 
@@ -76,13 +76,13 @@ def _expert(prefix: str, spec: ExpertsSpec, tensors: _Tensors, slot: int | None,
 
 def _stacked(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     def gate_up(tensor: Tensor) -> Tensor:
-        sides = tensor[spec.own].view(spec.num_own, 2, spec.width, spec.hidden_size)
+        sides = tensor[spec.expert_range].view(spec.num_own, 2, spec.width, spec.hidden_size)
         return sides[:, :, spec.units].transpose(1, 2)
 
     whole = (spec.num_experts, 2 * spec.width, spec.hidden_size)
     yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, _by_unit(tensors.w13), gate_up)
     whole = (spec.num_experts, spec.hidden_size, spec.width)
-    shard = slicer(spec.own, slice(None), spec.units)
+    shard = slicer(spec.expert_range, slice(None), spec.units)
     yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, tensors.w2, shard)
 
 
@@ -90,11 +90,13 @@ def _transposed(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     prefix, experts, hidden, width = spec.prefix, spec.num_experts, spec.hidden_size, spec.width
     both = slice(2 * spec.units.start, 2 * spec.units.stop)
     gate_up, down = f"{prefix}.{spec.names.gate_up}", f"{prefix}.{spec.names.down}"
-    yield Piece(gate_up, (experts, hidden, 2 * width), tensors.w13.transpose(1, 2), slicer(spec.own, slice(None), both))
-    yield Piece(down, (experts, width, hidden), tensors.w2.transpose(1, 2), slicer(spec.own, spec.units))
+    yield Piece(
+        gate_up, (experts, hidden, 2 * width), tensors.w13.transpose(1, 2), slicer(spec.expert_range, slice(None), both)
+    )
+    yield Piece(down, (experts, width, hidden), tensors.w2.transpose(1, 2), slicer(spec.expert_range, spec.units))
     if spec.has_bias:
-        yield Piece(f"{gate_up}_bias", (experts, 2 * width), tensors.b13, slicer(spec.own, both))
-        yield Piece(f"{down}_bias", (experts, hidden), tensors.b2, slicer(spec.own))
+        yield Piece(f"{gate_up}_bias", (experts, 2 * width), tensors.b13, slicer(spec.expert_range, both))
+        yield Piece(f"{down}_bias", (experts, hidden), tensors.b2, slicer(spec.expert_range))
 
 
 _PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, _Tensors], Iterator[Piece]]] = {

@@ -102,13 +102,13 @@ def own_group_size(
         return None
     if in_size % group:
         raise ModelFilesError(f"{name}: {in_size} inputs are no whole groups of {group}")
-    own, least = group_of_columns(group, columns), min(INT4_GROUPS)
-    if own < min(group, least):
+    of_rank, least = group_of_columns(group, columns), min(INT4_GROUPS)
+    if of_rank < min(group, least):
         raise ModelFilesError(
             f"{name}: a rank has the inputs {columns.start} to {columns.stop}, which cuts groups of {group} into "
-            f"groups of {own}; the least is {least}; {remedy}"
+            f"groups of {of_rank}; the least is {least}; {remedy}"
         )
-    return own
+    return of_rank
 
 
 class RawLinear:
@@ -150,10 +150,10 @@ class RawLinear:
 
 
 def raw_pieces(
-    part: LinearPart, weight_format: WeightFormat, raw_tensors: Mapping[str, RawTensor], consumer: RawLinear
+    linear_part: LinearPart, weight_format: WeightFormat, raw_tensors: Mapping[str, RawTensor], consumer: RawLinear
 ) -> Iterator[Piece]:
     """The tensors of one part of a linear. Where each has a row for each output, only this rank's rows are read."""
-    cut = (lambda tensor: tensor[part.rows]) if weight_format.has_row_per_output else whole
+    cut = (lambda tensor: tensor[linear_part.rows]) if weight_format.has_row_per_output else whole
     for suffix, raw in raw_tensors.items():
-        name = f"{part.prefix}.{suffix}"
+        name = f"{linear_part.prefix}.{suffix}"
         yield Piece(name, raw.shape, None, cut, raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes)

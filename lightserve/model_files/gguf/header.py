@@ -104,7 +104,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     if count <= 1:
         return header
     first, *others = _shards(path, count)
-    return _joined(header if first == path else _read_file(first), [_read_file(other) for other in others])
+    return _joined(header if first == path else _read_file(first), [_read_file(shard) for shard in others])
 
 
 def _shards(path: Path, count: int) -> list[Path]:
@@ -128,11 +128,11 @@ def _joined(first: GgufHeader, others: list[GgufHeader]) -> GgufHeader:
     """The first file has the metadata of the model."""
     headers = [first, *others]
     tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
-    found = sum(len(header.tensors) for header in headers)
-    wanted = first.metadata.get("split.tensors.count", found)
-    if not len(tensors) == found == wanted:
+    num_tensors = sum(len(header.tensors) for header in headers)
+    wanted = first.metadata.get("split.tensors.count", num_tensors)
+    if not len(tensors) == num_tensors == wanted:
         raise ModelFilesError(
-            f"{first.path}: its {len(headers)} files have {found} tensors with {len(tensors)} names instead of "
+            f"{first.path}: its {len(headers)} files have {num_tensors} tensors with {len(tensors)} names instead of "
             f"{wanted}; they are not of one model: fetch all of them again"
         )
     return replace(first, tensors=tensors, other_paths=tuple(header.path for header in others))

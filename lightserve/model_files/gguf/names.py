@@ -21,7 +21,7 @@ class GgufTensor(NamedTuple):
     block: str  # the prefix of its layer in the file
     prefix: str  # of its layer in transformers
     layer: int
-    part: str
+    base_name: str
     kind: str
     # in transformers. Several names share the rows of the tensor. Empty: it is a part of ``joined``.
     targets: tuple[str, ...]
@@ -29,14 +29,14 @@ class GgufTensor(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.part}.{self.kind}"
+        return f"{self.base_name}.{self.kind}"
 
 
 def model_tensors(header: GgufHeader, architecture: GgufArchitecture) -> list[GgufTensor]:
     """The tensors of the model in file order."""
     layers = layer_count(header)
     entries = sorted(header.tensors.values(), key=lambda entry: (entry.path, entry.offset))
-    return [_named(header, architecture, one) for one in entries if not _is_skipped(architecture, one, layers)]
+    return [_named(header, architecture, entry) for entry in entries if not _is_skipped(architecture, entry, layers)]
 
 
 def _is_skipped(architecture: GgufArchitecture, entry: TensorEntry, layers: int) -> bool:
@@ -44,33 +44,33 @@ def _is_skipped(architecture: GgufArchitecture, entry: TensorEntry, layers: int)
     layer = _LAYER.match(entry.name)
     if layer is not None and int(layer[1]) >= layers:
         return True
-    part = entry.name.removeprefix(layer[0] if layer else "").partition(".")[0]
-    return part in _ROPE_TENSORS or part in architecture.copies
+    base_name = entry.name.removeprefix(layer[0] if layer else "").partition(".")[0]
+    return base_name in _ROPE_TENSORS or base_name in architecture.copies
 
 
 def _named(header: GgufHeader, architecture: GgufArchitecture, entry: TensorEntry) -> GgufTensor:
     match = _LAYER_TENSOR.fullmatch(entry.name) or _OTHER_TENSOR.fullmatch(entry.name)
     if match is None:
         raise _unknown(header, architecture, entry.name)
-    found = match.groupdict()
-    layer, part, kind = found.get("layer"), match["part"], match["kind"]
+    groups = match.groupdict()
+    layer, base_name, kind = groups.get("layer"), match["part"], match["kind"]
     prefix = "" if layer is None else f"{architecture.layers}.{layer}."
-    joined = next((one for one in architecture.joined if f"{part}.{kind}" in one.parts), None)
-    names = () if joined else _targets(architecture, part, kind)
+    joined = next((joining for joining in architecture.joined if f"{base_name}.{kind}" in joining.parts), None)
+    names = () if joined else _targets(architecture, base_name, kind)
     if names is None:
         raise _unknown(header, architecture, entry.name)
     targets = tuple(f"{prefix}{name}" for name in names)
-    return GgufTensor(entry, found.get("block") or "", prefix, int(layer or 0), part, kind, targets, joined)
+    return GgufTensor(entry, groups.get("block") or "", prefix, int(layer or 0), base_name, kind, targets, joined)
 
 
-def _targets(architecture: GgufArchitecture, part: str, kind: str) -> tuple[str, ...] | None:
-    whole = architecture.tensors.get(f"{part}.{kind}")
+def _targets(architecture: GgufArchitecture, base_name: str, kind: str) -> tuple[str, ...] | None:
+    whole = architecture.tensors.get(f"{base_name}.{kind}")
     if isinstance(whole, str):
         return (whole,)
-    found = architecture.tensors.get(part)
-    if found is None:
+    stems = architecture.tensors.get(base_name)
+    if stems is None:
         return None
-    return tuple(f"{name}.{kind}" for name in ((found,) if isinstance(found, str) else found))
+    return tuple(f"{name}.{kind}" for name in ((stems,) if isinstance(stems, str) else stems))
 
 
 def _unknown(header: GgufHeader, architecture: GgufArchitecture, name: str) -> CheckpointError:

@@ -32,7 +32,7 @@ def quantization_table(header: GgufHeader) -> dict[str, Any] | None:
 
 def stays_packed(header: GgufHeader, architecture: GgufArchitecture, tensor: GgufTensor) -> bool:
     """Rows of blocks can be reordered and joined. They cannot be transposed."""
-    base_name, entry = tensor.part, tensor.entry
+    base_name, entry = tensor.base_name, tensor.entry
     if (
         tensor.kind != "weight"
         or base_name not in LINEARS

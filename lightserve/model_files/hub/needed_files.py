@@ -56,8 +56,8 @@ def weight_files(name: HubName, listing: Listing, folder: Path) -> list[HubFile]
             shards = [_listed(name, listing, shard) for shard in indexed_names(folder / index)]
             return shards + _matching(listing, DENSE_WEIGHTS)
         for pattern in files:
-            if found := _matching(listing, [pattern]):
-                return found + _matching(listing, DENSE_WEIGHTS)
+            if matches := _matching(listing, [pattern]):
+                return matches + _matching(listing, DENSE_WEIGHTS)
     raise ModelFilesError(
         f"{name}: has no weights (model*.safetensors or pytorch_model*.bin); it has {_shown(listing.files)}"
     )
@@ -91,7 +91,7 @@ def _shards(name: HubName, listing: Listing, path: str) -> list[HubFile]:
 def _listed(name: HubName, listing: Listing, path: str) -> HubFile:
     if path in listing.files:
         return listing.files[path]
-    similar = [other for other in listing.files if other.endswith(Path(path).suffix)]
+    similar = [name for name in listing.files if name.endswith(Path(path).suffix)]
     raise ModelFilesError(f"{name}: has no file {path}; it has {_shown(similar or listing.files)}")
 
 
@@ -101,7 +101,7 @@ def _matching(listing: Listing, patterns: Iterable[str]) -> list[HubFile]:
     return [
         file
         for path, file in listing.files.items()
-        if any(fnmatchcase(path, one) and path.count("/") == one.count("/") for one in patterns)
+        if any(fnmatchcase(path, pattern) and path.count("/") == pattern.count("/") for pattern in patterns)
     ]
 
 

@@ -59,7 +59,7 @@ def of_model(series: Series, **labels: str) -> float:
 @pytest.mark.parametrize("snapshot", [RouterMetrics().snapshot(), busy()], ids=["idle", "busy"])
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_every_metric_is_exported_with_its_kind_and_help(metric: Metric, snapshot: MetricsSnapshot) -> None:
-    if metric.label in ("engine", "address", "group", "role"):
+    if metric.label in ("engine", "address", "group", "kv_group", "role"):
         assert f"lightserve_{metric.name}".encode() not in MetricsPage("m", []).render(snapshot, is_up=True)
         snapshot.labelled[metric.name]["1"] = 1.0  # as with --dp or --enable_dp_attention
     families = parse(MetricsPage("m", []).render(snapshot, is_up=True))

@@ -34,7 +34,7 @@ class ExpertsWeight(Weight):
                 num_experts=moe.num_experts,
                 hidden_size=spec.hidden_size,
                 width=moe.intermediate_size,
-                own=experts,
+                expert_range=experts,
                 units=units,
                 layout=moe.layout,
                 names=moe.names.expert,
