@@ -83,11 +83,17 @@ def _structs(kind: Any) -> st.SearchStrategy[Any]:
 
 def _struct(kind: Any) -> st.SearchStrategy[Any]:
     types = get_type_hints(kind.cls)
-    fields = {
-        field.name: _arrays(types[field.name]) if isinstance(field.type, inspect.CustomType) else values_of(field.type)
-        for field in kind.fields
-    }
+    fields = {field.name: _field(field.type, types[field.name]) for field in kind.fields}
     return st.fixed_dictionaries(fields).map(lambda values: _build(kind.cls, values))
+
+
+def _field(kind: inspect.Type, hint: Any) -> st.SearchStrategy[Any]:
+    """msgspec does not know what numbers an array has."""
+    if isinstance(kind, inspect.CustomType):
+        return _arrays(hint)
+    if isinstance(kind, inspect.VarTupleType) and isinstance(kind.item_type, inspect.CustomType):
+        return st.lists(_arrays(get_args(hint)[0]), max_size=MOST).map(tuple)
+    return values_of(kind)
 
 
 def _build(cls: Callable[..., Any], values: dict[str, Any]) -> Any:

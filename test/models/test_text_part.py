@@ -47,5 +47,7 @@ def test_an_adapter_may_name_the_language_model_as_files_do(prefix: str, tmp_pat
 
 
 def test_an_adapter_of_the_vision_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"model.visual.blocks.0.self_attn.q_proj is not in this model"):
+    with pytest.raises(
+        AdapterError, match=r"model.visual.blocks.0.self_attn.q_proj and 2 more modules are of the vision tower"
+    ):
         check_adapter(tmp_path, "model.visual.blocks")

@@ -54,7 +54,7 @@ def refusal(capsys: pytest.CaptureFixture[str], model_dir: Path | str, *flags: s
     code = api_server.main(["--port=0", f"--model_dir={model_dir}", *flags])
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
-    assert len(line) < 800
+    assert len(line) < 1000  # the longest one lists all model types
     return line.removeprefix("lightserve: ")
 
 
