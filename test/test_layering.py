@@ -82,11 +82,9 @@ LAYERS: dict[str, set[str]] = {
         "ipc",
     },
     "httpserver.resume": {"errors", "httpserver.http", "messages", "utils", "ipc"},
-    "httpserver.grammar.process": {"errors", "text.grammar", "messages", "utils", "ipc"},
     "httpserver.grammar.check": {
         "errors",
         "text.grammar",
-        "httpserver.grammar.process",
         "messages",
         "model_files",
         "utils",

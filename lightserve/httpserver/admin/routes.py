@@ -11,11 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
-from lightserve.httpserver.admin.adapters import add_adapters
 from lightserve.httpserver.admin.debug_requests import add_debug_requests
 from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
-from lightserve.httpserver.admin.models import add_models
+from lightserve.httpserver.admin.models import add_adapters, add_models
 from lightserve.httpserver.admin.profile import add_profile
 from lightserve.httpserver.admin.server_info import add_server_info
 from lightserve.httpserver.context import ServerContext

@@ -16,10 +16,9 @@ from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.fields.generation import validate_supported
-from lightserve.httpserver.fields.inputs import refuse_media
+from lightserve.httpserver.fields.shared import refuse_media
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
-from lightserve.httpserver.http.body import Body, openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import Body, json_response, openapi_body, validate
 from lightserve.model_files.model_summary import UNKNOWN
 
 MAX_TOKENS = 1_000_000  # of one request, which takes about a second

@@ -10,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, PromptTooLongError
-from lightserve.httpserver.anthropic.errors import PATH, thread_error
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody, log_hosted, to_chat, to_prompt_chat
-from lightserve.httpserver.anthropic.response import MessagesResponse
+from lightserve.httpserver.anthropic.response import PATH, MessagesResponse, thread_error
 from lightserve.httpserver.chat.output import check_tools
 from lightserve.httpserver.chat.parts import respond_in_parts
 from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, openapi_body, validate
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 
 

@@ -20,8 +20,7 @@ from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import JsonObject
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import JsonObject, json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason

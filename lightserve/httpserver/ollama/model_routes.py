@@ -11,12 +11,10 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import Body, openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.route_suggestion import NOT_SUPPORTED
-from lightserve.httpserver.ollama.errors import PATH
-from lightserve.httpserver.ollama.models import listed_models, running_models, shown_model
-from lightserve.httpserver.ollama.names import check_name
+from lightserve.httpserver.http.body import Body, json_response, openapi_body, validate
+from lightserve.httpserver.http.paths import NOT_SUPPORTED
+from lightserve.httpserver.ollama.models import check_name, listed_models, running_models, shown_model
+from lightserve.httpserver.ollama.response import PATH
 
 # the version of Ollama whose API this is; VS Code needs 0.6.4, Codex 0.13.4
 OLLAMA_VERSION = "0.20.0"

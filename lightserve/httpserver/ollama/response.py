@@ -1,4 +1,4 @@
-"""Responses of /api/chat and /api/generate: one JSON object, or a stream of one JSON object per line."""
+"""Responses of /api/chat and /api/generate: one JSON object, a stream of one JSON object per line, or an error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.output import arguments_object
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import JsonObject
-from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import JsonObject, json_response
+from lightserve.httpserver.http.errors import ErrorFormat, error_object
 from lightserve.httpserver.http.sse import EventStream, events_of, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
@@ -28,6 +27,7 @@ from lightserve.text.logprobs import finite_logprob
 from lightserve.text.parsing import Call, CallArguments, CallStart, Content, Delta, Reasoning
 
 NS = 1_000_000_000
+PATH = "/api"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,3 +280,10 @@ def _line(value: JsonObject) -> bytes:
 
 def _ns(seconds: float) -> int:
     return max(int(seconds * NS), 1)  # clients divide by it
+
+
+def ollama_error(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+    return {"error": message}
+
+
+ERROR_FORMAT = ErrorFormat(PATH, ollama_error)

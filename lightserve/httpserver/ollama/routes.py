@@ -16,10 +16,9 @@ from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import JsonObject, openapi_body, validate
-from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
 from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes
-from lightserve.httpserver.ollama.names import adapter_model, check_name
+from lightserve.httpserver.ollama.models import adapter_model, check_name
 from lightserve.httpserver.ollama.request import (
     ChatRequest,
     GenerateRequest,
@@ -31,6 +30,7 @@ from lightserve.httpserver.ollama.request import (
 from lightserve.httpserver.ollama.response import (
     CHAT,
     GENERATE,
+    PATH,
     Layout,
     OutputSpec,
     loaded_response,

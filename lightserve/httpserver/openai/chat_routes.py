@@ -14,8 +14,7 @@ from lightserve.httpserver.fields.generation import validate_supported
 from lightserve.httpserver.http.body import openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
-from lightserve.httpserver.openai.logprobs import chat_logprobs
-from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter, chat_logprobs
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec, message_fields
 from lightserve.httpserver.openai.stream import respond
 

@@ -22,8 +22,7 @@ from lightserve.httpserver.http.body import openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
-from lightserve.httpserver.openai.logprobs import CompletionLogprobs
-from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.logprobs import CompletionLogprobs, PromptLogprobsWriter
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
 from lightserve.httpserver.openai.stream import respond
 

@@ -16,9 +16,8 @@ from lightserve.errors import LightserveError
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.body import JsonObject, json_response
 from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.httpserver.openai.response import (
     ResponseSpec,

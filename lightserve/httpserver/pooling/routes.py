@@ -14,11 +14,10 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.inputs import refuse_media
+from lightserve.httpserver.fields.shared import refuse_media
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, openapi_body, validate
 from lightserve.httpserver.pooling.bodies import (
     EmbeddingsBody,
     GetScoreBody,
@@ -27,9 +26,8 @@ from lightserve.httpserver.pooling.bodies import (
     ScoreBody,
     TeiRerankBody,
 )
-from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine, score_pairs
 from lightserve.httpserver.pooling.response import list_response
-from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
 from lightserve.httpserver.pooling.tei import add_tei_routes, tei_rerank
 from lightserve.model_files.pooling.results import Vector, embedding, probabilities
 

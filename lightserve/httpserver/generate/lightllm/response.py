@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.beam_search.runner import beam_search_outputs
+from lightserve.httpserver.beam_search import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.lightllm.request import LightllmBody, LightllmRequest, lightllm_request
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import validate
+from lightserve.httpserver.http.body import json_response, validate
 from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.json_response import json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob

@@ -15,8 +15,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.tgi.errors import tgi_error_object, tgi_error_response
 from lightserve.httpserver.generate.tgi.request import TgiBody, TgiRequest, tgi_request
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, validate
 from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason

@@ -13,8 +13,7 @@ from lightserve.errors import WebSocketError
 from lightserve.httpserver.chat.parts import collect_parts
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import JsonObject, openapi_body
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import JsonObject, json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, events_of
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.responses.background import BackgroundResponses, check_background
