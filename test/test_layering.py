@@ -187,7 +187,7 @@ TORCH_FREE = [
     "common.compile.client",
     "router.kv.slots",
     "config",
-    "detokenization.stop",
+    "detokenization.req_text",
     "errors",
     "text.grammar.compiler",
     "text.grammar.process",
