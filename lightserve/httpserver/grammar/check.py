@@ -19,8 +19,7 @@ from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.ipc.codec import encode, make_decode
 from lightserve.messages.params import GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
-from lightserve.text.grammar.messages import STARTED, GrammarReport
-from lightserve.text.grammar.vocabulary import GrammarVocabulary
+from lightserve.text.grammar.vocabulary import STARTED, GrammarReport, GrammarVocabulary
 from lightserve.utils.logger import init_logger
 
 MAX_COMPILING = 64  # grammars that are being compiled or wait for it
