@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import Body, openapi_body, validate
+from lightserve.httpserver.http.body import Body, openapi_body
 
 ANTHROPIC_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
 MAX_NAME, MAX_PATH = 256, 4096
@@ -99,8 +99,7 @@ def add_adapters(router: APIRouter, context: ServerContext) -> None:
     @router.post("/v1/load_lora_adapter", openapi_extra=openapi_body(LoadBody))
     async def load_lora_adapter(request: Request) -> JSONResponse:
         """Add a LoRA adapter. The response comes when requests can use it."""
-        body = validate(LoadBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, LoadBody)
         if body.lora_name in context.model_names:
             raise InvalidRequestError(f"lora_name: {body.lora_name!r} is the name of the base model", "lora_name")
         await context.manager.load_adapter(body.lora_name, body.lora_path, bool(body.load_inplace))
@@ -109,7 +108,6 @@ def add_adapters(router: APIRouter, context: ServerContext) -> None:
     @router.post("/v1/unload_lora_adapter", openapi_extra=openapi_body(UnloadBody))
     async def unload_lora_adapter(request: Request) -> JSONResponse:
         """Remove a LoRA adapter."""
-        body = validate(UnloadBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, UnloadBody)
         await context.manager.unload_adapter(body.lora_name)
         return JSONResponse({"status": "ok", "message": f"the adapter {body.lora_name!r} is unloaded"})

@@ -87,8 +87,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        body = validate(DetokenizeBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, DetokenizeBody)
         await context.find_model(body.model)
         return json_response({"prompt": await _decode(context, body.tokens)})
 
@@ -96,8 +95,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.get("/tokens", include_in_schema=False)  # LightLLM's clients send the same body with GET
     async def tokens(request: Request) -> Response:
         """The number of tokens of a text."""
-        body = validate(CountBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, CountBody)
         return json_response({"ntokens": await _count(context, body)})
 
     return router

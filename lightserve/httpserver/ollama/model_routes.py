@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import Body, json_response, openapi_body, validate
+from lightserve.httpserver.http.body import Body, json_response, openapi_body
 from lightserve.httpserver.http.paths import NOT_SUPPORTED
 from lightserve.httpserver.ollama.models import check_name, listed_models, running_models, shown_model
 from lightserve.httpserver.ollama.response import PATH
@@ -58,8 +58,7 @@ def _add_list(router: APIRouter, context: ServerContext) -> None:
 
     @router.post(f"{PATH}/show", openapi_extra=openapi_body(NameBody))
     async def show(request: Request) -> Response:
-        body = validate(NameBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, NameBody)
         return json_response(shown_model(context, check_name(context, body.given_name)))
 
 
@@ -67,8 +66,7 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
     @router.post(f"{PATH}/pull", responses=OPENAPI_LINES, openapi_extra=openapi_body(NameBody))
     async def pull(request: Request) -> Response:
         """Success for the model of this server; no other can be had."""
-        body = validate(NameBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, NameBody)
         check_name(context, body.given_name)
         if body.stream is False:
             return json_response({"status": "success"})

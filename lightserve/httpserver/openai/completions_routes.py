@@ -51,8 +51,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post("/v1/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = validate_supported(CompletionBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, CompletionBody, validate_supported)
         context.check_model(body.model)
         check_choices(context, len(body.prompt), body.beam_width or body.candidates)
         log = context.log(request, body.request_id or body.rid)
