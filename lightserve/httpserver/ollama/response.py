@@ -19,7 +19,7 @@ from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject, json_response
 from lightserve.httpserver.http.errors import ErrorFormat, error_object
-from lightserve.httpserver.http.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.http.sse import EventStream, GenerationEvents, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class NdjsonStream(EventStream):
 
 async def respond(request: Request, is_stream: bool, generation: Generation, spec: OutputSpec) -> Response:
     if is_stream:
-        lines = events_of(generation, LineWriter(spec, generation.log), generation.log.request_id)
+        lines = GenerationEvents(generation, LineWriter(spec, generation.log), generation.log.request_id)
         return await NdjsonStream.open(request, lines)
     collected = Collected(spec, generation.log)
     await until_disconnect(request, _collect(generation, collected))
