@@ -61,6 +61,12 @@ class ServerProcess:
         except urllib.error.HTTPError:
             return False
 
+    def wait_for_log(self, text: str) -> None:
+        """Its log, or that of one of its processes, may come later than what it is about."""
+        with suppress(TimeoutError):
+            wait_until(lambda: text in self.log or self.has_ended)
+        assert text in self.log, self.log
+
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Child processes by the name that ps shows."""
         found: dict[str, list[psutil.Process]] = {}
