@@ -12,7 +12,6 @@ from lightserve.httpserver.fields.shared import SchedulingFields
 from lightserve.httpserver.http.body import Body
 
 MAX_INPUTS = 2048  # of one request, as OpenAI
-MAX_TEXT_PAIRS = 2048
 MAX_MESSAGES = 2048  # of one chat
 
 _TEXT = {"type": "string"}
