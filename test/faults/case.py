@@ -19,7 +19,7 @@ from random import Random
 from test.faults.harness import IDLE, FaultContext, Workload, fault_context
 from test.faults.reactions import Reaction
 from test.faults.resource_snapshot import GpuMemory, gpu_mib, gpu_peak
-from test.faults.server_pool import FIRST_SETTLE_S, SETTLE_S, ServerPool
+from test.faults.server_pool import ServerPool
 
 SERVER = "lightserve.server.api_server"
 
@@ -71,7 +71,7 @@ class Case:
                 pool.clear()
                 break
             running.check_recovered()
-            leftovers = running.leftovers(before, SETTLE_S if is_last else FIRST_SETTLE_S)
+            leftovers = running.leftovers(before, is_last)
             if not leftovers:
                 break
             assert not is_last, f"left behind: {leftovers}"  # growth in one run may be a cache, in both it is a leak

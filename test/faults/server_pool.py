@@ -82,10 +82,11 @@ class ServerUnderTest:
         asked_s = time.monotonic()  # the metrics must be newer than this
         wait_until(lambda: time.monotonic() - asked_s > SAMPLED_S and self.is_idle())
 
-    def leftovers(self, before: ResourceSnapshot, settle_s: float = SETTLE_S) -> str:
+    def leftovers(self, before: ResourceSnapshot, is_last: bool) -> str:
         """Describe resources that were not there before and do not disappear; empty if there are none."""
+        limit_s = SETTLE_S if is_last else FIRST_SETTLE_S
         try:
-            wait_until(lambda: not describe_growth(before, self.resource_snapshot()), settle_s)
+            wait_until(lambda: not describe_growth(before, self.resource_snapshot()), limit_s)
         except TimeoutError:
             return describe_growth(before, self.resource_snapshot())
         return ""
