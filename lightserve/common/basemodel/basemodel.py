@@ -66,9 +66,12 @@ class TpPartBaseModel(LoadableModel):
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
-    def set_kv_size(self, size: int, group_sizes: tuple[int, ...] = ()) -> None:
-        """Allocate an empty KV cache of ``size`` tokens. KV groups may have pools of their own."""
-        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes)
+    def set_kv_size(self, size: int, group_sizes: tuple[int, ...] = (), state_rows: int = 0) -> None:
+        """Allocate an empty KV cache of ``size`` tokens, and rows for the states of recurrent layers.
+
+        KV groups may have pools of their own.
+        """
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows)
         if group_sizes:
             self.req_manager.set_num_groups(len(group_sizes))
 

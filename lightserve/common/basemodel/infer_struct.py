@@ -12,7 +12,7 @@ from torch import Tensor
 from lightserve.common.basemodel.expert_rows import ExpertRows, expert_rows
 from lightserve.common.basemodel.spec import QueryScale
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles
+from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles, StateBatch
 from lightserve.common.parallel import RankGroup
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class ModelInput:
     logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
     kv_groups: tuple[KvGroupInput, ...] = ()  # those with pools; empty: all layers have the same slots
     lora: LoraRows | None = None  # None: no row uses an adapter
+    states: StateBatch | None = None  # the rows of recurrent layers; None: no layer has a state
     group_tokens: tuple[int, ...] = ()  # of the step of each attention group; empty: all have the same
 
 
