@@ -63,6 +63,7 @@ MODELS = {
     "internlm3": "lightserve.models.internlm.model:InternLm3TpPartModel",
     "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
     "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",

@@ -56,6 +56,7 @@ FAMILIES = {
     "internlm3": "InternLM 3",
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
+    "lfm2": "LFM 2, 2.5",
     "llama": "Llama 1 to 3, SmolLM 2",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
     "minimax_m2": "MiniMax M2",

@@ -46,6 +46,7 @@ from lightserve.common.basemodel.mixers.mixer import (
     MixerSpec,
     MixerWeight,
 )
+from lightserve.common.basemodel.mixers.short_conv import ShortConvNames, ShortConvSpec, ShortConvWeight
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.pooling import Pooler
 from lightserve.common.basemodel.rotary import yarn_mscale
@@ -140,6 +141,9 @@ __all__ = [
     "RopeConfig",
     "RowMap",
     "RowWeight",
+    "ShortConvNames",
+    "ShortConvSpec",
+    "ShortConvWeight",
     "SplitNormWeight",
     "StateGroup",
     "StateTensor",

@@ -157,6 +157,16 @@ MODELS = {
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "lfm2": ConfigNames(
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "rope_theta": 1_000_000.0,
+            "conv_L_cache": 3,
+        },
+        derived=config_derived.lfm2,
+    ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm

@@ -24,6 +24,8 @@ DELTA = {
 SHARED = {**{key: QWEN[key] for key in QWEN.keys() - SMALL.keys()}, "shared_expert_intermediate_size": 44}
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
 
+# attention in two of four layers
+CONV = {**SMALL, "num_hidden_layers": 4, "hidden_size": 96, "full_attn_idxs": [1, 3]}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
@@ -62,6 +64,19 @@ def _multimodal(model_type: str, text: Json) -> Case:
 
 
 CASES = {
+    "lfm2": Case("lfm2", {**CONV, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2-bias": Case(
+        "lfm2",
+        {
+            **CONV,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_embedding": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        without("layer_types"),
+    ),
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),
     "qwen3_5": _multimodal("qwen3_5", {**SMALL, **DELTA}),
