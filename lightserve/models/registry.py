@@ -58,6 +58,7 @@ MODELS = {
     "gptj": "lightserve.models.gptj.model:GptJTpPartModel",
     "granite": "lightserve.models.granite.model:GraniteTpPartModel",
     "granitemoe": "lightserve.models.granitemoe.model:GraniteMoeTpPartModel",
+    "granitemoehybrid": "lightserve.models.granitemoehybrid.model:GraniteMoeHybridTpPartModel",
     "internlm": "lightserve.models.internlm.model:InternLmTpPartModel",
     "internlm2": "lightserve.models.internlm2.model:InternLm2TpPartModel",
     "internlm3": "lightserve.models.internlm.model:InternLm3TpPartModel",

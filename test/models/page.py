@@ -51,6 +51,7 @@ FAMILIES = {
     "gptj": "GPT-J",
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE",
+    "granitemoehybrid": "Granite 4",
     "internlm": "InternLM",
     "internlm2": "InternLM 2, 2.5",
     "internlm3": "InternLM 3",

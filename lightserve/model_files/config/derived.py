@@ -60,6 +60,16 @@ def recurrent_except_every(count: int) -> Derive:
     return derive
 
 
+def granite_hybrid(hf: Fields) -> dict[str, Any]:
+    """layer_types under transformers' names. Published files have others."""
+    kinds = {"mamba": "linear_attention", "attention": "full_attention"}
+    types = hf.get("layer_types", hf.get("layers_block_type"))
+    layers: Any = hf.get("num_hidden_layers")
+    if isinstance(types, list):
+        return {"layer_types": [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in types]}
+    return {"layer_types": ["linear_attention"] * min(layers, 10_000) if _are_counts(layers) else types}
+
+
 def lfm2(hf: Fields) -> dict[str, Any]:
     """The width of the feed-forward as it is built, and layer_types from the numbers of the layers with attention."""
     fields = {"tie_word_embeddings": hf.get("tie_embedding", hf.get("tie_word_embeddings"))}
