@@ -24,6 +24,7 @@ from lightserve.common.basemodel import (
 from lightserve.common.parallel import RankGroup
 from lightserve.common.quantization import QuantizedLinear, UnquantizedLinear
 from lightserve.errors import LightserveError, ModelFilesError
+from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
 from lightserve.models.registry import get_model_class
 from lightserve.tools.dump import compare, first_difference
@@ -148,6 +149,15 @@ def test_ranks_share_the_states_by_heads() -> None:
 def test_heads_that_do_not_divide_are_refused(sizes: Json, tp_size: int, message: str) -> None:
     with pytest.raises(ModelFilesError, match=message):
         replace(SIZES, **sizes).check_tp(tp_size)
+
+
+def test_recurrent_layers_see_no_later_token() -> None:
+    tiny = tiny_of("qwen3_5_text")
+    pooling = PoolingConfig("embed", "mean", tiny.config_json["hidden_size"], is_causal=False)
+    args = replace(model_args(tiny.config_json, tiny.checkpoint(), RankGroup()), pooling=pooling)
+
+    with pytest.raises(ModelFilesError, match="is_causal false is not supported for qwen3_5_text"):
+        get_model_class("qwen3_5_text")(args)
 
 
 def test_a_step_without_rows_is_refused() -> None:
