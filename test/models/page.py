@@ -111,8 +111,9 @@ INTRODUCTION = """\
 # Models
 
 Serve any model of this list with `--model_dir`. The column `model_type` is what the model's
-`config.json` says. To add one, see [adding_a_model.md](adding_a_model.md); what else is read from a
-model's folder or GGUF file is in [model_files.md](model_files.md).
+`config.json` says. A model that is not in it may be [run by transformers](transformers.md), slowly. To
+add one, see [adding_a_model.md](adding_a_model.md); what else is read from a model's folder or GGUF
+file is in [model_files.md](model_files.md).
 
 `python -m test.models.page` writes this page, and a test compares it. *Lines* are
 those of the model's file that are not blank. *Cases* are the shapes in which the model gives the
