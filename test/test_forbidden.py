@@ -32,6 +32,7 @@ ALLOWED = dict.fromkeys(
         "model_files/tokenizer/files/remote_code.py",
         "model_files/transformers_config.py",
         "models/transformers_backend/loading.py",
+        "tools/oracle.py",
     ),
     "trust_remote_code runs the code of a model",
 )

@@ -186,6 +186,8 @@ LAYERS: dict[str, set[str]] = {
         "ray",
         "server",
     },
+    "parity": {*GROUND, "common", "model_files", "offline", "tools", "worker"},
+    "parity.compare": set(),
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "bench": {*GROUND, "common", "offline", "model_files", "models.registry", "server", "tools"},
 }
