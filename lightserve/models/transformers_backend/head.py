@@ -18,8 +18,8 @@ class Head:
     def __init__(self, model: Any) -> None:
         self._model = model
         base = model.base_model  # the model itself, if its class names a part that it does not have
-        self._decoder = model.model if base is model else base
-        self._forward = self._decoder.forward
+        self.decoder = model.model if base is model else base
+        self._forward = self.decoder.forward
         self._output_class: Any = None  # what the layers return
 
     def decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
-        self._decoder.forward = lambda *_, **__: self._output_class(last_hidden_state=states[None])
+        self.decoder.forward = lambda *_, **__: self._output_class(last_hidden_state=states[None])
         try:
             ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self._decoder.forward = self._forward
+            self.decoder.forward = self._forward
         return logits

@@ -26,6 +26,7 @@ from lightserve.models.transformers_backend.attention import (
 from lightserve.models.transformers_backend.check import check_logits
 from lightserve.models.transformers_backend.head import Head
 from lightserve.models.transformers_backend.loading import errors_in_one_line, load
+from lightserve.models.transformers_backend.positions import check_positions
 
 
 class TransformersTpPartModel(bm.TpPartBaseModel):
@@ -90,6 +91,8 @@ class TransformersTpPartModel(bm.TpPartBaseModel):
             self.head.decode(ids, torch.arange(count, device=self.device))
         if not recorder.layers:
             raise ServerError("none of its layers calls the attention of transformers' AttentionInterface")
+        with attending(Recorder(self.args.max_req_total_len)):
+            check_positions(self.head.decoder, self.config.vocab_size, self.device)
         return recorder.layers
 
     def _kv_layout(self) -> bm.KvLayout:

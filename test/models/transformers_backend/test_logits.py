@@ -15,6 +15,7 @@ from lightserve.common import (
     triton_kernel,  # noqa: F401  registers its backend
 )
 from lightserve.common.basemodel import LogitRows
+from lightserve.offline.llm import LLM
 from test.models.architectures.case import hf_logits
 from test.models.session import Session
 from test.models.test_architectures import LONG, assert_same
@@ -115,3 +116,14 @@ def test_code_of_the_folder_computes_if_it_is_trusted(tmp_path: Path) -> None:
     ours = Session(load(tmp_path, trusts_code=True)).step({0: LONG.other}, logit_rows=LogitRows.ALL)
 
     assert_same([ours], [hf_logits(hf, LONG.other).tanh()])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_random_weights_need_a_config_only(tmp_path: Path, dtype: str) -> None:
+    save(CASES["ernie4_5_moe"], tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    llm = LLM(str(tmp_path), load_format="dummy", device="cpu", data_type=dtype, max_total_token_num=512)
+
+    generated = llm.generate([LONG.other, [7, 8]], max_new_tokens=5, temperature=0, ignore_eos=True)
+    assert [len(generation.token_ids) for generation in generated] == [5, 5]

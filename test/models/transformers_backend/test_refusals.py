@@ -110,6 +110,10 @@ def test_requests_are_as_long_as_one_rope_serves(tmp_path: Path) -> None:
     ("case", "reason"),
     [
         (Case("lfm2", {**SMALL, "layer_types": ["conv", "full_attention", "conv"]}), "it has state beside its KV"),
+        (
+            Case("llama4_text", {**SMALL, "head_dim": 8, "num_local_experts": 2, "no_rope_layers": [1, 1, 0]}),
+            "layer 2 computes positions from the length of transformers' cache",
+        ),
         (Case("diffllama", SMALL), "layer 0 computes more than one attention"),
         (Case("doge", {**SMALL, "keep_window_size": 8}), "its attention changes the mask of the model"),
         (Case("electra", {**SMALL, "embedding_size": 48}), "its attention mask is neither causal nor a sliding window"),
