@@ -8,7 +8,7 @@ import pytest
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.generate.lightllm.request import UNSUPPORTED, LightllmParameters
-from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
+from lightserve.httpserver.generate.routes import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.generate.tgi.request import TgiParameters
 
 LIGHTLLM, TGI = Schema.LIGHTLLM, Schema.TGI
