@@ -12,6 +12,7 @@ from lightserve.errors import OptionError
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
+ModelImpl = Literal["auto", "lightserve", "transformers"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
@@ -36,6 +37,12 @@ class WorkerConfig:
         "serve the model as this model_type instead of that of its config.json; it must have the same tensors",
         group=FlagGroup.MODEL_FILES,
     )
+    model_impl: ModelImpl = option(
+        "auto",
+        "whose code computes the model: lightserve, or transformers, which is slow and needs its package; auto: "
+        "transformers if the model_type has no class here",
+        group=FlagGroup.MODEL_FILES,
+    )
     task: Task | None = option(
         None,
         "what the model is for: generate text, embed, classify, score pairs of texts, or reward; "
@@ -50,7 +57,8 @@ class WorkerConfig:
     )
     trust_remote_code: bool = option(
         False,
-        "run the tokenizer class in the model folder's own Python code, if no file of it can be read directly",
+        "run Python code in the model's folder: its tokenizer class, if no file of it can be read directly, and its "
+        "model class, if only that can compute the model",
         group=FlagGroup.MODEL_FILES,
     )
     load_format: LoadFormat = option(
@@ -235,6 +243,8 @@ class WorkerConfig:
         check_options(self)
         if self.packed_input_bits not in (None, 8, 15):
             raise OptionError(f"packed_input_bits={self.packed_input_bits}: must be 8 or 15")
+        if self.model_impl == "transformers" and self.model_type is not None:
+            raise OptionError(f"model_type={self.model_type!r}: transformers takes that of config.json; leave it out")
         self._check_lora()
         self._check_tiers()
         if not 0 < self.mem_fraction <= 1:

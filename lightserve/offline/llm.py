@@ -24,7 +24,7 @@ from lightserve.model_files.config.sampling_defaults import read_sampling_defaul
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
-from lightserve.models.registry import read_model_config
+from lightserve.models.served_config import read_served_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv.pool import KvPool
@@ -353,8 +353,7 @@ class _OpenStream:
 
 
 def _check_combinations(worker: WorkerConfig, source: ModelSource) -> None:
-    hf = stored_as(source, worker.quantization, packed_by_default=False).hf_config()
-    model = read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
+    model = read_served_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
     config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     check_combinations(Setup(config, facts, is_offline=True))

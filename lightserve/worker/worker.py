@@ -21,7 +21,8 @@ from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
-from lightserve.models.registry import get_model_class, read_model_config
+from lightserve.models.registry import get_model_class
+from lightserve.models.served_config import read_served_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
@@ -42,6 +43,8 @@ from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_all_pools, warm_up_steps, with_adapter
 
+OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
+
 
 class ModelWorker:
     """The model of one rank, and the requests that it runs.
@@ -60,9 +63,7 @@ class ModelWorker:
         is_packed = self._platform.keeps_gguf_packed(num_ranks)
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
-        self.model_config = read_model_config(
-            source.hf_config(), config.model_type, config.quantization, config.quantization_config
-        )
+        self.model_config = read_served_config(source, config)
         self._platform.check_head_dim(self.model_config.head_dim)
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
@@ -137,6 +138,8 @@ class ModelWorker:
         details = [] if quantization is None else [str(quantization)]
         if self._kv_dtype is not None:
             details.append(f"KV in {self._kv_dtype}")
+        if self.model_config.is_of_transformers:
+            details.append(OF_TRANSFORMERS)
         return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")
 
     def _load_model(
@@ -159,9 +162,10 @@ class ModelWorker:
             lora=lora_args(config),
             packed_input_bits=config.packed_input_bits,
             merged_adapter=merged_adapter(config),
+            source=source,
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
-            return get_model_class(self.model_config.model_type)(args)
+            return get_model_class(self.model_config.model_type, self.model_config.is_of_transformers)(args)
 
     def _resize_kv_pool(self, config: WorkerConfig) -> None:
         with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
