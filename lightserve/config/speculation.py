@@ -11,7 +11,7 @@ from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
 METHODS = ("ngram",)
-DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 2, 4
+DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 
 

@@ -102,7 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
     cpu_kv: CpuKvSize | None = None  # None: evicted KV is not kept in host memory
     kv_identity: KvIdentity | None = None  # None: it computes no KV
-    speculation: str = ""  # for the banner: "ngram of 2 to 4 tokens, up to 4 drafts a step"
+    speculation: str = ""  # for the banner: "ngram of 3 to 4 tokens, up to 4 drafts a step"
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):

@@ -134,7 +134,8 @@ class ModelWorker:
             self._batch,
             self._runner,
             config.speculation,
-            waits_for_device=not self._platform.launches_async,
+            # attention groups tell each other before a step how many tokens they have
+            may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
         )
         self._collector = StepCollector()
 

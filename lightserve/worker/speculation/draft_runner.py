@@ -46,9 +46,12 @@ class DraftRunner:
         batch: InferBatch,
         runner: StepRunner,
         config: SpeculativeConfig | None = None,
-        waits_for_device: bool = False,
+        may_leave_out: bool = False,
     ) -> None:
-        """``config`` None: there are no drafts. ``waits_for_device``: kernels end before Python goes on."""
+        """``config`` None: there are no drafts.
+
+        ``may_leave_out``: a step need not compute drafts without a proposal, because kernels end before Python goes on.
+        """
         self.proposer: Proposer = NoProposer()
         self._model = model
         self._batch = batch
@@ -59,7 +62,7 @@ class DraftRunner:
         if config is not None:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = ngram = NgramProposer(config, self._table)
-            self._ngram = ngram if waits_for_device else None
+            self._ngram = ngram if may_leave_out else None
 
     def add(self, req: InferReq) -> None:
         """A request that enters the batch."""
