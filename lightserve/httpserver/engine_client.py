@@ -31,7 +31,6 @@ from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
 from lightserve.messages.output import (
     AdapterCard,
-    AdapterReply,
     BatchStrOut,
     EmbeddingOut,
     RouterStats,
@@ -192,24 +191,22 @@ class HttpServerManager:
 
     async def adapters(self) -> list[AdapterCard]:
         """All LoRA adapters that have a name."""
-        return (await self.queries.ask(ListAdapters, AdapterReply)).adapters
+        return (await self.queries.ask_adapters(ListAdapters)).adapters
 
     async def find_adapter(self, name: str) -> None:
         """Raise if a request cannot use this adapter."""
-        _check(await self.queries.ask(lambda query_id: ListAdapters(query_id, name), AdapterReply))
+        await self.queries.ask_adapters(lambda query_id: ListAdapters(query_id, name))
 
     async def load_adapter(self, name: str, path: str, replaces: bool) -> None:
         """Returns when requests can use the adapter."""
         self._check_ready()
-        _check(
-            await self.queries.ask(
-                lambda query_id: LoadAdapter(query_id, name, path, replaces), AdapterReply, LOAD_ADAPTER_TIMEOUT_S
-            )
+        await self.queries.ask_adapters(
+            lambda query_id: LoadAdapter(query_id, name, path, replaces), LOAD_ADAPTER_TIMEOUT_S
         )
 
     async def unload_adapter(self, name: str) -> None:
         self._check_ready()
-        _check(await self.queries.ask(lambda query_id: UnloadAdapter(query_id, name), AdapterReply))
+        await self.queries.ask_adapters(lambda query_id: UnloadAdapter(query_id, name))
 
     def _check_ready(self) -> None:
         if self.state is not EngineState.READY:
@@ -436,11 +433,6 @@ class Generation:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
         self._has_unread.set()
-
-
-def _check(reply: AdapterReply) -> None:
-    if reply.status != 200:
-        raise error_from_status(reply.status, reply.message)
 
 
 def _with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightserve.errors import UnavailableError
+from lightserve.errors import UnavailableError, error_from_status
 from lightserve.ipc.channel import Sender
-from lightserve.messages.output import QueryReply
+from lightserve.messages.output import AdapterReply, QueryReply
 from lightserve.messages.request import REQ_ID_BITS, ToRouter
 
 R = TypeVar("R", bound=QueryReply)
@@ -42,6 +42,15 @@ class RouterQueries:
         if not isinstance(result, reply_type):
             raise TypeError(f"the reply to a query must be {reply_type.__name__}, not {result!r}")
         return result
+
+    async def ask_adapters(
+        self, make_query: Callable[[int], ToRouter], timeout_s: float = REPLY_TIMEOUT_S
+    ) -> AdapterReply:
+        """The same about adapters. A reply that is an error is raised."""
+        reply = await self.ask(make_query, AdapterReply, timeout_s)
+        if reply.status != 200:
+            raise error_from_status(reply.status, reply.message)
+        return reply
 
     def resolve(self, reply: QueryReply) -> None:
         future = self._open.get(reply.query_id)
