@@ -148,6 +148,7 @@ DETERMINISTIC = _set("worker", "deterministic")
 QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker", "quantization_config")
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
+SPECULATION = _set("worker", "speculative_config")
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED = _above("worker", "max_windowed_token_num", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -209,6 +210,12 @@ TABLE = (
     Conflict(NULL_WORKER, ROLES, "it has no KV to send", "leave out one of the flags"),
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
+    # speculation
+    Conflict(
+        SPECULATION, PP, "the first stage needs the tokens, which the last one samples", "use --tp, or leave one out"
+    ),
+    Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
+    Conflict(SPECULATION, POOLING, "it has no tokens to draft", "leave out --speculative_config"),
     # the prefix cache
     Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),
     Conflict(ROLES, NO_PREFIX_CACHE, "KV that is sent enters the prefix cache", "leave out one of the flags"),

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightserve.config.addresses import check_redis
 from lightserve.config.option import FlagGroup, check_options, option
+from lightserve.config.speculation import SpeculativeConfig, parse_speculative_config
 from lightserve.errors import OptionError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -239,8 +240,16 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
     )
 
+    speculative_config: str | None = option(
+        None,
+        "draft the next tokens and compute several in one step, which never changes a text; JSON such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}; default: no drafts',
+        group=FlagGroup.COMPUTATION,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
+        self._check_speculation()
         if self.packed_input_bits not in (None, 8, 15):
             raise OptionError(f"packed_input_bits={self.packed_input_bits}: must be 8 or 15")
         if self.model_impl == "transformers" and self.model_type is not None:
@@ -252,6 +261,20 @@ class WorkerConfig:
         if self.ep not in (1, self.tp):
             raise OptionError(f"ep={self.ep}: the tensor-parallel ranks divide the experts; set --tp {self.ep} too")
         self._check_groups()
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """None: there are no drafts."""
+        return None if self.speculative_config is None else parse_speculative_config(self.speculative_config)
+
+    def _check_speculation(self) -> None:
+        config = self.speculation
+        if config is None or self.batch_max_tokens is None:
+            return
+        drafts = config.num_speculative_tokens
+        if drafts >= self.batch_max_tokens:
+            problem = f"num_speculative_tokens is {drafts}, and a step has at most {self.batch_max_tokens} tokens"
+            raise OptionError(f"speculative_config: {problem} (--batch_max_tokens); lower it")
 
     def _check_groups(self) -> None:
         name = "enable_dp_attention" if self.attention_dp is None else f"attention_dp={self.attention_dp}"

@@ -133,6 +133,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "quantization": {"quantization": "int8"},
         "quantization_config": {"quantization_config": folder / "formats.json"},
         "ranks": {"tp": 2},
+        "speculative_config": {"speculative_config": '{"method": "ngram"}'},
         "roles": {"role": "prefill", **listen},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }

@@ -24,6 +24,7 @@ from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.model_files.config.text_part import with_text_config
 from lightserve.parity.compare import row_errors
+from test.models.architectures import hybrid
 from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
 from test.models.session import Session
@@ -40,7 +41,7 @@ MOST_ROWS = 0.97  # rounding changes the experts of a token that is between two 
 class Prompts(NamedTuple):
     first: list[int]
     chunk: int  # tokens of ``first`` in its first chunk
-    prefix: int  # tokens of ``first`` that a second request shares
+    prefix: int  # tokens of ``first`` in its first two chunks, which a second request shares
     other: list[int]
 
 
@@ -72,14 +73,14 @@ def all_logits(
     model = build_model(tiny.config_json, tiny.checkpoint(), tp, dtype, DEVICE, max_len=MAX_LEN)
     session = Session(model)
     whole, chunk, prefix, other = prompts
-    first = session.step({0: whole[:chunk]}, logit_rows=LogitRows.ALL)
-    second = session.step({1: other, 0: whole[chunk:]}, logit_rows=LogitRows.ALL)
+    first = [session.step({0: ids}, logit_rows=LogitRows.ALL) for ids in (whole[:chunk], whole[chunk:prefix])]
+    second = session.step({1: other, 0: whole[prefix:]}, logit_rows=LogitRows.ALL)
     session.share_prefix(0, 2, length=prefix)
     with recorded(model, "logits"):
         shared = session.step({2: other}, logit_rows=LogitRows.ALL)
         decoded = [session.step({0: [5], 1: [6], 2: [7]})]
     decoded += [session.step({0: [6 + i], 1: [7 + i], 2: [8 + i]}) for i in range(2)]
-    return [torch.cat([first, second[len(other) :]]), second[: len(other)], shared, *decoded]
+    return [torch.cat([*first, second[len(other) :]]), second[: len(other)], shared, *decoded]
 
 
 def expected_logits(tiny: Tiny, prompts: Prompts) -> list[Tensor]:
@@ -112,7 +113,8 @@ def test_chunks_cached_prefixes_and_decode_give_the_logits_of_transformers(name:
     "name", [name if name in FIRST_CASES or ON_GPU else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
 def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
-    tiny = build(CASES[name], dtype)
+    is_hybrid = name in hybrid.CASES
+    tiny = build(hybrid.with_all_experts(CASES[name]) if is_hybrid else CASES[name], dtype)
 
     has_experts = "num_experts_per_tok" in with_text_config(tiny.config_json)
     ours, theirs = all_logits(tiny, SHORT, dtype=dtype), expected_logits(tiny, SHORT)
