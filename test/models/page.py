@@ -140,6 +140,9 @@ NOTES = """\
   the short factors for them. `--max_req_total_len 4096` gives the logits of transformers.
 - `minicpm`: MiniCPM 4 attends sparsely from `dense_len` tokens on (8,192 in its files). That is its
   longest request here.
+- `nemotron_h`: files with experts, such as those of Nemotron 3, are refused: their experts have no
+  gate. Steps are limited by `time_step_limit`, as in NVIDIA's code; transformers limits them by
+  `time_step_min`.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
   `quantization_config` says. They are refused."""
 ENCODER_INTRODUCTION = """\
