@@ -34,6 +34,7 @@ FAMILIES = {
     "deci": "DeciLM",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1",
+    "ernie4_5": "ERNIE 4.5 0.3B",
     "exaone4": "EXAONE 4",
     "falcon": "Falcon, Falcon 2",
     "gemma": "Gemma",

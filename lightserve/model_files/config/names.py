@@ -94,6 +94,7 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
 _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
+_ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
@@ -123,6 +124,7 @@ MODELS = {
         defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
         derived=config_derived.windows_except_every(4),
     ),
+    "ernie4_5": ConfigNames(defaults=_ERNIE),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),

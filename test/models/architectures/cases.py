@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from test.models.architectures import dense_a, dense_b, latent, llama_like, moe, vision_language
+from test.models.architectures import dense_a, dense_b, dense_c, latent, llama_like, moe, vision_language
 
-CASES = dense_a.CASES | dense_b.CASES | latent.CASES | llama_like.CASES | moe.CASES | vision_language.CASES
+MODULES = dense_a, dense_b, dense_c, latent, llama_like, moe, vision_language
+CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
