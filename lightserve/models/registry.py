@@ -42,6 +42,7 @@ MODELS = {
     "deepseek_v2": "lightserve.models.deepseek.model:DeepseekV2TpPartModel",
     "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "ernie4_5": "lightserve.models.ernie4_5.model:Ernie45TpPartModel",
+    "ernie4_5_moe": "lightserve.models.ernie4_5_moe.model:Ernie45MoeTpPartModel",
     "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",
     "gemma": "lightserve.models.gemma.model:GemmaTpPartModel",

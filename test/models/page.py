@@ -35,6 +35,7 @@ FAMILIES = {
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1",
     "ernie4_5": "ERNIE 4.5 0.3B",
+    "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "exaone4": "EXAONE 4",
     "falcon": "Falcon, Falcon 2",
     "gemma": "Gemma",

@@ -125,6 +125,7 @@ MODELS = {
         derived=config_derived.windows_except_every(4),
     ),
     "ernie4_5": ConfigNames(defaults=_ERNIE),
+    "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),

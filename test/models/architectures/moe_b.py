@@ -1,0 +1,24 @@
+"""ERNIE 4.5, Hunyuan, dots.llm1 and other mixtures of experts since 2025."""
+
+from __future__ import annotations
+
+from test.models.architectures.case import SMALL as SMALL_LLAMA, Case
+
+SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+WINDOW = 24
+ERNIE = {**SMALL, "moe_k": 3, "moe_num_experts": 10, "moe_intermediate_size": 28, "tie_word_embeddings": False}
+
+CASES = {
+    "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE, "moe_num_shared_experts": 2}),
+    "ernie4_5_moe-layers": Case(
+        "ernie4_5_moe",
+        {
+            **ERNIE,
+            "num_hidden_layers": 5,
+            "moe_num_shared_experts": 0,
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 2,
+            "moe_layer_end_index": 3,
+        },
+    ),
+}

@@ -1,0 +1,30 @@
+"""Values in config.json that a model's code does not implement are refused by name: models since 2025."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightserve.errors import ModelFilesError
+from test.models.architectures.case import build
+from test.models.architectures.cases import CASES
+from test.models.tiny import build_model
+
+# case: field, value, what the message says
+REFUSED = {
+    "ernie4_5_moe": [
+        ("use_bias", True, "use_bias True is not supported for ernie4_5_moe; supported: False"),
+        ("moe_k", 11, "num_experts_per_tok is 11, but there are 10 experts"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "value", "message"), [(case, *row) for case, rows in REFUSED.items() for row in rows]
+)
+def test_a_value_that_is_not_implemented_is_refused_by_name(case: str, field: str, value: Any, message: str) -> None:
+    config_json = {**build(CASES[case]).config_json, field: value}
+
+    with pytest.raises(ModelFilesError, match=message):
+        build_model(config_json, iter(()))
