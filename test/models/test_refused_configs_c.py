@@ -17,6 +17,7 @@ REFUSED = {
         ("use_bias", True, "use_bias True is not supported for ernie4_5_moe; supported: False"),
         ("moe_k", 11, "num_experts_per_tok is 11, but there are 10 experts"),
     ],
+    "hunyuan_v1_dense": [("use_cla", True, "use_cla True"), ("mlp_bias", True, "mlp_bias True")],
 }
 
 

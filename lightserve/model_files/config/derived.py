@@ -142,6 +142,29 @@ def chatglm(hf: Fields) -> dict[str, Any]:
     return fields if "rope_theta" in hf else {**fields, "rope_theta": _product(10_000, ratio)}
 
 
+def hunyuan(hf: Fields) -> dict[str, Any]:
+    """A dynamic rope with a fixed alpha is a default one with a larger base. Lists have one number for all layers."""
+    names = ("num_experts_per_tok", "num_shared_expert", "moe_intermediate_size")
+    fields = {name: _same_in_all(hf[name]) for name in names if name in hf}
+    rope = {**(_table(hf.get("rope_scaling"))), **_table(hf.get("rope_parameters"))}
+    alpha, base = rope.get("alpha"), rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+    hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+    dim: Any = hf.get("head_dim") or (hidden // heads if _are_counts(hidden, heads) else None)
+    if not alpha or not isinstance(alpha, int | float) or not isinstance(base, int | float) or not _are_counts(dim):
+        return fields
+    scaled = base * alpha ** (dim / max(dim - 2, 1))
+    return {**fields, "rope_parameters": None, "rope_scaling": None, "rope_theta": scaled}
+
+
+def _table(value: Any) -> Fields:
+    return value if isinstance(value, dict) else {}
+
+
+def _same_in_all(value: Any) -> Any:
+    """A list that differs by layer stays, and is refused where it is read."""
+    return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
+
+
 def internlm(hf: Fields) -> dict[str, Any]:
     """``rotary`` has the base, and a type that is "origin" or the name of a scaling."""
     rotary = hf.get("rotary")

@@ -143,6 +143,7 @@ MODELS = {
     "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "llama": ConfigNames(derived=config_derived.whole_rope),

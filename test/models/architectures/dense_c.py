@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from test.models.architectures.case import SMALL as SMALL_LLAMA, Case
+from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+WIDE = {**SMALL, "hidden_size": 40, "num_attention_heads": 10, "head_dim": 12}
 WINDOW = 24
+FIXED_NTK = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0}
+
+
+def _older_hunyuan(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As on the hub: rope_scaling with all its fields."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["rope_theta"]
+    unused = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config["rope_scaling"] = {"type": "dynamic", "alpha": rope["alpha"], "factor": 1.0, **unused}
+    return {**config, "use_qk_norm": True, "use_cla": False}, tensors
+
+
 CASES = {
     "ernie4_5": Case("ernie4_5", {**SMALL, "head_dim": 16, "tie_word_embeddings": True}),
     "ernie4_5-biased": Case("ernie4_5", {**SMALL, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
+    "hunyuan_v1_dense": Case("hunyuan_v1_dense", {**WIDE, "rope_parameters": FIXED_NTK}, _older_hunyuan),
+    "hunyuan_v1_dense-biased": Case("hunyuan_v1_dense", {**SMALL, "head_dim": 16, "attention_bias": True}),
 }
