@@ -28,6 +28,7 @@ NEED_MORE_FIELDS = {
     "glm4_moe_lite",
     "gptj",
     "granitemoe",
+    "hunyuan_v1_moe",
     "kimi_k2",
     "kimi_k25",
     "mistral4",

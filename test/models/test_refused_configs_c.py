@@ -18,6 +18,11 @@ REFUSED = {
         ("moe_k", 11, "num_experts_per_tok is 11, but there are 10 experts"),
     ],
     "hunyuan_v1_dense": [("use_cla", True, "use_cla True"), ("mlp_bias", True, "mlp_bias True")],
+    "hunyuan_v1_moe": [
+        ("moe_topk", [3, 2], "num_experts_per_tok is .3, 2., wanted a positive integer"),
+        ("moe_layer_num_skipped", 1, "moe_layer_num_skipped 1"),
+        ("use_mixed_mlp_moe", False, "use_mixed_mlp_moe False"),
+    ],
 }
 
 

@@ -144,6 +144,9 @@ MODELS = {
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
+    "hunyuan_v1_moe": ConfigNames(
+        {"attention_head_dim": "head_dim", "moe_topk": "num_experts_per_tok"}, derived=config_derived.hunyuan
+    ),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "llama": ConfigNames(derived=config_derived.whole_rope),

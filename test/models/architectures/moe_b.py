@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case
+from test.models.architectures.dense_c import FIXED_NTK
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = 24
@@ -20,5 +21,9 @@ CASES = {
             "moe_layer_start_index": 2,
             "moe_layer_end_index": 3,
         },
+    ),
+    "hunyuan_v1_moe": Case(
+        "hunyuan_v1_moe",
+        {**SMALL, "head_dim": 16, "num_experts": 8, "moe_topk": 3, "rope_parameters": FIXED_NTK},
     ),
 }
