@@ -23,6 +23,7 @@ REFUSED = {
         ("moe_layer_num_skipped", 1, "moe_layer_num_skipped 1"),
         ("use_mixed_mlp_moe", False, "use_mixed_mlp_moe False"),
     ],
+    "hy_v3": [("mlp_bias", True, "mlp_bias True"), ("qk_norm", False, "qk_norm False")],
 }
 
 

@@ -94,6 +94,7 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
 _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
+_SHARED_EXPERTS = {"num_shared_experts": "n_shared_experts"}
 _ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
@@ -146,6 +147,10 @@ MODELS = {
     "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
     "hunyuan_v1_moe": ConfigNames(
         {"attention_head_dim": "head_dim", "moe_topk": "num_experts_per_tok"}, derived=config_derived.hunyuan
+    ),
+    "hy_v3": ConfigNames(
+        {**_SHARED_EXPERTS, "router_scaling_factor": "routed_scaling_factor"},
+        {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "rope_theta": 11_158_840.0},
     ),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),

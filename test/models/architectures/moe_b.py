@@ -7,6 +7,7 @@ from test.models.architectures.dense_c import FIXED_NTK
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = 24
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 ERNIE = {**SMALL, "moe_k": 3, "moe_num_experts": 10, "moe_intermediate_size": 28, "tie_word_embeddings": False}
 
 CASES = {
@@ -25,5 +26,18 @@ CASES = {
     "hunyuan_v1_moe": Case(
         "hunyuan_v1_moe",
         {**SMALL, "head_dim": 16, "num_experts": 8, "moe_topk": 3, "rope_parameters": FIXED_NTK},
+    ),
+    "hy_v3": Case("hy_v3", {**SMALL, **EXPERTS, "head_dim": 16, "num_experts": 10, "num_shared_experts": 2}),
+    "hy_v3-listed": Case(
+        "hy_v3",
+        {
+            **SMALL,
+            **EXPERTS,
+            "head_dim": 8,
+            "num_experts": 6,
+            "router_scaling_factor": 1.5,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
     ),
 }
