@@ -41,6 +41,7 @@ MODELS = {
     "deci": "lightserve.models.llama.model:LlamaTpPartModel",
     "deepseek_v2": "lightserve.models.deepseek.model:DeepseekV2TpPartModel",
     "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "dots1": "lightserve.models.dots1.model:Dots1TpPartModel",
     "ernie4_5": "lightserve.models.ernie4_5.model:Ernie45TpPartModel",
     "ernie4_5_moe": "lightserve.models.ernie4_5_moe.model:Ernie45MoeTpPartModel",
     "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",

@@ -34,6 +34,7 @@ FAMILIES = {
     "deci": "DeciLM",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1",
+    "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5 0.3B",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "exaone4": "EXAONE 4",

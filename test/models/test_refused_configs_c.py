@@ -13,6 +13,7 @@ from test.models.tiny import build_model
 
 # case: field, value, what the message says
 REFUSED = {
+    "dots1": [("moe_layer_freq", 2, "moe_layer_freq 2"), ("scoring_func", "softmax", "scoring_func 'softmax'")],
     "ernie4_5_moe": [
         ("use_bias", True, "use_bias True is not supported for ernie4_5_moe; supported: False"),
         ("moe_k", 11, "num_experts_per_tok is 11, but there are 10 experts"),

@@ -125,6 +125,10 @@ MODELS = {
         defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
         derived=config_derived.windows_except_every(4),
     ),
+    "dots1": ConfigNames(
+        defaults={"use_sliding_window": True, "max_window_layers": 62},
+        derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
+    ),
     "ernie4_5": ConfigNames(defaults=_ERNIE),
     "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from test.models.architectures.case import SMALL as SMALL_LLAMA, Case
+from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, without
 from test.models.architectures.dense_c import FIXED_NTK
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = 24
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
+ROUTED = {
+    **SMALL,
+    **EXPERTS,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 ERNIE = {**SMALL, "moe_k": 3, "moe_num_experts": 10, "moe_intermediate_size": 28, "tie_word_embeddings": False}
 
 CASES = {
@@ -26,6 +34,12 @@ CASES = {
     "hunyuan_v1_moe": Case(
         "hunyuan_v1_moe",
         {**SMALL, "head_dim": 16, "num_experts": 8, "moe_topk": 3, "rope_parameters": FIXED_NTK},
+    ),
+    "dots1": Case("dots1", {**ROUTED, "head_dim": 16, "first_k_dense_replace": 1}),
+    "dots1-window": Case(
+        "dots1",
+        {**ROUTED, "attention_bias": True, "norm_topk_prob": False, "sliding_window": WINDOW, "max_window_layers": 1},
+        without("layer_types"),
     ),
     "hy_v3": Case("hy_v3", {**SMALL, **EXPERTS, "head_dim": 16, "num_experts": 10, "num_shared_experts": 2}),
     "hy_v3-listed": Case(
