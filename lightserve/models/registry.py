@@ -45,6 +45,7 @@ MODELS = {
     "ernie4_5": "lightserve.models.ernie4_5.model:Ernie45TpPartModel",
     "ernie4_5_moe": "lightserve.models.ernie4_5_moe.model:Ernie45MoeTpPartModel",
     "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
+    "exaone_moe": "lightserve.models.exaone_moe.model:ExaoneMoeTpPartModel",
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",
     "gemma": "lightserve.models.gemma.model:GemmaTpPartModel",
     "gemma2": "lightserve.models.gemma2.model:Gemma2TpPartModel",

@@ -38,6 +38,7 @@ FAMILIES = {
     "ernie4_5": "ERNIE 4.5 0.3B",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "exaone4": "EXAONE 4",
+    "exaone_moe": "K-EXAONE",
     "falcon": "Falcon, Falcon 2",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",

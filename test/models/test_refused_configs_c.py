@@ -18,6 +18,7 @@ REFUSED = {
         ("use_bias", True, "use_bias True is not supported for ernie4_5_moe; supported: False"),
         ("moe_k", 11, "num_experts_per_tok is 11, but there are 10 experts"),
     ],
+    "exaone_moe": [("scoring_func", "softmax", "scoring_func 'softmax'"), ("topk_method", "greedy", "topk_method")],
     "hunyuan_v1_dense": [("use_cla", True, "use_cla True"), ("mlp_bias", True, "mlp_bias True")],
     "hunyuan_v1_moe": [
         ("moe_topk", [3, 2], "num_experts_per_tok is .3, 2., wanted a positive integer"),

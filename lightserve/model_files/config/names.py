@@ -132,6 +132,10 @@ MODELS = {
     "ernie4_5": ConfigNames(defaults=_ERNIE),
     "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    "exaone_moe": ConfigNames(
+        _SHARED_EXPERTS,
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    ),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
