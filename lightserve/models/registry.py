@@ -103,6 +103,7 @@ MODELS = {
     "roberta": "lightserve.models.roberta.model:RobertaTpPartModel",
     "seed_oss": "lightserve.models.seed_oss.model:SeedOssTpPartModel",
     "smollm3": "lightserve.models.smollm3.model:SmolLM3TpPartModel",
+    "solar_open": "lightserve.models.solar_open.model:SolarOpenTpPartModel",
     "stablelm": "lightserve.models.stablelm.model:StableLmTpPartModel",
     "starcoder2": "lightserve.models.starcoder2.model:Starcoder2TpPartModel",
     "xlm-roberta": "lightserve.models.roberta.model:RobertaTpPartModel",

@@ -96,6 +96,7 @@ FAMILIES = {
     "roberta": "RoBERTa",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM 3",
+    "solar_open": "Solar Open",
     "stablelm": "StableLM 2, 3B, 12B",
     "starcoder2": "StarCoder 2",
     "xlm-roberta": "XLM-RoBERTa, bge-m3, multilingual-e5",

@@ -41,6 +41,7 @@ CASES = {
         {**ROUTED, "attention_bias": True, "norm_topk_prob": False, "sliding_window": WINDOW, "max_window_layers": 1},
         without("layer_types"),
     ),
+    "solar_open": Case("solar_open", {**ROUTED, "head_dim": 16, "attention_bias": True}),
     "exaone_moe": Case(
         "exaone_moe",
         {
