@@ -31,6 +31,8 @@ MODELS = {
     "aquila": "lightserve.models.llama.model:LlamaTpPartModel",
     "arcee": "lightserve.models.arcee.model:ArceeTpPartModel",
     "baichuan": "lightserve.models.baichuan.model:BaichuanTpPartModel",
+    "bailing_moe": "lightserve.models.bailing_moe.model:BailingMoeTpPartModel",
+    "bailing_moe_v2": "lightserve.models.bailing_moe.model:BailingMoeV2TpPartModel",
     "bert": "lightserve.models.bert.model:BertTpPartModel",
     "bitnet": "lightserve.models.bitnet.model:BitNetTpPartModel",
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",

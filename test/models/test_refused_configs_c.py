@@ -13,6 +13,11 @@ from test.models.tiny import build_model
 
 # case: field, value, what the message says
 REFUSED = {
+    "bailing_moe": [("norm_head", True, "norm_head True"), ("use_bias", True, "use_bias True")],
+    "bailing_moe_v2": [
+        ("score_function", "softmax", "score_function 'softmax' .*'sigmoid'"),
+        ("moe_shared_expert_intermediate_size", 30, "moe_shared_expert_intermediate_size 30 .* supported: 56"),
+    ],
     "dots1": [("moe_layer_freq", 2, "moe_layer_freq 2"), ("scoring_func", "softmax", "scoring_func 'softmax'")],
     "ernie4_5_moe": [
         ("use_bias", True, "use_bias True is not supported for ernie4_5_moe; supported: False"),

@@ -113,6 +113,8 @@ MODELS = {
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
+    "bailing_moe": ConfigNames(_SHARED_EXPERTS),
+    "bailing_moe_v2": ConfigNames(_SHARED_EXPERTS, {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1}),
     "bert": ConfigNames(defaults=_BERT),
     "bitnet": ConfigNames(
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 5, "hidden_act": "relu2", "rope_theta": 500_000.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from test.models.architectures import converted
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, without
 from test.models.architectures.dense_c import FIXED_NTK
 
@@ -82,5 +83,24 @@ CASES = {
             "attention_bias": True,
             "mlp_layer_types": ["sparse", "dense"],
         },
+    ),
+    "bailing_moe": Case(
+        "qwen2_moe",
+        {**SMALL, **EXPERTS, "num_experts": 10, "shared_expert_intermediate_size": 56, "qkv_bias": False},
+        converted.to_bailing,
+        converted.without_shared_gate,
+    ),
+    "bailing_moe_v2": Case(
+        "glm4_moe",
+        {
+            **ROUTED,
+            "head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+        },
+        converted.to_bailing_v2,
     ),
 }
