@@ -73,6 +73,7 @@ MODELS = {
     "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
+    "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
     "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
     "ministral": "lightserve.models.mistral.model:MistralTpPartModel",

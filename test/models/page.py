@@ -66,6 +66,7 @@ FAMILIES = {
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "llama": "Llama 1 to 3, SmolLM 2",
+    "mellum": "Mellum 2",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
     "minimax_m2": "MiniMax M2",
     "ministral": "Ministral 8B",

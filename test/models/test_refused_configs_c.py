@@ -31,6 +31,7 @@ REFUSED = {
         ("use_mixed_mlp_moe", False, "use_mixed_mlp_moe False"),
     ],
     "hy_v3": [("mlp_bias", True, "mlp_bias True"), ("qk_norm", False, "qk_norm False")],
+    "mellum": [("mlp_layer_types", ["sparse"], "mlp_layer_types is .*, wanted a list of 2 times")],
     "solar_open": [("use_qk_norm", True, "use_qk_norm True"), ("first_k_dense_replace", 1, "first_k_dense_replace 1")],
 }
 

@@ -95,6 +95,10 @@ _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
 _SHARED_EXPERTS = {"num_shared_experts": "n_shared_experts"}
+_MELLUM_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 _ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
@@ -165,6 +169,10 @@ MODELS = {
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "llama": ConfigNames(derived=config_derived.whole_rope),
+    "mellum": ConfigNames(
+        defaults={"norm_topk_prob": True, "sliding_window": 1024, "rope_parameters": _MELLUM_ROPE},
+        derived=config_derived.windows_of_layers(lambda layer, bound: False),
+    ),
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm
     ),

@@ -84,6 +84,22 @@ CASES = {
             "mlp_layer_types": ["sparse", "dense"],
         },
     ),
+    "mellum": Case(
+        "mellum",
+        {
+            **SMALL,
+            **EXPERTS,
+            "head_dim": 16,
+            "num_experts": 10,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mellum-listed": Case(
+        "mellum",
+        {**SMALL, **EXPERTS, "head_dim": 8, "num_experts": 6, "mlp_layer_types": ["dense", "sparse"]},
+        without("layer_types"),
+    ),
     "bailing_moe": Case(
         "qwen2_moe",
         {**SMALL, **EXPERTS, "num_experts": 10, "shared_expert_intermediate_size": 56, "qkv_bias": False},
