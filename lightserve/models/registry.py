@@ -49,6 +49,7 @@ MODELS = {
     "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
     "exaone_moe": "lightserve.models.exaone_moe.model:ExaoneMoeTpPartModel",
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",
+    "flex_olmo": "lightserve.models.flex_olmo.model:FlexOlmoTpPartModel",
     "gemma": "lightserve.models.gemma.model:GemmaTpPartModel",
     "gemma2": "lightserve.models.gemma2.model:Gemma2TpPartModel",
     "gemma3": "lightserve.models.gemma3.model:Gemma3TextTpPartModel",

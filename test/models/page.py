@@ -42,6 +42,7 @@ FAMILIES = {
     "exaone4": "EXAONE 4",
     "exaone_moe": "K-EXAONE",
     "falcon": "Falcon, Falcon 2",
+    "flex_olmo": "FlexOlmo",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3, text only",

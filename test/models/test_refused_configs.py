@@ -25,6 +25,7 @@ TINY = {
 NEED_MORE_FIELDS = {
     "deepseek_v2",
     "deepseek_v3",
+    "flex_olmo",
     "glm4_moe_lite",
     "gptj",
     "granitemoe",

@@ -43,6 +43,11 @@ CASES = {
         without("layer_types"),
     ),
     "solar_open": Case("solar_open", {**ROUTED, "head_dim": 16, "attention_bias": True}),
+    "flex_olmo": Case("flex_olmo", {**SMALL, "num_experts": 7, "num_experts_per_tok": 3}),
+    "flex_olmo-norm": Case(
+        "flex_olmo",
+        {**SMALL, "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True, "norm_topk_prob": True},
+    ),
     "exaone_moe": Case(
         "exaone_moe",
         {
