@@ -68,6 +68,7 @@ MODELS = {
     "hunyuan_v1_dense": "lightserve.models.hunyuan_v1_dense.model:HunyuanTpPartModel",
     "hunyuan_v1_moe": "lightserve.models.hunyuan_v1_moe.model:HunyuanMoeTpPartModel",
     "hy_v3": "lightserve.models.hy_v3.model:HyV3TpPartModel",
+    "hyperclovax": "lightserve.models.hyperclovax.model:HyperClovaXTpPartModel",
     "internlm": "lightserve.models.internlm.model:InternLmTpPartModel",
     "internlm2": "lightserve.models.internlm2.model:InternLm2TpPartModel",
     "internlm3": "lightserve.models.internlm.model:InternLm3TpPartModel",

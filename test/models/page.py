@@ -61,6 +61,7 @@ FAMILIES = {
     "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
     "hunyuan_v1_moe": "Hunyuan A13B",
     "hy_v3": "Hy3",
+    "hyperclovax": "HyperCLOVA X SEED Think",
     "internlm": "InternLM",
     "internlm2": "InternLM 2, 2.5",
     "internlm3": "InternLM 3",

@@ -167,6 +167,7 @@ MODELS = {
         {**_SHARED_EXPERTS, "router_scaling_factor": "routed_scaling_factor"},
         {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "rope_theta": 11_158_840.0},
     ),
+    "hyperclovax": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "llama": ConfigNames(derived=config_derived.whole_rope),

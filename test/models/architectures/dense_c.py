@@ -6,6 +6,12 @@ from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Ten
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {**SMALL, "hidden_size": 40, "num_attention_heads": 10, "head_dim": 12}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.2,
+}
 WINDOW = 24
 FIXED_NTK = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0}
 
@@ -24,4 +30,8 @@ CASES = {
     "ernie4_5-biased": Case("ernie4_5", {**SMALL, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
     "hunyuan_v1_dense": Case("hunyuan_v1_dense", {**WIDE, "rope_parameters": FIXED_NTK}, _older_hunyuan),
     "hunyuan_v1_dense-biased": Case("hunyuan_v1_dense", {**SMALL, "head_dim": 16, "attention_bias": True}),
+    "hyperclovax": Case("hyperclovax", {**SMALL, **FACTORS}),
+    "hyperclovax-no-post-norms": Case(
+        "hyperclovax", {**SMALL, "attention_bias": True, "mlp_bias": True, "use_post_norm": False, "head_dim": 16}
+    ),
 }
