@@ -113,6 +113,7 @@ MODELS = {
     "starcoder2": "lightserve.models.starcoder2.model:Starcoder2TpPartModel",
     "xlm-roberta": "lightserve.models.roberta.model:RobertaTpPartModel",
     "xverse": "lightserve.models.llama.model:LlamaTpPartModel",
+    "youtu": "lightserve.models.youtu.model:YoutuTpPartModel",
 }
 
 

@@ -106,6 +106,7 @@ FAMILIES = {
     "starcoder2": "StarCoder 2",
     "xlm-roberta": "XLM-RoBERTa, bge-m3, multilingual-e5",
     "xverse": "XVERSE",
+    "youtu": "Youtu-LLM",
 }
 # models that are served as another one when they come from a GGUF file
 GGUF_NAMES = {

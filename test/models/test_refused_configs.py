@@ -36,6 +36,7 @@ NEED_MORE_FIELDS = {
     "mixtral",
     "nemotron-nas",
     "olmoe",
+    "youtu",
 }
 
 

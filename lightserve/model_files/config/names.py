@@ -221,6 +221,7 @@ MODELS = {
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
     "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
+    "youtu": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"tie_word_embeddings": True}),
 }
 
 

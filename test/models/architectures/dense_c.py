@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors
+from test.models.architectures.latent import LATENT, YARN
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {**SMALL, "hidden_size": 40, "num_attention_heads": 10, "head_dim": 12}
@@ -34,4 +35,5 @@ CASES = {
     "hyperclovax-no-post-norms": Case(
         "hyperclovax", {**SMALL, "attention_bias": True, "mlp_bias": True, "use_post_norm": False, "head_dim": 16}
     ),
+    "youtu": Case("youtu", {**LATENT, "rope_parameters": YARN}),
 }
