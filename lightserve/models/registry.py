@@ -40,6 +40,7 @@ MODELS = {
     "chatglm": "lightserve.models.chatglm.model:ChatGlmTpPartModel",
     "cohere": "lightserve.models.cohere.model:CohereTpPartModel",
     "cohere2": "lightserve.models.cohere2.model:Cohere2TpPartModel",
+    "cwm": "lightserve.models.mistral.model:MistralTpPartModel",
     "deci": "lightserve.models.llama.model:LlamaTpPartModel",
     "deepseek_v2": "lightserve.models.deepseek.model:DeepseekV2TpPartModel",
     "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",

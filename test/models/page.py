@@ -33,6 +33,7 @@ FAMILIES = {
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B",
     "cohere": "Command R, R+, Aya",
     "cohere2": "Command R7B, Command A",
+    "cwm": "CWM",
     "deci": "DeciLM",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1",

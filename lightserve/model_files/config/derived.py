@@ -142,6 +142,15 @@ def chatglm(hf: Fields) -> dict[str, Any]:
     return fields if "rope_theta" in hf else {**fields, "rope_theta": _product(10_000, ratio)}
 
 
+def cwm(hf: Fields) -> dict[str, Any]:
+    """layer_types: the first of every four layers sees all tokens."""
+    layers: Any = hf.get("num_hidden_layers")
+    if hf.get("layer_types") is not None or not _are_counts(layers):
+        return {}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(i % 4)] for i in range(min(layers, 10_000))]}
+
+
 def hunyuan(hf: Fields) -> dict[str, Any]:
     """A dynamic rope with a fixed alpha is a default one with a larger base. Lists have one number for all layers."""
     names = ("num_experts_per_tok", "num_shared_expert", "moe_intermediate_size")

@@ -95,6 +95,18 @@ _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
 _SHARED_EXPERTS = {"num_shared_experts": "n_shared_experts"}
+_CWM = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 8192,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 _MELLUM_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -131,6 +143,7 @@ MODELS = {
         defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
         derived=config_derived.windows_except_every(4),
     ),
+    "cwm": ConfigNames(defaults=_CWM, derived=config_derived.cwm),
     "dots1": ConfigNames(
         defaults={"use_sliding_window": True, "max_window_layers": 62},
         derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors
+from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors, without
 from test.models.architectures.latent import LATENT, YARN
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -14,6 +14,14 @@ FACTORS = {
     "logits_scaling": 0.2,
 }
 WINDOW = 24
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FIXED_NTK = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0}
 
 
@@ -31,6 +39,11 @@ CASES = {
     "ernie4_5-biased": Case("ernie4_5", {**SMALL, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
     "hunyuan_v1_dense": Case("hunyuan_v1_dense", {**WIDE, "rope_parameters": FIXED_NTK}, _older_hunyuan),
     "hunyuan_v1_dense-biased": Case("hunyuan_v1_dense", {**SMALL, "head_dim": 16, "attention_bias": True}),
+    "cwm": Case(
+        "cwm",
+        {**SMALL, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": WINDOW, "rope_parameters": LLAMA3},
+        without("layer_types"),
+    ),
     "hyperclovax": Case("hyperclovax", {**SMALL, **FACTORS}),
     "hyperclovax-no-post-norms": Case(
         "hyperclovax", {**SMALL, "attention_bias": True, "mlp_bias": True, "use_post_norm": False, "head_dim": 16}
