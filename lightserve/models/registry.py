@@ -73,6 +73,7 @@ MODELS = {
     "internlm": "lightserve.models.internlm.model:InternLmTpPartModel",
     "internlm2": "lightserve.models.internlm2.model:InternLm2TpPartModel",
     "internlm3": "lightserve.models.internlm.model:InternLm3TpPartModel",
+    "jais2": "lightserve.models.jais2.model:Jais2TpPartModel",
     "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",

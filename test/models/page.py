@@ -66,6 +66,7 @@ FAMILIES = {
     "internlm": "InternLM",
     "internlm2": "InternLM 2, 2.5",
     "internlm3": "InternLM 3",
+    "jais2": "Jais 2",
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "llama": "Llama 1 to 3, SmolLM 2",

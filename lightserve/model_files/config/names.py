@@ -183,6 +183,7 @@ MODELS = {
     "hyperclovax": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "jais2": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "mellum": ConfigNames(
         defaults={"norm_topk_prob": True, "sliding_window": 1024, "rope_parameters": _MELLUM_ROPE},

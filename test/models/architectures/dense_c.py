@@ -48,5 +48,6 @@ CASES = {
     "hyperclovax-no-post-norms": Case(
         "hyperclovax", {**SMALL, "attention_bias": True, "mlp_bias": True, "use_post_norm": False, "head_dim": 16}
     ),
+    "jais2": Case("jais2", {**SMALL}),
     "youtu": Case("youtu", {**LATENT, "rope_parameters": YARN}),
 }
