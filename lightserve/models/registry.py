@@ -66,6 +66,7 @@ MODELS = {
     "gptj": "lightserve.models.gptj.model:GptJTpPartModel",
     "granite": "lightserve.models.granite.model:GraniteTpPartModel",
     "granitemoe": "lightserve.models.granitemoe.model:GraniteMoeTpPartModel",
+    "helium": "lightserve.models.helium.model:HeliumTpPartModel",
     "hunyuan_v1_dense": "lightserve.models.hunyuan_v1_dense.model:HunyuanTpPartModel",
     "hunyuan_v1_moe": "lightserve.models.hunyuan_v1_moe.model:HunyuanMoeTpPartModel",
     "hy_v3": "lightserve.models.hy_v3.model:HyV3TpPartModel",

@@ -59,6 +59,7 @@ FAMILIES = {
     "gptj": "GPT-J",
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE",
+    "helium": "Helium",
     "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
     "hunyuan_v1_moe": "Hunyuan A13B",
     "hy_v3": "Hy3",

@@ -172,6 +172,7 @@ MODELS = {
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "flex_olmo": ConfigNames(defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}),
+    "helium": ConfigNames(defaults={"rms_norm_eps": 1e-8}),
     "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
     "hunyuan_v1_moe": ConfigNames(
         {"attention_head_dim": "head_dim", "moe_topk": "num_experts_per_tok"}, derived=config_derived.hunyuan

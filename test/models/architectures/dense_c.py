@@ -39,6 +39,7 @@ CASES = {
     "ernie4_5-biased": Case("ernie4_5", {**SMALL, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
     "hunyuan_v1_dense": Case("hunyuan_v1_dense", {**WIDE, "rope_parameters": FIXED_NTK}, _older_hunyuan),
     "hunyuan_v1_dense-biased": Case("hunyuan_v1_dense", {**SMALL, "head_dim": 16, "attention_bias": True}),
+    "helium": Case("helium", {**SMALL, "head_dim": 8}),
     "cwm": Case(
         "cwm",
         {**SMALL, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": WINDOW, "rope_parameters": LLAMA3},
