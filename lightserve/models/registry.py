@@ -114,6 +114,7 @@ MODELS = {
     "solar_open": "lightserve.models.solar_open.model:SolarOpenTpPartModel",
     "stablelm": "lightserve.models.stablelm.model:StableLmTpPartModel",
     "starcoder2": "lightserve.models.starcoder2.model:Starcoder2TpPartModel",
+    "vaultgemma": "lightserve.models.vaultgemma.model:VaultGemmaTpPartModel",
     "xlm-roberta": "lightserve.models.roberta.model:RobertaTpPartModel",
     "xverse": "lightserve.models.llama.model:LlamaTpPartModel",
     "youtu": "lightserve.models.youtu.model:YoutuTpPartModel",

@@ -107,6 +107,7 @@ FAMILIES = {
     "solar_open": "Solar Open",
     "stablelm": "StableLM 2, 3B, 12B",
     "starcoder2": "StarCoder 2",
+    "vaultgemma": "VaultGemma",
     "xlm-roberta": "XLM-RoBERTa, bge-m3, multilingual-e5",
     "xverse": "XVERSE",
     "youtu": "Youtu-LLM",

@@ -235,6 +235,7 @@ MODELS = {
     ),
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+    "vaultgemma": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
     "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "youtu": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"tie_word_embeddings": True}),
 }

@@ -51,4 +51,16 @@ CASES = {
     ),
     "jais2": Case("jais2", {**SMALL}),
     "youtu": Case("youtu", {**LATENT, "rope_parameters": YARN}),
+    "vaultgemma": Case(
+        "vaultgemma",
+        {
+            **SMALL,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 30,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",
+        },
+    ),
 }
