@@ -79,6 +79,7 @@ MODELS = {
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
+    "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
     "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
     "ministral": "lightserve.models.mistral.model:MistralTpPartModel",

@@ -72,6 +72,7 @@ FAMILIES = {
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "llama": "Llama 1 to 3, SmolLM 2",
     "mellum": "Mellum 2",
+    "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
     "minimax_m2": "MiniMax M2",
     "ministral": "Ministral 8B",
@@ -149,7 +150,9 @@ NOTES = """\
 - `minicpm`: MiniCPM 4 attends sparsely from `dense_len` tokens on (8,192 in its files). That is its
   longest request here.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
-  `quantization_config` says. They are refused."""
+  `quantization_config` says. They are refused.
+- `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
+  a fifth more memory."""
 ENCODER_INTRODUCTION = """\
 
 ## Encoders

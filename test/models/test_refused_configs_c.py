@@ -12,7 +12,7 @@ from test.models.architectures.cases import CASES
 from test.models.tiny import build_model
 
 # case: field, value, what the message says
-REFUSED = {
+REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "bailing_moe": [("norm_head", True, "norm_head True"), ("use_bias", True, "use_bias True")],
     "bailing_moe_v2": [
         ("score_function", "softmax", "score_function 'softmax' .*'sigmoid'"),
@@ -32,6 +32,13 @@ REFUSED = {
     ],
     "hy_v3": [("mlp_bias", True, "mlp_bias True"), ("qk_norm", False, "qk_norm False")],
     "mellum": [("mlp_layer_types", ["sparse"], "mlp_layer_types is .*, wanted a list of 2 times")],
+    "mimo_v2_flash": [
+        ("swa_head_dim", 16, "swa_head_dim 16 is not supported for mimo_v2_flash; supported: 24"),
+        ("v_head_dim", 32, "v_head_dim 32 is over head_dim 24"),
+        ("hybrid_layer_pattern", [0, 1], "layer_types is .*, wanted a list of 3 names"),
+        ("swa_num_key_value_heads", "two", "num_key_value_heads is 'two', wanted a positive integer"),
+        ("scoring_func", "softmax", "scoring_func 'softmax'"),
+    ],
     "solar_open": [("use_qk_norm", True, "use_qk_norm True"), ("first_k_dense_replace", 1, "first_k_dense_replace 1")],
 }
 

@@ -157,7 +157,8 @@ def hunyuan(hf: Fields) -> dict[str, Any]:
     fields = {name: _same_in_all(hf[name]) for name in names if name in hf}
     rope = {**(_table(hf.get("rope_scaling"))), **_table(hf.get("rope_parameters"))}
     alpha, base = rope.get("alpha"), rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
-    hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+    hidden: Any = hf.get("hidden_size")
+    heads: Any = hf.get("num_attention_heads")
     dim: Any = hf.get("head_dim") or (hidden // heads if _are_counts(hidden, heads) else None)
     if not alpha or not isinstance(alpha, int | float) or not isinstance(base, int | float) or not _are_counts(dim):
         return fields
@@ -171,7 +172,48 @@ def _table(value: Any) -> Fields:
 
 def _same_in_all(value: Any) -> Any:
     """A list that differs by layer stays, and is refused where it is read."""
-    return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+
+
+def mimo(hf: Fields) -> dict[str, Any]:
+    """The hub's files list windows and experts as 0 and 1, and have fields of their own for windowed layers."""
+    layers: Any = hf.get("num_hidden_layers")
+    if not _are_counts(layers):
+        return {}
+    numbers, before = range(min(layers, 10_000)), hf.get("sliding_window_size")
+    windows = hf.get("hybrid_layer_pattern") or [int(i > 0 and (i + 1) % 6 > 0) for i in numbers]
+    kinds = hf.get("layer_types") or _named(windows, "full_attention", "sliding_attention")
+    sparse = hf.get("moe_layer_freq") or [int(i > 0) for i in numbers]
+    return {
+        "layer_types": kinds,
+        "mlp_layer_types": hf.get("mlp_layer_types") or _named(sparse, "dense", "sparse"),
+        "sliding_window": before + 1 if isinstance(before, int) else hf.get("sliding_window"),
+        "rope_parameters": hf.get("rope_parameters") or _mimo_rope(hf),
+        **_mimo_kv_heads(hf, kinds),
+    }
+
+
+def _mimo_kv_heads(hf: Fields, kinds: Any) -> dict[str, Any]:
+    """Windowed layers have a number of their own."""
+    heads: Any = hf.get("num_key_value_heads")
+    if not _are_counts(heads) or not isinstance(kinds, list):
+        return {}
+    windowed: Any = hf.get("swa_num_key_value_heads") or 2 * heads
+    of_layers = [windowed if kind == "sliding_attention" else heads for kind in kinds]
+    largest = max(of_layers) if _are_counts(*of_layers) else windowed
+    return {"num_key_value_heads": largest, "num_key_value_heads_per_layer": of_layers}
+
+
+def _mimo_rope(hf: Fields) -> dict[str, Any]:
+    rotary_share = hf.get("partial_rotary_factor") or 0.334
+    bases = {"full_attention": hf.get("rope_theta") or 5e6, "sliding_attention": hf.get("swa_rope_theta") or 1e4}
+    return {kind: {"rope_theta": base, "partial_rotary_factor": rotary_share} for kind, base in bases.items()}
+
+
+def _named(flags: Any, zero_name: str, one_name: str) -> Any:
+    """Values that are not a list of 0 and 1 stay, and are refused where they are read."""
+    is_list = isinstance(flags, list) and all(flag in (0, 1) for flag in flags)
+    return [one_name if flag else zero_name for flag in flags] if is_list else flags
 
 
 def internlm(hf: Fields) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from test.models.architectures import converted
-from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, without
+from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors, without
 from test.models.architectures.dense_c import FIXED_NTK
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -18,6 +18,39 @@ ROUTED = {
     "norm_topk_prob": True,
 }
 ERNIE = {**SMALL, "moe_k": 3, "moe_num_experts": 10, "moe_intermediate_size": 28, "tie_word_embeddings": False}
+MIMO = {
+    **SMALL,
+    **EXPERTS,
+    "n_routed_experts": 12,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": WINDOW,
+    "attention_value_scale": 0.6,
+}
+
+
+def _published_mimo(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As on the hub: other fields for the kinds of layers."""
+    kinds, rope = config.pop("layer_types"), config.pop("rope_parameters")
+    return {
+        **config,
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.pop("mlp_layer_types")],
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+        "sliding_window_size": config["sliding_window"] - 1,
+        "sliding_window": config["sliding_window"] - 1,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "routed_scaling_factor": None,
+        "layernorm_epsilon": config.pop("rms_norm_eps"),
+    }, tensors
+
 
 CASES = {
     "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE, "moe_num_shared_experts": 2}),
@@ -123,5 +156,20 @@ CASES = {
             "partial_rotary_factor": 0.5,
         },
         converted.to_bailing_v2,
+    ),
+    "mimo_v2_flash": Case("mimo_v2_flash", {**MIMO, "num_hidden_layers": 3}, _published_mimo),
+    "mimo_v2_flash-equal": Case(
+        "mimo_v2_flash",
+        {
+            **MIMO,
+            "attention_bias": True,
+            "v_head_dim": 24,
+            "attention_value_scale": None,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense"],
+            "routed_scaling_factor": 1.5,
+            "n_group": 4,
+            "topk_group": 2,
+        },
     ),
 }
