@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "lightserve.models"
 MODELS = {
     "Yi": "lightserve.models.llama.model:LlamaTpPartModel",
+    "apertus": "lightserve.models.apertus.model:ApertusTpPartModel",
     "aquila": "lightserve.models.llama.model:LlamaTpPartModel",
     "arcee": "lightserve.models.arcee.model:ArceeTpPartModel",
     "baichuan": "lightserve.models.baichuan.model:BaichuanTpPartModel",

@@ -21,6 +21,7 @@ from test.models.architectures.cases import CASES
 
 FAMILIES = {
     "Yi": "Yi",
+    "apertus": "Apertus",
     "aquila": "Aquila 2",
     "arcee": "Arcee AFM",
     "baichuan": "Baichuan 1 and 2",

@@ -13,6 +13,7 @@ from test.models.tiny import build_model
 
 # case: field, value, what the message says
 REFUSED: dict[str, list[tuple[str, Any, str]]] = {
+    "apertus": [("qk_norm", False, "qk_norm False"), ("post_norm", True, "post_norm True")],
     "bailing_moe": [("norm_head", True, "norm_head True"), ("use_bias", True, "use_bias True")],
     "bailing_moe_v2": [
         ("score_function", "softmax", "score_function 'softmax' .*'sigmoid'"),

@@ -111,6 +111,14 @@ _MELLUM_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
@@ -126,6 +134,7 @@ _MODERNBERT = {
 _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
+    "apertus": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE}),
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors, without
 from test.models.architectures.latent import LATENT, YARN
 
@@ -22,6 +24,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+APERTUS = {**SMALL, "dtype": "float32"}  # of the learned numbers
+LIMIT = -1e-3
 FIXED_NTK = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0}
 
 
@@ -32,6 +36,23 @@ def _older_hunyuan(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     unused = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
     config["rope_scaling"] = {"type": "dynamic", "alpha": rope["alpha"], "factor": 1.0, **unused}
     return {**config, "use_qk_norm": True, "use_cla": False}, tensors
+
+
+def _near_zero(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """The limit of xIELU: farther away it jumps at 0, and rounding decides on which side a number is."""
+    limits = {name: tensor.new_tensor(LIMIT) for name, tensor in tensors.items() if name.endswith(".act_fn.eps")}
+    return config, {**tensors, **limits}
+
+
+def _with_limit_near_zero(hf: Any) -> Any:
+    for layer in hf.model.layers:
+        layer.mlp.act_fn.eps.fill_(LIMIT)
+    return hf
+
+
+def _older_apertus(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """Without rotary positions and activation, which have defaults."""
+    return _near_zero({key: config[key] for key in config if key not in ("rope_parameters", "hidden_act")}, tensors)
 
 
 CASES = {
@@ -63,4 +84,6 @@ CASES = {
             "attn_implementation": "eager",
         },
     ),
+    "apertus": Case("apertus", {**APERTUS, "rope_parameters": LLAMA3}, _near_zero, _with_limit_near_zero),
+    "apertus-biased": Case("apertus", {**APERTUS, "attention_bias": True}, _older_apertus, _with_limit_near_zero),
 }
