@@ -82,6 +82,7 @@ MODELS = {
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
     "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
+    "minicpm3": "lightserve.models.minicpm3.model:MiniCpm3TpPartModel",
     "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
     "ministral": "lightserve.models.mistral.model:MistralTpPartModel",
     "ministral3": "lightserve.models.mistral.model:Ministral3TpPartModel",

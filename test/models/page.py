@@ -75,6 +75,7 @@ FAMILIES = {
     "mellum": "Mellum 2",
     "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
+    "minicpm3": "MiniCPM 3",
     "minimax_m2": "MiniMax M2",
     "ministral": "Ministral 8B",
     "ministral3": "Ministral 3",

@@ -33,6 +33,7 @@ NEED_MORE_FIELDS = {
     "kimi_k2",
     "kimi_k25",
     "mimo_v2_flash",
+    "minicpm3",
     "mistral4",
     "mixtral",
     "nemotron-nas",

@@ -67,6 +67,15 @@ def minicpm(hf: Fields) -> dict[str, Any]:
     return {"dense_len": sparse.get("dense_len")} if isinstance(sparse, dict) else {}
 
 
+def minicpm3(hf: Fields) -> dict[str, Any]:
+    """Files that lack v_head_dim share hidden_size among the heads."""
+    hidden: Any = hf.get("hidden_size")
+    heads: Any = hf.get("num_attention_heads")
+    if hf.get("v_head_dim") is not None or not _are_counts(hidden, heads):
+        return {}
+    return {"v_head_dim": hidden // heads}
+
+
 def gemma(hf: Fields) -> dict[str, Any]:
     """The first files say gelu and mean its tanh form."""
     return {"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}

@@ -26,6 +26,14 @@ LLAMA3 = {
 }
 APERTUS = {**SMALL, "dtype": "float32"}  # of the learned numbers
 LIMIT = -1e-3
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 32,
+    "factor": 8.0,
+}
 FIXED_NTK = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0}
 
 
@@ -86,4 +94,20 @@ CASES = {
     ),
     "apertus": Case("apertus", {**APERTUS, "rope_parameters": LLAMA3}, _near_zero, _with_limit_near_zero),
     "apertus-biased": Case("apertus", {**APERTUS, "attention_bias": True}, _older_apertus, _with_limit_near_zero),
+    "minicpm3": Case(
+        "minicpm3",
+        {**LATENT, "num_hidden_layers": 2, "scale_emb": 3.0, "scale_depth": 0.9, "dim_model_base": 20},
+    ),
+    "minicpm3-longrope": Case(
+        "minicpm3",
+        {
+            **LATENT,
+            "v_head_dim": None,
+            "num_hidden_layers": 2,
+            "rope_parameters": LONGROPE,
+            "scale_emb": 3.0,
+            "scale_depth": 0.9,
+        },
+        without("v_head_dim"),
+    ),
 }
