@@ -76,7 +76,9 @@ CASES = {
     ),
     "hyperclovax": Case("hyperclovax", {**SMALL, **FACTORS}),
     "hyperclovax-no-post-norms": Case(
-        "hyperclovax", {**SMALL, "attention_bias": True, "mlp_bias": True, "use_post_norm": False, "head_dim": 16}
+        "hyperclovax",
+        {**SMALL, "attention_bias": True, "mlp_bias": True, "use_post_norm": False, "head_dim": 16},
+        without("attention_multiplier"),
     ),
     "jais2": Case("jais2", {**SMALL}),
     "youtu": Case("youtu", {**LATENT, "rope_parameters": YARN}),
