@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
 
 ENTRY_POINTS = "lightserve.models"
+TRANSFORMERS_BACKEND = "lightserve.models.transformers_backend.model:TransformersTpPartModel"
 MODELS = {
     "Yi": "lightserve.models.llama.model:LlamaTpPartModel",
     "apertus": "lightserve.models.apertus.model:ApertusTpPartModel",
@@ -67,6 +68,7 @@ MODELS = {
     "gptj": "lightserve.models.gptj.model:GptJTpPartModel",
     "granite": "lightserve.models.granite.model:GraniteTpPartModel",
     "granitemoe": "lightserve.models.granitemoe.model:GraniteMoeTpPartModel",
+    "granitemoehybrid": "lightserve.models.granitemoehybrid.model:GraniteMoeHybridTpPartModel",
     "helium": "lightserve.models.helium.model:HeliumTpPartModel",
     "hunyuan_v1_dense": "lightserve.models.hunyuan_v1_dense.model:HunyuanTpPartModel",
     "hunyuan_v1_moe": "lightserve.models.hunyuan_v1_moe.model:HunyuanMoeTpPartModel",
@@ -78,6 +80,7 @@ MODELS = {
     "jais2": "lightserve.models.jais2.model:Jais2TpPartModel",
     "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
     "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",
@@ -94,6 +97,7 @@ MODELS = {
     "mpt": "lightserve.models.mpt.model:MptTpPartModel",
     "nemotron": "lightserve.models.nemotron.model:NemotronTpPartModel",
     "nemotron-nas": "lightserve.models.llama.model:LlamaTpPartModel",
+    "nemotron_h": "lightserve.models.nemotron_h.model:NemotronHTpPartModel",
     "nomic_bert": "lightserve.models.nomic_bert.model:NomicBertTpPartModel",
     "olmo": "lightserve.models.olmo.model:OlmoTpPartModel",
     "olmo2": "lightserve.models.olmo2.model:Olmo2TpPartModel",
@@ -108,7 +112,12 @@ MODELS = {
     "qwen2_moe": "lightserve.models.qwen2_moe.model:Qwen2MoeTpPartModel",
     "qwen2_vl": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",
+    "qwen3_5": "lightserve.models.qwen3_5.model:Qwen35TpPartModel",
+    "qwen3_5_moe": "lightserve.models.qwen3_5_moe.model:Qwen35MoeTpPartModel",
+    "qwen3_5_moe_text": "lightserve.models.qwen3_5_moe.model:Qwen35MoeTpPartModel",
+    "qwen3_5_text": "lightserve.models.qwen3_5.model:Qwen35TpPartModel",
     "qwen3_moe": "lightserve.models.qwen3_moe.model:Qwen3MoeTpPartModel",
+    "qwen3_next": "lightserve.models.qwen3_next.model:Qwen3NextTpPartModel",
     "qwen3_vl": "lightserve.models.qwen3.model:Qwen3TpPartModel",
     "qwen3_vl_moe": "lightserve.models.qwen3_vl_moe.model:Qwen3VlMoeTpPartModel",
     "roberta": "lightserve.models.roberta.model:RobertaTpPartModel",
@@ -169,8 +178,9 @@ def read_model_config(
     return replace(config, quantization=read_on_load_config(Path(quantization_config or "")))
 
 
-def get_model_class(model_type: str) -> type[TpPartBaseModel]:
-    path = _class_path(model_type)
+def get_model_class(model_type: str, is_of_transformers: bool = False) -> type[TpPartBaseModel]:
+    """``is_of_transformers``: transformers' modules compute the model, whatever it is."""
+    path = TRANSFORMERS_BACKEND if is_of_transformers else _class_path(model_type)
     module, _, name = path.partition(":")
     try:
         model_class: type[TpPartBaseModel] = getattr(import_module(module), name)

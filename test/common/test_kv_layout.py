@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.kv.layout import KvGroup, KvLayout, StateGroup, StateTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 
 CPU = torch.device("cpu")
@@ -17,6 +17,13 @@ MIXED = KvLayout(
         KvGroup((3, 4), num_heads=1, key_size=72, value_size=0, dtype=BF16),
         KvGroup((5,), num_heads=2, key_size=16, value_size=16, dtype=torch.int8, scale_dtype=torch.float32),
     )
+)
+RECURRENT = KvLayout(
+    (KvGroup((1, 3), num_heads=2, key_size=16, value_size=16, dtype=BF16),),
+    (
+        StateGroup((0, 3), (StateTensor((3, 24), BF16), StateTensor((2, 8, 4), torch.float32))),
+        StateGroup((2,), (StateTensor((2, 16), BF16),)),
+    ),
 )
 
 
@@ -78,3 +85,53 @@ def test_layers_without_a_cache_take_no_memory() -> None:
     assert layout.num_layers == 2
     assert manager.buffers[0].shape == (2, 5, 2, 8)
     assert manager.layer(7).data_ptr() == manager.buffers[0][1].data_ptr()
+
+
+def test_recurrent_layers_store_rows_of_their_shapes() -> None:
+    manager = MemoryManager(4, RECURRENT, CPU, state_rows=5)
+
+    inputs, matrices = manager.states(3)
+
+    assert (inputs.shape, inputs.dtype) == ((6, 3, 24), BF16)
+    assert (matrices.shape, matrices.dtype) == ((6, 2, 8, 4), torch.float32)
+    assert [state.shape for state in manager.states(2)] == [(6, 2, 16)]
+    assert (manager.state_rows, manager.padding_row) == (5, 5)
+
+
+def test_every_recurrent_layer_has_its_own_memory() -> None:
+    manager = MemoryManager(4, RECURRENT, CPU, state_rows=5)
+
+    for layer in (0, 2, 3):
+        for state in manager.states(layer):
+            state.fill_(layer)
+
+    assert all(bool((state == layer).all()) for layer in (0, 2, 3) for state in manager.states(layer))
+
+
+def test_bytes_per_state_row_are_those_of_the_buffers() -> None:
+    manager = MemoryManager(4, RECURRENT, CPU, state_rows=5)
+
+    buffers = [buffer for group in manager.state_buffers for buffer in group]
+
+    assert RECURRENT.bytes_per_state_row * 6 == sum(buffer.nbytes for buffer in buffers)
+    assert MIXED.bytes_per_state_row == 0
+
+
+def test_a_pipeline_stage_has_the_states_of_its_layers() -> None:
+    stage = RECURRENT.of_layers((2, 3))
+
+    assert [group.layers for group in stage.groups] == [(3,)]
+    assert [group.layers for group in stage.states] == [(3,), (2,)]
+    assert stage.bytes_per_state_row == (3 * 24 * 2 + 2 * 8 * 4 * 4) + 2 * 16 * 2
+
+
+def test_a_layer_in_two_state_groups_is_refused() -> None:
+    group = StateGroup((0,), (StateTensor((4,), BF16),))
+
+    with pytest.raises(ValueError, match="a layer is in one state group only"):
+        KvLayout((), (group, group))
+
+
+def test_a_state_without_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="a state needs a shape of positive sizes"):
+        StateTensor((3, 0), BF16)

@@ -60,6 +60,7 @@ FAMILIES = {
     "gptj": "GPT-J",
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE",
+    "granitemoehybrid": "Granite 4",
     "helium": "Helium",
     "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
     "hunyuan_v1_moe": "Hunyuan A13B",
@@ -71,6 +72,7 @@ FAMILIES = {
     "jais2": "Jais 2",
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
+    "lfm2": "LFM 2, 2.5",
     "llama": "Llama 1 to 3, SmolLM 2",
     "mellum": "Mellum 2",
     "mimo_v2_flash": "MiMo-V2-Flash",
@@ -87,6 +89,7 @@ FAMILIES = {
     "mpt": "MPT",
     "nemotron": "Nemotron 3, 4, Minitron",
     "nemotron-nas": "Llama-Nemotron",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2, without experts",
     "nomic_bert": "nomic-embed-text 1 and 1.5",
     "olmo": "OLMo",
     "olmo2": "OLMo 2",
@@ -101,7 +104,12 @@ FAMILIES = {
     "qwen2_moe": "Qwen 1.5 MoE, 2 MoE",
     "qwen2_vl": "Qwen 2 VL, text only",
     "qwen3": "Qwen 3",
+    "qwen3_5": "Qwen 3.5, 3.6, 3.8, text only",
+    "qwen3_5_moe": "Qwen 3.5 MoE, 3.6 MoE, text only",
+    "qwen3_5_moe_text": "Qwen 3.5 MoE without the vision part",
+    "qwen3_5_text": "Qwen 3.5 without the vision part",
     "qwen3_moe": "Qwen 3 MoE",
+    "qwen3_next": "Qwen 3 Next, Qwen 3 Coder Next",
     "qwen3_vl": "Qwen 3 VL, text only",
     "qwen3_vl_moe": "Qwen 3 VL MoE, text only",
     "roberta": "RoBERTa",
@@ -132,13 +140,15 @@ INTRODUCTION = """\
 # Models
 
 Serve any model of this list with `--model_dir`. The column `model_type` is what the model's
-`config.json` says. To add one, see [adding_a_model.md](adding_a_model.md); what else is read from a
-model's folder or GGUF file is in [model_files.md](model_files.md).
+`config.json` says. A model that is not in it may be [run by transformers](transformers.md), slowly. To
+add one, see [adding_a_model.md](adding_a_model.md); what else is read from a model's folder or GGUF
+file is in [model_files.md](model_files.md).
 
 `python -m test.models.page` writes this page, and a test compares it. *Lines* are
 those of the model's file that are not blank. *Cases* are the shapes in which the model gives the
 logits of transformers, over prompts of 170 tokens in chunks, with a cached prefix, in decode steps,
-in half precision and on two ranks (`test/models/test_architectures.py`). *GGUF* names the
+in half precision and on two ranks (`test/models/test_architectures.py`). Compare a real one on your
+machine with [`lightserve parity`](transformers.md#compare-a-model-with-transformers). *GGUF* names the
 architectures of llama.cpp that are read. Every one of them embeds texts too, with `--task embed`.
 """
 NOTES = """\
@@ -220,6 +230,7 @@ def _layer_features(spec: LayerSpec) -> Iterator[str]:
             "window": spec.window,
             "softcap": spec.softcap,
             "sinks": spec.has_sinks,
+            "recurrent layers": spec.mixer,
             "ALiBi": spec.alibi_slopes,
             "partial rope": spec.rope and spec.rotary_dim < spec.head_dim,
             "qk norm": spec.qk_norm,

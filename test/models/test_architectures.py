@@ -23,6 +23,8 @@ from lightserve.common.basemodel import LogitRows
 from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.models.registry import read_model_config
+from lightserve.parity.compare import row_errors
+from test.models.architectures import hybrid
 from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
 from test.models.session import Session
@@ -39,7 +41,7 @@ MOST_ROWS = 0.97  # rounding changes the experts of a token that is between two 
 class Prompts(NamedTuple):
     first: list[int]
     chunk: int  # tokens of ``first`` in its first chunk
-    prefix: int  # tokens of ``first`` that a second request shares
+    prefix: int  # tokens of ``first`` in its first two chunks, which a second request shares
     other: list[int]
 
 
@@ -71,14 +73,14 @@ def all_logits(
     model = build_model(tiny.config_json, tiny.checkpoint(), tp, dtype, DEVICE, max_len=MAX_LEN)
     session = Session(model)
     whole, chunk, prefix, other = prompts
-    first = session.step({0: whole[:chunk]}, logit_rows=LogitRows.ALL)
-    second = session.step({1: other, 0: whole[chunk:]}, logit_rows=LogitRows.ALL)
+    first = [session.step({0: ids}, logit_rows=LogitRows.ALL) for ids in (whole[:chunk], whole[chunk:prefix])]
+    second = session.step({1: other, 0: whole[prefix:]}, logit_rows=LogitRows.ALL)
     session.share_prefix(0, 2, length=prefix)
     with recorded(model, "logits"):
         shared = session.step({2: other}, logit_rows=LogitRows.ALL)
         decoded = [session.step({0: [5], 1: [6], 2: [7]})]
     decoded += [session.step({0: [6 + i], 1: [7 + i], 2: [8 + i]}) for i in range(2)]
-    return [torch.cat([first, second[len(other) :]]), second[: len(other)], shared, *decoded]
+    return [torch.cat([*first, second[len(other) :]]), second[: len(other)], shared, *decoded]
 
 
 def expected_logits(tiny: Tiny, prompts: Prompts) -> list[Tensor]:
@@ -94,7 +96,7 @@ def assert_same(
 ) -> None:
     """``min_share``: of the rows that must be within the tolerance."""
     largest = max(one.abs().max() for one in theirs)
-    errors = torch.cat([(our.float() - their).abs().amax(-1) for our, their in zip(ours, theirs, strict=True)])
+    errors = torch.cat([row_errors(our, their) for our, their in zip(ours, theirs, strict=True)])
     assert errors.isfinite().all()
     assert (errors <= TOLERANCE[dtype] * largest).float().mean() >= min_share
 
@@ -111,7 +113,8 @@ def test_chunks_cached_prefixes_and_decode_give_the_logits_of_transformers(name:
     "name", [name if name in FIRST_CASES or ON_GPU else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
 def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
-    tiny = build(CASES[name], dtype)
+    is_hybrid = name in hybrid.CASES
+    tiny = build(hybrid.with_all_experts(CASES[name]) if is_hybrid else CASES[name], dtype)
 
     has_experts = read_model_config(tiny.config_json, None).experts_name is not None
     ours, theirs = all_logits(tiny, SHORT, dtype=dtype), expected_logits(tiny, SHORT)

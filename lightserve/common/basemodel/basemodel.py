@@ -20,6 +20,7 @@ from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template i
 from lightserve.common.basemodel.layer_weights.layer_weight import TransformerLayerWeight
 from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import uses_adapters
+from lightserve.common.basemodel.mixers.mixer import state_groups
 from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, states_after
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
@@ -50,6 +51,9 @@ class TpPartBaseModel(LoadableModel):
     # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
     attends_to_shared_prefixes: ClassVar[bool] = True
 
+    # a step is a fixed sequence of kernels, which a graph can replay
+    captures_graphs: ClassVar[bool] = True
+
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
@@ -66,14 +70,17 @@ class TpPartBaseModel(LoadableModel):
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
-    def set_kv_size(self, size: int, group_sizes: tuple[int, ...] = ()) -> None:
-        """Allocate an empty KV cache of ``size`` tokens. KV groups may have pools of their own."""
-        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes)
+    def set_kv_size(self, size: int, group_sizes: tuple[int, ...] = (), state_rows: int = 0) -> None:
+        """Allocate an empty KV cache of ``size`` tokens, and rows for the states of recurrent layers.
+
+        KV groups may have pools of their own.
+        """
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows)
         if group_sizes:
             self.req_manager.set_num_groups(len(group_sizes))
 
     def _kv_layout(self) -> KvLayout:
-        """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
+        """What layers store: keys and values of each token, in groups of layers with the same heads, and states."""
         layers: dict[tuple[int, int, int | None], list[int]] = {}
         for spec in self.layer_specs:
             if not spec.has_attention or not spec.is_causal:
@@ -81,12 +88,11 @@ class TpPartBaseModel(LoadableModel):
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
         dtype, scale_dtype = kv_storage(self.args.kv_dtype, self.args.dtype)
-        return KvLayout(
-            tuple(
-                KvGroup(tuple(numbers), heads, dim, dim, dtype, scale_dtype, window)
-                for (heads, dim, window), numbers in layers.items()
-            )
+        groups = (
+            KvGroup(tuple(numbers), heads, dim, dim, dtype, scale_dtype, window)
+            for (heads, dim, window), numbers in layers.items()
         )
+        return KvLayout(tuple(groups), state_groups(self.layer_specs, self.tp.size, self.args.dtype))
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.spec, self.tp)

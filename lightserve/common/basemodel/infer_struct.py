@@ -12,7 +12,7 @@ from torch import Tensor
 from lightserve.common.basemodel.expert_rows import ExpertRows, expert_rows
 from lightserve.common.basemodel.spec import QueryScale
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles
+from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles, StateBatch
 from lightserve.common.parallel import RankGroup
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class ModelInput:
     logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
     kv_groups: tuple[KvGroupInput, ...] = ()  # those with pools; empty: all layers have the same slots
     lora: LoraRows | None = None  # None: no row uses an adapter
+    states: StateBatch | None = None  # the rows of recurrent layers; None: no layer has a state
     group_tokens: tuple[int, ...] = ()  # of the step of each attention group; empty: all have the same
 
 
@@ -65,12 +66,15 @@ class InferStateInfo:
         self.observer: Observer | None = None
         self.groups = RankGroup()  # attention groups, each with a step of its own
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
+        self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * dim]
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         if len(step.kv_groups) != len(mem_manager.group_sizes):
             raise ValueError(
                 f"{len(mem_manager.group_sizes)} KV groups have pools of their own, but the step has slots in "
                 f"{len(step.kv_groups)}"
             )
+        if mem_manager.layout.states and step.states is None:
+            raise ValueError("the model has recurrent layers, but the step does not say which rows their states are in")
         self._all_tokens = step
         self._group_steps = [replace(step, mem_index=group.mem_index, attn=group.attn) for group in step.kv_groups]
 

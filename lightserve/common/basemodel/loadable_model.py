@@ -28,6 +28,7 @@ from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.text_part import is_of_other_part, text_name
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
 from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.source import ModelSource
 
 # tensors of checkpoints that the model computes itself
 REDUNDANT = (
@@ -58,6 +59,7 @@ class ModelArgs:
     lora: LoraArgs | None = None  # None: the model takes no adapters
     packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
+    source: ModelSource | None = None  # the model's files, for a model that does not load them from ``checkpoint``
 
 
 class LoadableModel:
@@ -128,7 +130,8 @@ class LoadableModel:
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
             spec.check_halves()
-        if not self.has_kv and not self.attends_without_cache:
+        is_recurrent = any(spec.mixer is not None for spec in self.layer_specs)
+        if not self.has_kv and (is_recurrent or not self.attends_without_cache):
             raise ModelFilesError(
                 f"config.json: is_causal false is not supported for {self.config.model_type}; set it to true"
             )

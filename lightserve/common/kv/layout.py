@@ -1,10 +1,15 @@
-"""What a token stores in the KV cache of each layer. A model declares it; memory and pool size follow from it."""
+"""What tokens and requests store in each layer. A model declares it; memory and pool sizes follow from it.
+
+A token stores keys and values. A request stores the state of a recurrent layer, which has one size however many tokens
+the request has.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -69,18 +74,67 @@ def kv_storage(kv_dtype: str | None, dtype: torch.dtype) -> tuple[torch.dtype, t
 
 
 @dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The layers of a rank that store KV, each in one group.
+class StateTensor:
+    """One tensor of what a request stores in a recurrent layer, on one rank: a row."""
 
-    A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no group.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"a state needs a shape of positive sizes; it is {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Recurrent layers whose states have the same shapes."""
+
+    layers: tuple[int, ...]
+    tensors: tuple[StateTensor, ...]  # such as the last inputs of a convolution, and a matrix
+
+    def __post_init__(self) -> None:
+        if not self.layers or not self.tensors:
+            raise ValueError(f"a state group needs layers and tensors: {self}")
+
+    @property
+    def bytes_per_row(self) -> int:
+        """In all layers of the group."""
+        return len(self.layers) * sum(tensor.num_bytes for tensor in self.tensors)
+
+
+_Group = TypeVar("_Group", KvGroup, StateGroup)
+
+
+def _check_layers(groups: Sequence[KvGroup | StateGroup], kind: str) -> None:
+    layers = [layer for group in groups for layer in group.layers]
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"a layer is in one {kind} group only; the groups contain the layers {sorted(layers)}")
+
+
+def _parts(groups: Iterable[_Group], wanted: set[int]) -> tuple[_Group, ...]:
+    """The groups with only the wanted layers."""
+    parts = ((group, tuple(layer for layer in group.layers if layer in wanted)) for group in groups)
+    return tuple(replace(group, layers=layers) for group, layers in parts if layers)
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The layers of a rank that store KV, each in one group, and those that store states, each in one group.
+
+    A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no KV
+    group. A layer may have a KV group and a state group.
     """
 
     groups: tuple[KvGroup, ...]
+    states: tuple[StateGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        layers = [layer for group in self.groups for layer in group.layers]
-        if len(set(layers)) != len(layers):
-            raise ValueError(f"a layer is in one KV group only; the groups contain the layers {sorted(layers)}")
+        _check_layers(self.groups, "KV")
+        _check_layers(self.states, "state")
 
     @classmethod
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> KvLayout:
@@ -90,8 +144,7 @@ class KvLayout:
     def of_layers(self, layers: Iterable[int]) -> KvLayout:
         """Only these layers."""
         wanted = set(layers)
-        parts = ((group, tuple(layer for layer in group.layers if layer in wanted)) for group in self.groups)
-        return KvLayout(tuple(replace(group, layers=group_layers) for group, group_layers in parts if group_layers))
+        return KvLayout(_parts(self.groups, wanted), _parts(self.states, wanted))
 
     @property
     def num_layers(self) -> int:
@@ -100,6 +153,11 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def bytes_per_state_row(self) -> int:
+        """What a row takes in all layers; 0: no layer has a state."""
+        return sum(group.bytes_per_row for group in self.states)
 
     @property
     def windowed_bytes_per_token(self) -> int:

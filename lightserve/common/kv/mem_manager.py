@@ -1,4 +1,7 @@
-"""The KV tensors: one row per token and layer, addressed by slot. router/kv/slots.py tracks who uses a slot."""
+"""The KV tensors, with a slot for each token, and the states of recurrent layers, with a row for each request.
+
+The router tracks who uses a slot or a row (router/kv/slots.py).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,19 @@ class MemoryManager:
     """``size`` slots per layer, and one more that padding writes to and nothing reads.
 
     ``group_sizes``: slots of KV groups, which are pools with slot numbers of their own. The first one has the layers
-    with a window.
+    with a window. ``state_rows``: rows of the states, and one more for padding as well.
     """
 
-    def __init__(self, size: int, layout: KvLayout, device: torch.device, group_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        layout: KvLayout,
+        device: torch.device,
+        group_sizes: tuple[int, ...] = (),
+        state_rows: int = 0,
+    ) -> None:
         self.size = size
+        self.state_rows = state_rows
         self.group_sizes = group_sizes
         self.layout = layout
         windowed = [group for group in layout.groups if group_sizes and group.window is not None]
@@ -36,6 +47,17 @@ class MemoryManager:
         }
         self._layers = self._by_layer(dict(enumerate(self.buffers)))
         self._scales = self._by_layer(self.scale_buffers)
+        # for each group its tensors, [layers, rows, *shape]
+        self.state_buffers = [
+            tuple(
+                torch.empty(len(group.layers), state_rows + 1, *tensor.shape, dtype=tensor.dtype, device=device)
+                for tensor in group.tensors
+            )
+            for group in layout.states
+        ]
+        self._states: dict[int, tuple[Tensor, ...]] = {}
+        for state_group, buffers in zip(layout.states, self.state_buffers, strict=True):
+            self._states |= zip(state_group.layers, zip(*buffers, strict=True), strict=True)
 
     def _slots(self, group: KvGroup) -> int:
         """With the slot of padding."""
@@ -53,6 +75,10 @@ class MemoryManager:
         return self.size
 
     @property
+    def padding_row(self) -> int:
+        return self.state_rows
+
+    @property
     def group_padding_slots(self) -> tuple[int, ...]:
         return self.group_sizes
 
@@ -67,3 +93,7 @@ class MemoryManager:
     def scales(self, layer_num: int) -> Tensor | None:
         """The scales of one layer, ``[slots, scales]``; None: its cache has none."""
         return self._scales.get(layer_num)
+
+    def states(self, layer_num: int) -> tuple[Tensor, ...]:
+        """The states of one recurrent layer, each ``[rows, *shape]``. A row that nothing wrote has no value."""
+        return self._states[layer_num]

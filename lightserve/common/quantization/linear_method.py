@@ -48,6 +48,7 @@ class LinearSpec:
     is_transposed: bool = False  # the checkpoint stores the weight as [in, out]
     is_vocab: bool = False  # the rows are tokens, and the method must also look them up (``embed``)
     is_router: bool = False  # it chooses experts, or how much of a shared one counts
+    is_gate: bool = False  # it decides how much of a recurrent state stays
     scales_rows: bool = False  # rows are multiplied by factors after each load (``scale_rows``)
 
     @property

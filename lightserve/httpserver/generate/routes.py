@@ -12,10 +12,10 @@ from starlette.responses import Response
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.generate.lightllm.request import LightllmBody
+from lightserve.httpserver.generate.lightllm.request import UNSUPPORTED, LightllmBody, LightllmParameters
 from lightserve.httpserver.generate.lightllm.response import lightllm_response
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
-from lightserve.httpserver.generate.tgi.request import MAX_STOPS, TgiBody
+from lightserve.httpserver.generate.tgi.request import MAX_STOPS, TgiBody, TgiParameters
 from lightserve.httpserver.generate.tgi.response import tgi_response
 from lightserve.httpserver.http.body import json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
@@ -26,64 +26,18 @@ class Schema(enum.Enum):
     TGI = "TGI"
 
 
-LIGHTLLM_ONLY = frozenset(
-    {
-        "add_spaces_between_special_tokens",
-        "add_special_tokens",
-        "allowed_token_ids",
-        "cache_salt",
-        "disable_prompt_cache",
-        "early_stopping",
-        "exponential_decay_length_penalty",
-        "extra_key",
-        "first_allowed_token_ids",
-        "group_request_id",
-        "guided_grammar",
-        "guided_json",
-        "ignore_eos",
-        "image_max_patch_num",
-        "input_penalty",
-        "invalid_token_ids",
-        "length_penalty",
-        "logit_bias",
-        "min_new_tokens",
-        "min_p",
-        "move_kv_to_decode_node",
-        "n",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "presence_penalty",
-        "priority",
-        "print_eos_token",
-        "prompt_cache_key",
-        "prompt_logprobs",
-        "regular_constraint",
-        "return_details",
-        "session_id",
-        "skip_special_tokens",
-        "stop_sequences",
-        "suggested_dp_index",
-        "task_id",
-        "timeout",
-    }
-)
-TGI_ONLY = frozenset(
-    {
-        "adapter_id",
-        "decoder_input_details",
-        "details",
-        "grammar",
-        "ignore_eos_token",
-        "return_full_text",
-        "seed",
-        "stop",
-        "top_n_tokens",
-        "truncate",
-        "typical_p",
-        "watermark",
-    }
+# parameters of LightLLM's clients that have no effect here; they still show whose body it is
+WITHOUT_EFFECT = (
+    "add_spaces_between_special_tokens",
+    "group_request_id",
+    "move_kv_to_decode_node",
+    "suggested_dp_index",
 )
 WORKS_IN_BOTH = frozenset({"seed"})  # alone it means TGI, but LightLLM's bodies may have it too
+_LIGHTLLM = frozenset({*LightllmParameters.model_fields, *UNSUPPORTED, *WITHOUT_EFFECT})
+_TGI = frozenset(TgiParameters.model_fields)
+LIGHTLLM_ONLY = _LIGHTLLM - _TGI
+TGI_ONLY = (_TGI - _LIGHTLLM) | WORKS_IN_BOTH
 
 
 def schema_of(body: dict[str, Any], default: Schema) -> Schema:

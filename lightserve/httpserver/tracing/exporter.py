@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from lightserve import __version__
@@ -147,6 +148,14 @@ def _connect(url: SplitResult) -> http.client.HTTPConnection:
     if url.scheme == "https":
         return http.client.HTTPSConnection(host, url.port, timeout=TIMEOUT_S, context=ssl.create_default_context())
     return http.client.HTTPConnection(host, url.port, timeout=TIMEOUT_S)
+
+
+def has_otlp() -> bool:
+    """Whether the package of the extra ``otlp`` is installed."""
+    try:
+        return find_spec("opentelemetry.proto") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def start_exporter(endpoint: str | None, model: str, http_process: int) -> SpanExporter | None:

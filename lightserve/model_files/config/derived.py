@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightserve.model_files.config.layer_shapes import layer_lists
+
 Fields = Mapping[str, Any]
 Derive = Callable[[Fields], dict[str, Any]]
 BAICHUAN2_VOCAB = 125_696
+MAX_FACTOR = 1e6  # infinity and NaN are no widths
 BAICHUAN_13B = 5120, 40  # hidden_size, num_hidden_layers
 
 
@@ -43,6 +46,68 @@ def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
         return {"layer_types": [kinds[has_windows and is_windowed(i, bound)] for i in range(min(layers, 10_000))]}
 
     return derive
+
+
+def recurrent_except_every(count: int) -> Derive:
+    """layer_types: recurrent layers except every ``full_attention_interval``-th, which is ``count`` by default."""
+
+    def derive(hf: Fields) -> dict[str, Any]:
+        interval: Any = hf.get("full_attention_interval") or count
+        layers: Any = hf.get("num_hidden_layers")
+        if hf.get("layer_types") is not None or not _are_counts(interval, layers):
+            return {}
+        kinds = ("full_attention", "linear_attention")
+        return {"layer_types": [kinds[bool((i + 1) % interval)] for i in range(min(layers, 10_000))]}
+
+    return derive
+
+
+def granite_hybrid(hf: Fields) -> dict[str, Any]:
+    """layer_types under transformers' names. Published files have others."""
+    kinds = {"mamba": "linear_attention", "attention": "full_attention"}
+    types = hf.get("layer_types", hf.get("layers_block_type"))
+    layers: Any = hf.get("num_hidden_layers")
+    if isinstance(types, list):
+        return {"layer_types": [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in types]}
+    return {"layer_types": ["linear_attention"] * min(layers, 10_000) if _are_counts(layers) else types}
+
+
+def nemotron_h(hf: Fields) -> dict[str, Any]:
+    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    kinds |= {"mamba": "linear_attention", "attention": "full_attention"}
+    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern")
+    if not isinstance(listed, list | str):
+        return {}
+    types = [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+
+    def where(kind: str, value: Any) -> list[Any]:
+        return [value if layer_type == kind else 0 for layer_type in types]
+
+    shapes = {
+        "num_attention_heads": where("full_attention", hf.get("num_attention_heads")),
+        "num_key_value_heads": where("full_attention", hf.get("num_key_value_heads")),
+        "intermediate_size": where("mlp", hf.get("intermediate_size")),
+    }
+    with_attention = ["full_attention" if layer_type == "mlp" else layer_type for layer_type in types]
+    return {"layer_types": with_attention, "num_hidden_layers": len(types), **layer_lists(shapes)}
+
+
+def lfm2(hf: Fields) -> dict[str, Any]:
+    """The width of the feed-forward as it is built, and layer_types from the numbers of the layers with attention."""
+    fields = {"tie_word_embeddings": hf.get("tie_embedding", hf.get("tie_word_embeddings"))}
+    width: Any = hf.get("block_ff_dim", hf.get("intermediate_size"))
+    layers: Any = hf.get("num_hidden_layers")
+    factor, multiple = hf.get("block_ffn_dim_multiplier", 1.0), hf.get("block_multiple_of", 256)
+    if _are_counts(width) and hf.get("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        if isinstance(factor, int | float) and 0 < factor < MAX_FACTOR and _are_counts(multiple):
+            width = -(-int(factor * width) // multiple) * multiple
+    attention = hf.get("full_attn_idxs")
+    if hf.get("layer_types") is None and isinstance(attention, list) and _are_counts(layers):
+        kinds = ("conv", "full_attention")
+        fields["layer_types"] = [kinds[i in attention] for i in range(min(layers, 10_000))]
+    return {**fields, "intermediate_size": width}
 
 
 def whole_rope(hf: Fields) -> dict[str, Any]:

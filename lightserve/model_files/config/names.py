@@ -7,7 +7,7 @@ its config.json may lack, has an entry here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightserve.model_files.config import derived as config_derived
@@ -129,6 +129,21 @@ _MINICPM3 = {
 }
 _ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN3_HYBRID = ConfigNames(
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    derived=config_derived.recurrent_except_every(4),
+)
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
 _NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
@@ -173,6 +188,7 @@ MODELS = {
         {"rms_norm_eps": 1e-5, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     ),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
+    "flex_olmo": ConfigNames(defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
@@ -188,7 +204,20 @@ MODELS = {
     "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
-    "flex_olmo": ConfigNames(defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}),
+    "granitemoehybrid": ConfigNames(
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+        derived=config_derived.granite_hybrid,
+    ),
     "helium": ConfigNames(defaults={"rms_norm_eps": 1e-8}),
     "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
     "hunyuan_v1_moe": ConfigNames(
@@ -202,6 +231,16 @@ MODELS = {
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "jais2": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
+    "lfm2": ConfigNames(
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "rope_theta": 1_000_000.0,
+            "conv_L_cache": 3,
+        },
+        derived=config_derived.lfm2,
+    ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "mellum": ConfigNames(
         defaults={"norm_topk_prob": True, "sliding_window": 1024, "rope_parameters": _MELLUM_ROPE},
@@ -219,6 +258,20 @@ MODELS = {
     "modernbert": ConfigNames(defaults=_MODERNBERT, derived=config_derived.modernbert),
     "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
     "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "nemotron_h": ConfigNames(
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+        },
+        derived=config_derived.nemotron_h,
+    ),
     "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
     "nomic_bert": ConfigNames(defaults=_NOMIC_BERT, derived=config_derived.nomic_bert),
     "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
@@ -241,6 +294,9 @@ MODELS = {
     "qwen3_moe": ConfigNames(
         defaults=_QWEN, derived=config_derived.all_of(config_derived.whole_rope, lambda hf: {"layer_types": None})
     ),
+    "qwen3_5_moe_text": _QWEN3_HYBRID,
+    "qwen3_5_text": replace(_QWEN3_HYBRID, defaults={**_QWEN3_HYBRID.defaults, "num_key_value_heads": 4}),
+    "qwen3_next": _QWEN3_HYBRID,
     "roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(

@@ -352,6 +352,10 @@ class InferBatch:
             group_slots = tuple(spread(of_group, counts.slots, q_len) for of_group in group_slots)
         return StepRows(rows, q_len, slots, group_slots, int32s(step.token_ids), counts)
 
+    def reqs_of(self, req_ids: Int64Array) -> list[InferReq]:
+        """Requests of the batch by their ids."""
+        return list(map(self._reqs.__getitem__, req_ids.tolist()))
+
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._req_by_row.__getitem__, rows.tolist()))
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lightserve.httpserver.tracing.exporter import has_otlp
 from test.api.hostile_bodies import HOSTILE, send
 from test.api.test_faults import CHAT, GET, HI, POST, Client, http_request, leave
 from test.faults.case import Case
 from test.faults.cases.observability import COLLECTOR
 from test.faults.cases.pooling import EMBED
-from test.faults.extras import has_otlp
 from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import STREAMS_CONTINUE, Reaction, responds
 from test.faults.start_case import Start, StartCase

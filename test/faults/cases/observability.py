@@ -10,9 +10,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from lightserve.httpserver.tracing.exporter import has_otlp
 from test.api.test_faults import Client
 from test.faults.case import Case
-from test.faults.extras import has_otlp
 from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import STREAMS_CONTINUE, Reaction, responds, same_text, streams_continue
 from test.faults.start_case import Start, StartCase

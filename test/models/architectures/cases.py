@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test.models.architectures import dense_a, dense_b, dense_c, latent, llama_like, moe, moe_b, vision_language
+from test.models.architectures import dense_a, dense_b, dense_c, hybrid, latent, llama_like, moe, moe_b, vision_language
 
-MODULES = dense_a, dense_b, dense_c, latent, llama_like, moe, moe_b, vision_language
+MODULES = dense_a, dense_b, dense_c, hybrid, latent, llama_like, moe, moe_b, vision_language
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}

@@ -1,0 +1,177 @@
+"""Models in which some layers have recurrent state instead of attention. Chunks of prompts end anywhere in them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from test.models.architectures.case import SMALL, Case, Json, Tensors, without
+from test.models.architectures.moe import QWEN
+
+# odd sizes, three value heads for each key head, and attention in every third layer
+DELTA = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 3,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED = {**{key: QWEN[key] for key in QWEN.keys() - SMALL.keys()}, "shared_expert_intermediate_size": 44}
+ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
+
+# attention in two of four layers
+CONV = {**SMALL, "num_hidden_layers": 4, "hidden_size": 96, "full_attn_idxs": [1, 3]}
+# three heads share an input and an output of the states
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "shared_intermediate_size": 40,
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+NEMOTRON = {
+    **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
+    "head_dim": 16,
+    "hybrid_override_pattern": "M-M*-M",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+}
+NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+ONE_KEY_HEAD = {
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+}
+INTERLEAVED = {**ROPE, "mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 48,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "num_position_embeddings": 16,
+}
+
+
+def _as_granite_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+    return {**config_json, "layer_types": [kinds[kind] for kind in config_json["layer_types"]]}, tensors
+
+
+def _with_pattern(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Nemotron-H was published."""
+    fields = {key: value for key, value in config_json.items() if key != "layers_block_type"}
+    return {**fields, "hybrid_override_pattern": NEMOTRON["hybrid_override_pattern"]}, tensors
+
+
+def with_limits_of_config(hf: Any) -> Any:
+    """transformers 5.22 limits the steps by time_step_min, unlike NVIDIA's code for these models."""
+    for module in hf.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = hf.config.time_step_limit
+    return hf
+
+
+def with_all_experts(case: Case) -> Case:
+    """Every token uses all experts. Rounding then changes no choice of a token, which those behind it would see."""
+    fields = deepcopy(case.fields)
+    text = fields.get("text_config", fields)
+    if "num_experts_per_tok" in text:
+        text["num_local_experts" if "num_local_experts" in text else "num_experts"] = text["num_experts_per_tok"]
+    return replace(case, fields=fields)
+
+
+def _with_drafts(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Qwen3.5 was published: behind the layers there is one for drafts."""
+    return config_json, {**tensors, "mtp.fc.weight": torch.ones(48, 96), "mtp.norm.weight": torch.ones(48)}
+
+
+def _multimodal(model_type: str, text: Json) -> Case:
+    fields = {"text_config": {**text, "rope_parameters": INTERLEAVED}, "vision_config": VISION}
+    return Case(model_type, {**fields, "tie_word_embeddings": False}, _with_drafts)
+
+
+CASES = {
+    "granitemoehybrid": Case("granitemoehybrid", {**SMALL, **MAMBA, **GRANITE_FACTORS, "num_local_experts": 0}),
+    "granitemoehybrid-experts": Case(
+        "granitemoehybrid",
+        {
+            **SMALL,
+            **MAMBA,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 28,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.1, 1.5],
+            "tie_word_embeddings": True,
+        },
+        _as_granite_published,
+    ),
+    "lfm2": Case("lfm2", {**CONV, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2-bias": Case(
+        "lfm2",
+        {
+            **CONV,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_embedding": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        without("layer_types"),
+    ),
+    "nemotron_h": Case("nemotron_h", NEMOTRON, _with_pattern, with_limits_of_config),
+    "nemotron_h-bias": Case(
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "M*-M",
+            "time_step_limit": [0.3, 1.2],
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+        adapt_oracle=with_limits_of_config,
+    ),
+    "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
+    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),
+    "qwen3_5": _multimodal("qwen3_5", {**SMALL, **DELTA}),
+    "qwen3_5_moe": _multimodal("qwen3_5_moe", {**NO_INTERMEDIATE, **SHARED, **DELTA}),
+    "qwen3_next": Case("qwen3_next", {**SMALL, **SHARED, **DELTA, "rope_parameters": ROPE}),
+    "qwen3_next-dense": Case(
+        "qwen3_next",
+        {
+            **SMALL,
+            **SHARED,
+            **DELTA,
+            "full_attention_interval": 4,  # the default
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        without("layer_types"),
+    ),
+}
