@@ -10,6 +10,7 @@ from lightserve.common.ops.activation import (
     relu2_and_mul,
     silu,
     silu_and_mul,
+    xielu,
 )
 from lightserve.common.ops.attention import (
     WINDOW_MARGIN,
