@@ -28,6 +28,11 @@ class ChunkBoundaries:
         if any(self._end_around(end) != end for end in self._ends):
             raise ValueError(f"a chunk cannot end inside of a span: {self._ends}, {self._spans}")
 
+    def with_ends(self, ends: Iterable[int]) -> ChunkBoundaries:
+        """Chunks end at these positions too, except inside of spans."""
+        allowed = {end for end in ends if self._end_around(end) == end}
+        return ChunkBoundaries({*self._ends, *allowed}, self._spans)
+
     def __bool__(self) -> bool:
         return bool(self._ends or self._spans)
 
