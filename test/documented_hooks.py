@@ -15,6 +15,7 @@ NOT_HOOKS = {
     *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
     *("_adapted", "_post_norm_forward", "_attended"),
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
+    "_without_gate",
     *("_names_of_all_stages", "send_to_next_stage"),
     *("merged_checkpoint", "check_adapters", "own_names", "own_name", "check_adapter", "adapter_sizes", "load_weights"),
     *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),

@@ -91,6 +91,7 @@ MODELS = {
     "qwen2_vl": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",
     "qwen3_moe": "lightserve.models.qwen3_moe.model:Qwen3MoeTpPartModel",
+    "qwen3_next": "lightserve.models.qwen3_next.model:Qwen3NextTpPartModel",
     "qwen3_vl": "lightserve.models.qwen3.model:Qwen3TpPartModel",
     "qwen3_vl_moe": "lightserve.models.qwen3_vl_moe.model:Qwen3VlMoeTpPartModel",
     "roberta": "lightserve.models.roberta.model:RobertaTpPartModel",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.basemodel.hooks import recorded
-from lightserve.common.ops import AttnBatch
+from lightserve.common.ops import NO_ROW, AttnBatch, StateBatch
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, LightserveError
@@ -65,7 +65,9 @@ def _prefill(model: TpPartBaseModel, ids: Sequence[int]) -> ModelInput:
     model.req_manager.req_to_token[0, :count] = slots
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     attn = AttnBatch(model.req_manager.req_to_token, zero, zero, zero + count, zero)
-    return ModelInput(torch.tensor(list(ids), device=device), slots, slots, attn, is_prefill=True)
+    no_row = zero + NO_ROW
+    states = StateBatch(torch.cat((zero, zero + count)), no_row, no_row, count) if model.kv_layout.states else None
+    return ModelInput(torch.tensor(list(ids), device=device), slots, slots, attn, is_prefill=True, states=states)
 
 
 def main() -> None:

@@ -9,10 +9,54 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import KvGroupInput, LogitRows, ModelInput, TpPartBaseModel
-from lightserve.common.ops import AttnBatch
+from lightserve.common.ops import NO_ROW, AttnBatch, StateBatch
 from lightserve.router.kv.slots import TokenSlots
 
 FLOAT8_NAN = 0x7F  # the bits of e4m3
+STATE_ROWS = 40
+
+
+class SessionStates:
+    """The rows of requests' states, in random order. Those behind chunks of prompts are kept for other requests."""
+
+    def __init__(self, model: TpPartBaseModel) -> None:
+        self._memory, self._device = model.mem_manager, model.device
+        self._free = np.random.default_rng(2).permutation(self._memory.state_rows).tolist()
+        self._row: dict[int, int] = {}  # by request
+        self._kept: dict[tuple[int, int], int] = {}  # by request and number of its tokens
+        self._erase(slice(None))
+
+    def batch(self, lengths: dict[int, int], q_len: list[int]) -> StateBatch:
+        """The rows of a step. ``lengths``: of the requests behind it."""
+        reads = [self._row.get(request, NO_ROW) for request in lengths]
+        for (request, length), count in zip(lengths.items(), q_len, strict=True):
+            if count > 1 or self._row.get(request, NO_ROW) in (NO_ROW, *self._kept.values()):
+                self._row[request] = self._free.pop()
+            if count > 1:
+                self._kept[request, length] = self._row[request]
+        starts = [sum(q_len[:i]) for i in range(len(q_len) + 1)]
+        writes = [self._row[request] for request in lengths]
+        b1_start, b_read_row, b_write_row = (
+            torch.tensor(values, dtype=torch.int32, device=self._device) for values in (starts, reads, writes)
+        )
+        return StateBatch(b1_start, b_read_row, b_write_row, max(q_len))
+
+    def share_prefix(self, donor: int, request: int, length: int) -> None:
+        """Let a request continue from the state behind a chunk of another."""
+        self._row[request] = self._kept[donor, length]
+
+    def finish(self, request: int) -> None:
+        """Forget a request, and the rows that it alone has."""
+        rows = {row for (owner, _), row in self._kept.items() if owner == request} | {self._row.pop(request)}
+        self._kept = {key: row for key, row in self._kept.items() if key[0] != request}
+        freed = sorted(rows.difference(self._row.values(), self._kept.values()))
+        self._free += freed
+        self._erase(torch.tensor(freed))
+
+    def _erase(self, rows: Tensor | slice) -> None:
+        for group in self._memory.state_buffers:
+            for buffer in group:
+                buffer[:, rows] = float("nan")
 
 
 class Session:
@@ -20,6 +64,9 @@ class Session:
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
+        if model.kv_layout.states and not model.mem_manager.state_rows:
+            model.set_kv_size(model.mem_manager.size, model.mem_manager.group_sizes, STATE_ROWS)
+        self._states = SessionStates(model) if model.kv_layout.states else None
         self.device = model.device
         size = min([model.mem_manager.size, *model.mem_manager.group_sizes])
         self.free_slots = TokenSlots(size)
@@ -49,18 +96,29 @@ class Session:
         positions = [ready[row] + i for row, tokens in new_tokens.items() for i in range(len(tokens))]
         mem_index = self._ints(slots)  # tokens have the same slots in all pools
         groups = tuple(KvGroupInput(mem_index, replace(attn, plans={})) for _ in self.model.mem_manager.group_sizes)
-        return ModelInput(ids, self._ints(positions), mem_index, attn, max(q_len) > 1, logit_rows, groups)
+        lengths = {row: len(self._slots[row]) for row in new_tokens}
+        states = None if self._states is None else self._states.batch(lengths, q_len)
+        return ModelInput(
+            ids, self._ints(positions), mem_index, attn, max(q_len) > 1, logit_rows, groups, states=states
+        )
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
-        """Start the request in ``row`` with the first tokens of another, in the same slots."""
+        """Start the request in ``row`` with the first tokens of another, in the same slots.
+
+        In models with recurrent layers, a chunk of the other's prompt must have ended there.
+        """
         self._slots[row] = self._slots[donor][:length]
         self._write_row(row)
+        if self._states is not None:
+            self._states.share_prefix(donor, row, length)
 
     def finish(self, row: int) -> None:
         """Remove the request and free its slots."""
         slots = np.array(self._slots.pop(row), dtype=np.int32)
         self.free_slots.free(slots)
         self._erase(torch.from_numpy(self._place[slots]).long())
+        if self._states is not None:
+            self._states.finish(row)
 
     def _erase(self, slots: Tensor | slice) -> None:
         """Fill slots with NaN; integers have none, but their scales do."""

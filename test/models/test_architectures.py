@@ -23,7 +23,7 @@ from lightserve.common.basemodel import LogitRows
 from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.model_files.config.text_part import with_text_config
-from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
+from test.models.architectures.case import MAX_LEN, Json, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
 from test.models.session import Session
 from test.models.tiny import build_model
@@ -34,12 +34,13 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 # relative to the largest logit
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 MOST_ROWS = 0.97  # rounding changes the experts of a token that is between two of them
+MOST_ROWS_WITH_STATES = 0.9  # the tokens behind it read what it left in the states
 
 
 class Prompts(NamedTuple):
     first: list[int]
     chunk: int  # tokens of ``first`` in its first chunk
-    prefix: int  # tokens of ``first`` that a second request shares
+    prefix: int  # tokens of ``first`` in its first two chunks, which a second request shares
     other: list[int]
 
 
@@ -71,14 +72,14 @@ def all_logits(
     model = build_model(tiny.config_json, tiny.checkpoint(), tp, dtype, DEVICE, max_len=MAX_LEN)
     session = Session(model)
     whole, chunk, prefix, other = prompts
-    first = session.step({0: whole[:chunk]}, logit_rows=LogitRows.ALL)
-    second = session.step({1: other, 0: whole[chunk:]}, logit_rows=LogitRows.ALL)
+    first = [session.step({0: ids}, logit_rows=LogitRows.ALL) for ids in (whole[:chunk], whole[chunk:prefix])]
+    second = session.step({1: other, 0: whole[prefix:]}, logit_rows=LogitRows.ALL)
     session.share_prefix(0, 2, length=prefix)
     with recorded(model, "logits"):
         shared = session.step({2: other}, logit_rows=LogitRows.ALL)
         decoded = [session.step({0: [5], 1: [6], 2: [7]})]
     decoded += [session.step({0: [6 + i], 1: [7 + i], 2: [8 + i]}) for i in range(2)]
-    return [torch.cat([first, second[len(other) :]]), second[: len(other)], shared, *decoded]
+    return [torch.cat([*first, second[len(other) :]]), second[: len(other)], shared, *decoded]
 
 
 def expected_logits(tiny: Tiny, prompts: Prompts) -> list[Tensor]:
@@ -113,9 +114,14 @@ def test_chunks_cached_prefixes_and_decode_give_the_logits_of_transformers(name:
 def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
     tiny = build(CASES[name], dtype)
 
-    has_experts = "num_experts_per_tok" in with_text_config(tiny.config_json)
     ours, theirs = all_logits(tiny, SHORT, dtype=dtype), expected_logits(tiny, SHORT)
-    assert_same(ours, theirs, dtype, MOST_ROWS if has_experts else 1.0)
+    assert_same(ours, theirs, dtype, _share_of_same_rows(with_text_config(tiny.config_json)))
+
+
+def _share_of_same_rows(config_json: Json) -> float:
+    if "num_experts_per_tok" not in config_json:
+        return 1.0
+    return MOST_ROWS_WITH_STATES if "linear_attention" in (config_json.get("layer_types") or ()) else MOST_ROWS
 
 
 def _run_rank(rank: int, folder: str) -> None:

@@ -20,6 +20,7 @@ from test.models.architectures.cases import CASES
 from test.models.session import Session
 from test.models.tiny import ONE_RANK, model_args
 
+NOT_RECURRENT = "without recurrent layers"
 NO_HEAD_NORMS = "without rope or without qk_norm=QkNorm.HEAD"
 ENCODER = PoolingConfig("embed", "mean", SMALL["hidden_size"], is_causal=False)
 
@@ -31,17 +32,18 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "llama": Family(CASES["llama"], (NO_HEAD_NORMS,)),
-    "qwen3": Family(CASES["qwen3"]),
-    "qwen3_moe": Family(CASES["qwen3_moe"]),
-    "deepseek_v3": Family(CASES["deepseek_v3"], ("with latent attention",)),
-    "gemma3_text": Family(CASES["gemma3_text"]),
-    "bloom": Family(CASES["bloom"], (NO_HEAD_NORMS,)),
-    "phi": Family(CASES["phi"], ("with is_parallel", NO_HEAD_NORMS)),
-    "olmo2": Family(CASES["olmo2"], ("without norms before the halves", NO_HEAD_NORMS)),
+    "llama": Family(CASES["llama"], (NOT_RECURRENT, NO_HEAD_NORMS)),
+    "qwen3": Family(CASES["qwen3"], (NOT_RECURRENT,)),
+    "qwen3_moe": Family(CASES["qwen3_moe"], (NOT_RECURRENT,)),
+    "deepseek_v3": Family(CASES["deepseek_v3"], (NOT_RECURRENT, "with latent attention")),
+    "qwen3_next": Family(CASES["qwen3_next"]),
+    "gemma3_text": Family(CASES["gemma3_text"], (NOT_RECURRENT,)),
+    "bloom": Family(CASES["bloom"], (NOT_RECURRENT, NO_HEAD_NORMS)),
+    "phi": Family(CASES["phi"], (NOT_RECURRENT, "with is_parallel", NO_HEAD_NORMS)),
+    "olmo2": Family(CASES["olmo2"], (NOT_RECURRENT, "without norms before the halves", NO_HEAD_NORMS)),
     "bert": Family(
         Case("bert", {**SMALL, "num_key_value_heads": None}),
-        ("with is_post_norm", "that are not causal", "without a head for text"),
+        (NOT_RECURRENT, "with is_post_norm", "that are not causal", "without a head for text"),
         ENCODER,
     ),
 }

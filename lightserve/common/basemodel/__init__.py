@@ -38,6 +38,14 @@ from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks,
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool
+from lightserve.common.basemodel.mixers.gated_delta_net import GatedDeltaNames, GatedDeltaSpec, GatedDeltaWeight
+from lightserve.common.basemodel.mixers.mixer import (
+    ConvWeight,
+    DecayRates,
+    HeadValues,
+    MixerSpec,
+    MixerWeight,
+)
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.pooling import Pooler
 from lightserve.common.basemodel.rotary import yarn_mscale
@@ -55,7 +63,7 @@ from lightserve.common.basemodel.spec import (
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.checkpoint.stacked_experts import with_experts_apart
-from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.kv.layout import KvGroup, KvLayout, StateGroup, StateTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import (
@@ -73,6 +81,8 @@ __all__ = [
     "Block",
     "CheckpointTensor",
     "ColumnWeight",
+    "ConvWeight",
+    "DecayRates",
     "DecoderLayerInferTpl",
     "DecoderLayerWeight",
     "DecoderPreAndPostWeight",
@@ -80,6 +90,10 @@ __all__ = [
     "ExpertsLayout",
     "ExpertsWeight",
     "FfnWeight",
+    "GatedDeltaNames",
+    "GatedDeltaSpec",
+    "GatedDeltaWeight",
+    "HeadValues",
     "HiddenStates",
     "InferStateInfo",
     "KvGroup",
@@ -96,6 +110,8 @@ __all__ = [
     "LoraArgs",
     "LoraPool",
     "MemoryManager",
+    "MixerSpec",
+    "MixerWeight",
     "ModelArgs",
     "ModelConfig",
     "ModelInput",
@@ -125,6 +141,8 @@ __all__ = [
     "RowMap",
     "RowWeight",
     "SplitNormWeight",
+    "StateGroup",
+    "StateTensor",
     "TpPartBaseModel",
     "TransformerLayerInfer",
     "TransformerLayerInferTpl",

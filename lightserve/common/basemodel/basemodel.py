@@ -20,6 +20,7 @@ from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template i
 from lightserve.common.basemodel.layer_weights.layer_weight import TransformerLayerWeight
 from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import uses_adapters
+from lightserve.common.basemodel.mixers.mixer import state_groups
 from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, states_after
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
@@ -76,7 +77,7 @@ class TpPartBaseModel(LoadableModel):
             self.req_manager.set_num_groups(len(group_sizes))
 
     def _kv_layout(self) -> KvLayout:
-        """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
+        """What layers store: keys and values of each token, in groups of layers with the same heads, and states."""
         layers: dict[tuple[int, int, int | None], list[int]] = {}
         for spec in self.layer_specs:
             if not spec.has_attention or not spec.is_causal:
@@ -84,12 +85,11 @@ class TpPartBaseModel(LoadableModel):
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
         dtype, scale_dtype = kv_storage(self.args.kv_dtype, self.args.dtype)
-        return KvLayout(
-            tuple(
-                KvGroup(tuple(numbers), heads, dim, dim, dtype, scale_dtype, window)
-                for (heads, dim, window), numbers in layers.items()
-            )
+        groups = (
+            KvGroup(tuple(numbers), heads, dim, dim, dtype, scale_dtype, window)
+            for (heads, dim, window), numbers in layers.items()
         )
+        return KvLayout(tuple(groups), state_groups(self.layer_specs, self.tp.size, self.args.dtype))
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.spec, self.tp)

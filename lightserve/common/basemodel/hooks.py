@@ -2,10 +2,11 @@
 
 =====================  ==================================================================
 ``embedding``          hidden states before the first layer
-``layers.N.att_norm``  input of the attention
+``layers.N.att_norm``  input of the attention or mixer
 ``layers.N.qkv``       queries, keys and values as the attention reads them
 ``layers.N.att``       output of the attention, before its projection
 ``layers.N.o``         what the attention adds to the residual
+``layers.N.mixer``     what the mixer of a recurrent layer adds to the residual
 ``layers.N.ffn_norm``  input of the feed-forward
 ``layers.N.ffn``       what the feed-forward adds to the residual
 ``layers.N``           hidden states after the layer (transformers' ``hidden_states[N + 1]``)
@@ -32,7 +33,7 @@ from lightserve.errors import InvalidRequestError
 
 Callback = Callable[[str, Any], None]  # receives the name and a tensor, for qkv a pair of tensors
 
-_LAYER_POINTS = ("att_norm", "qkv", "att", "o", "ffn_norm", "ffn")
+_LAYER_POINTS = ("att_norm", "qkv", "att", "o", "mixer", "ffn_norm", "ffn")
 
 
 class HookRegistry:

@@ -66,12 +66,15 @@ class InferStateInfo:
         self.observer: Observer | None = None
         self.groups = RankGroup()  # attention groups, each with a step of its own
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
+        self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * dim]
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         if len(step.kv_groups) != len(mem_manager.group_sizes):
             raise ValueError(
                 f"{len(mem_manager.group_sizes)} KV groups have pools of their own, but the step has slots in "
                 f"{len(step.kv_groups)}"
             )
+        if mem_manager.layout.states and step.states is None:
+            raise ValueError("the model has recurrent layers, but the step does not say which rows their states are in")
         self._all_tokens = step
         self._group_steps = [replace(step, mem_index=group.mem_index, attn=group.attn) for group in step.kv_groups]
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.layer_shapes import LayerShape
 from lightserve.model_files.config.model_config import ModelConfig, RopeConfig
 from lightserve.model_files.pooling import PoolingConfig
+
+if TYPE_CHECKING:
+    from lightserve.common.basemodel.mixers.mixer import MixerSpec
 
 # by the name in config.json (transformers' ACT2FN)
 ACTIVATIONS = {
@@ -65,7 +69,7 @@ class LayerNames:
     """The names of a layer's tensors in the checkpoint, without ``.weight`` and ``.bias``."""
 
     layers: str = "model.layers"  # followed by the number of the layer
-    att_norm: str | None = "input_layernorm"  # None: the attention reads the hidden states as they are
+    att_norm: str | None = "input_layernorm"  # before the attention or mixer; None: it reads the hidden states
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
@@ -75,7 +79,7 @@ class LayerNames:
     sinks: str = "self_attn.sinks"  # the tensor itself
     o_norm: str | None = None  # RMSNorm of the input of o, over all heads of a token
     o: str = "self_attn.o_proj"
-    att_post_norm: str | None = None  # of what the attention adds to the hidden states
+    att_post_norm: str | None = None  # of what the attention or mixer adds to the hidden states
     ffn_norm: str | None = "post_attention_layernorm"  # None: as att_norm; in parallel layers: att_norm serves both
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
@@ -122,6 +126,9 @@ class LayerSpec:
     clip_qkv: float | None = None  # q, k and v are clamped to [-clip_qkv, clip_qkv]
     qkv_bias: bool = False
     o_bias: bool = False
+    # o reads the attention's output times sigmoid(gate); the linear q has, for each head, its query and then its gate
+    has_output_gate: bool = False
+    mixer: MixerSpec | None = None  # a recurrent mixer instead of attention
 
     # feed-forward
     activation: str = "silu"  # a value of ACTIVATIONS
@@ -155,18 +162,22 @@ class LayerSpec:
     def num_weights(self) -> int:
         """Roughly, of all linears."""
         ffn = self._ffn_weights if self.moe is None else self.moe.num_weights(self.hidden_size)
-        return self._attention_weights + ffn
+        return self._mixer_weights + ffn
 
     @property
     def active_weights(self) -> int:
         """Those of them that one token is multiplied with."""
         if self.moe is None:
             return self.num_weights
-        return self._attention_weights + self.moe.active_weights(self.hidden_size)
+        return self._mixer_weights + self.moe.active_weights(self.hidden_size)
 
     @property
-    def _attention_weights(self) -> int:
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+    def _mixer_weights(self) -> int:
+        """Of attention or mixer."""
+        if self.mixer is not None:
+            return self.mixer.num_weights(self.hidden_size)
+        heads = (3 if self.has_output_gate else 2) * self.num_heads + 2 * self.num_kv_heads
+        return heads * self.head_dim * self.hidden_size
 
     @property
     def _ffn_weights(self) -> int:
@@ -180,8 +191,15 @@ class LayerSpec:
         """Check that ``size`` ranks can split the layer."""
         for width in (self.intermediate_size,) if self.moe is None else self.moe.widths:
             LayerShape(self.num_heads, self.num_kv_heads, width).check_tp(size)
+        if self.mixer is not None:
+            self.mixer.check_tp(size)
 
     def check_halves(self) -> None:
+        if self.mixer is None and self.config.is_recurrent(self.layer_num):
+            raise ModelFilesError(
+                f"config.json: layer type {self.config.layer_type(self.layer_num)} is not supported for "
+                f"{self.config.model_type}"
+            )
         if self.is_parallel and not (self.has_attention and self.has_ffn):
             raise ModelFilesError(f"config.json: layer {self.layer_num} lacks a half, but the halves are parallel")
 

@@ -45,6 +45,20 @@ def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
     return derive
 
 
+def recurrent_except_every(count: int) -> Derive:
+    """layer_types: recurrent layers except every ``full_attention_interval``-th, which is ``count`` by default."""
+
+    def derive(hf: Fields) -> dict[str, Any]:
+        interval: Any = hf.get("full_attention_interval") or count
+        layers: Any = hf.get("num_hidden_layers")
+        if hf.get("layer_types") is not None or not _are_counts(interval, layers):
+            return {}
+        kinds = ("full_attention", "linear_attention")
+        return {"layer_types": [kinds[bool((i + 1) % interval)] for i in range(min(layers, 10_000))]}
+
+    return derive
+
+
 def whole_rope(hf: Fields) -> dict[str, Any]:
     """transformers' Llama and its like rotate whole heads: a partial_rotary_factor is left over from another model."""
     tables = ((key, hf.get(key)) for key in ("rope_parameters", "rope_scaling"))

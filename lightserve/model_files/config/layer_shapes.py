@@ -23,6 +23,9 @@ class LayerShape(NamedTuple):
     num_kv_heads: int
     intermediate_size: int  # 0: the layer has no feed-forward
 
+    def without_attention(self) -> LayerShape:
+        return self._replace(num_heads=0, num_kv_heads=0)
+
     def check_heads(self) -> None:
         if bool(self.num_heads) != bool(self.num_kv_heads) or (self.num_heads and self.num_heads % self.num_kv_heads):
             raise ModelFilesError(f"config.json: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads")

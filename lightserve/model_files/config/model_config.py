@@ -21,7 +21,10 @@ MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
 MAX_POSITION = 2**30
 MAX_NUMBER = 1e15
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # values of layer_types
+# values of layer_types
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+RECURRENT_TYPES = ("linear_attention",)  # a recurrent mixer instead of attention
+LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION, *RECURRENT_TYPES)
 _OPTIONAL_ROPE = (
     "low_freq_factor",
     "high_freq_factor",
@@ -133,7 +136,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     window: int | None  # sliding_window, if it is in effect; the model decides in which layers
-    layer_types: tuple[str, ...] | None  # FULL_ATTENTION or SLIDING_ATTENTION of each layer; None: config.json has none
+    layer_types: tuple[str, ...] | None  # one of LAYER_TYPES for each layer; None: config.json has none
     hf: Mapping[str, Any]  # the whole config.json, for fields that only one model reads
     quantization: QuantConfig | None = None  # None: the weights are plain floats
     multimodal_type: str | None = None  # of the whole model, if only its language model is served
@@ -187,7 +190,8 @@ class ModelConfig:
         keys = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
         keys["intermediate_size"] = self.intermediate_size
         columns = [self._of_layers(key, default) for key, default in keys.items()]
-        return [LayerShape(*shape) for shape in zip(*columns, strict=True)]
+        shapes = [LayerShape(*shape) for shape in zip(*columns, strict=True)]
+        return [shape.without_attention() if self.is_recurrent(i) else shape for i, shape in enumerate(shapes)]
 
     def _of_layers(self, key: str, default: int) -> list[int]:
         key = per_layer(key)
@@ -233,6 +237,10 @@ class ModelConfig:
     def is_windowed(self, layer_num: int) -> bool:
         """Whether layer_types says that the layer attends to the sliding window only."""
         return self.layer_type(layer_num) == SLIDING_ATTENTION
+
+    def is_recurrent(self, layer_num: int) -> bool:
+        """Whether layer_types says that the layer has a recurrent mixer instead of attention."""
+        return self.layer_type(layer_num) in RECURRENT_TYPES
 
     @property
     def has_windows(self) -> bool:
@@ -284,11 +292,10 @@ def _layer_types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...] | No
         return None
     if not isinstance(types, list) or len(types) != num_layers:
         raise _bad_value(("layer_types",), types, f"a list of {num_layers} names")
-    unknown = [name for name in types if name not in (FULL_ATTENTION, SLIDING_ATTENTION)]
+    unknown = [name for name in types if name not in LAYER_TYPES]
     if unknown:
         raise ModelFilesError(
-            f"config.json: layer type {reprlib.repr(unknown[0])} is not supported; "
-            f"supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+            f"config.json: layer type {reprlib.repr(unknown[0])} is not supported; supported: {', '.join(LAYER_TYPES)}"
         )
     return tuple(types)
 

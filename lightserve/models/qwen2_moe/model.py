@@ -17,9 +17,7 @@ class Qwen2MoeTpPartModel(Qwen2TpPartModel):
         spec = replace(super().layer_spec(layer_num), qkv_bias=self.config.flag("qkv_bias", default=True))
         if not is_sparse(self.config, layer_num):
             return spec
-        shared_size = self.config.count("shared_expert_intermediate_size")
-        moe = replace(qwen_moe(self.config), names=NAMES, shared_size=shared_size, has_shared_gate=True)
-        return replace(spec, moe=moe)
+        return replace(spec, moe=qwen_moe_with_shared(self.config))
 
 
 def qwen_moe(config: bm.ModelConfig) -> bm.MoeSpec:
@@ -28,6 +26,11 @@ def qwen_moe(config: bm.ModelConfig) -> bm.MoeSpec:
         intermediate_size=config.count("moe_intermediate_size"),
         route=RouteSpec(bm.top_k_of(config), renormalize=config.flag("norm_topk_prob")),
     )
+
+
+def qwen_moe_with_shared(config: bm.ModelConfig) -> bm.MoeSpec:
+    shared_size = config.count("shared_expert_intermediate_size")
+    return replace(qwen_moe(config), names=NAMES, shared_size=shared_size, has_shared_gate=True)
 
 
 def is_sparse(config: bm.ModelConfig, layer_num: int) -> bool:

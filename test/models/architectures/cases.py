@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from test.models.architectures import dense_a, dense_b, latent, llama_like, moe, vision_language
+from test.models.architectures import dense_a, dense_b, hybrid, latent, llama_like, moe, vision_language
 
-CASES = dense_a.CASES | dense_b.CASES | latent.CASES | llama_like.CASES | moe.CASES | vision_language.CASES
+CASES = (
+    dense_a.CASES | dense_b.CASES | hybrid.CASES | latent.CASES | llama_like.CASES | moe.CASES | vision_language.CASES
+)

@@ -17,7 +17,14 @@ from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeigh
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight, norm_weight
 from lightserve.common.basemodel.layer_weights.pooling_head import PoolingHeadWeight
 from lightserve.common.basemodel.layer_weights.qk_norms import qk_norm_weight
-from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
+from lightserve.common.basemodel.layer_weights.row_map import (
+    RowMap,
+    in_blocks,
+    in_head_parts,
+    in_kv_groups,
+    pairs_to_halves,
+    whole,
+)
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, QkvLayout
 from lightserve.common.checkpoint.piece import Piece
@@ -57,16 +64,19 @@ class DecoderPreAndPostWeight(PreAndPostLayerWeight):
 
 
 class DecoderLayerWeight(TransformerLayerWeight):
-    """A layer without attention or without feed-forward lacks the attributes of that half."""
+    """A layer lacks the attributes of what it does not have: attention, mixer or feed-forward."""
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
         self.attn_options = ops.AttnOptions(spec.scale)
         self._keys_to_scale: KeyLayout | None = None
-        if spec.has_attention:
+        if spec.has_attention or spec.mixer is not None:
             self.att_norm = _norm(spec.names.att_norm, spec, context)
+            self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
+        if spec.has_attention:
             self._init_attention(spec, context)
             self.o_norm = _o_norm(spec, context)
-            self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
+        if spec.mixer is not None:
+            self.mixer = spec.mixer.weight(spec, context)
         if spec.has_ffn:
             self.ffn_norm = _norm(spec.names.ffn_norm, spec, context)
             self.ffn = _ffn(spec, context)
@@ -174,9 +184,12 @@ def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:
 
 def _qkv(spec: LayerSpec) -> list[Block]:
     names = spec.names
-    prefixes = (names.q, names.k, names.v) if names.qkv is None else (names.qkv,) * 3
-    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    prefixes = [names.q, names.k, names.v] if names.qkv is None else [names.qkv] * 3
+    heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     maps = _qkv_rows(spec)
+    if spec.has_output_gate:
+        maps[0], gates = in_head_parts(spec.num_heads, spec.head_dim, spec.head_dim)
+        prefixes, heads, maps = [*prefixes, names.q], [*heads, spec.num_heads], [*maps, gates]
     if spec.has_rope_pairs:
         maps[:2] = [pairs_to_halves(maps[i], heads[i], spec.rotary_dim) for i in range(2)]
     blocks = zip(prefixes, heads, maps, strict=True)

@@ -11,6 +11,7 @@ from lightserve.common.basemodel.layer_weights.linears import RowWeight, VocabWe
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
 from lightserve.common.basemodel.layer_weights.pooling_head import PoolingHeadWeight
 from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
+from lightserve.common.basemodel.mixers.mixer import MixerWeight
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec
 
 
@@ -33,7 +34,8 @@ class PreAndPostLayerWeight(LayerWeight, ABC):
 class TransformerLayerWeight(LayerWeight, ABC):
     """The weights that the templates read. A model creates them and adds its own."""
 
-    att_norm: NormWeight | None  # None: the attention reads the hidden states as they are
+    att_norm: NormWeight | None  # before the attention or mixer; None: it reads the hidden states as they are
+    mixer: MixerWeight  # absent if the layer has none
     attn_options: ops.AttnOptions
     kv_scales: Tensor | None = None  # [2 * kv_heads] float32, of an fp8 cache
     largest_key_factor: float = 1.0  # by which keys were divided: see key_scaling.py

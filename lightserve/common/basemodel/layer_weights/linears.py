@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -100,6 +101,8 @@ class Block:
 class ColumnWeight(LinearWeight):
     """Linears of the same input, computed in one matmul; their outputs are split over the ranks."""
 
+    _is_router: ClassVar[bool] = False  # of the LinearSpec
+
     def __init__(
         self,
         blocks: Sequence[Block],
@@ -112,7 +115,15 @@ class ColumnWeight(LinearWeight):
     ) -> None:
         parts = tuple(block.part_of(context.tp) for block in blocks)
         columns = slice(0, in_size)
-        spec = LinearSpec(parts, in_size, columns, has_bias=bias, is_transposed=is_transposed, scales_rows=scales_rows)
+        spec = LinearSpec(
+            parts,
+            in_size,
+            columns,
+            has_bias=bias,
+            is_transposed=is_transposed,
+            is_router=self._is_router,
+            scales_rows=scales_rows,
+        )
         super().__init__(spec, context, takes_lora=True)
 
     def mm(self, x: Tensor) -> Tensor:
@@ -139,6 +150,12 @@ class ColumnWeight(LinearWeight):
             return fused
         gate_up, residual = self.add_norm_mm(x, residual, norm)
         return ops.silu_and_mul(gate_up), residual
+
+
+class GateColumnWeight(ColumnWeight):
+    """Narrow linears whose outputs decide how much of a state stays. Only a checkpoint's own format quantises them."""
+
+    _is_router = True
 
 
 class RowWeight(LinearWeight):

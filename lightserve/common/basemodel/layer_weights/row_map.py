@@ -44,6 +44,13 @@ def in_kv_groups(num_heads: int, num_kv_heads: int, dim: int) -> list[RowMap]:
     return [RowMap(total, rows.flatten()) for rows in heads.split_with_sizes([group, 1, 1], dim=1)]
 
 
+def in_head_parts(num_heads: int, *sizes: int) -> list[RowMap]:
+    """The weights of a tensor that holds, for each head, ``sizes[i]`` rows of weight i, one weight after the other."""
+    total = num_heads * sum(sizes)
+    parts = torch.arange(total).view(num_heads, -1).split_with_sizes(sizes, dim=1)
+    return [RowMap(total, rows.flatten()) for rows in parts]
+
+
 def pairs_to_halves(row_map: RowMap, heads: int, rotary_dim: int, *, first: int = 0) -> RowMap:
     """Reorder the rotary rows of each head, from row ``first`` on, from (0, 1, 2, 3, ...) to (0, 2, ..., 1, 3, ...).
 

@@ -29,7 +29,7 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
     def _get_qkv(
         self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
     ) -> tuple[Tensor, Tensor]:
-        return self._split_qkv(layer_weight.qkv_proj.mm(input))
+        return self._split_qkv(self._without_gate(layer_weight.qkv_proj.mm(input), infer_state))
 
     def _fused_norm_qkv(
         self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
@@ -38,7 +38,15 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
         assert residual is not None
         assert norm is not None
         qkv, infer_state.residual = layer_weight.qkv_proj.add_norm_mm(input, residual, norm)
-        return self._split_qkv(qkv)
+        return self._split_qkv(self._without_gate(qkv, infer_state))
+
+    def _without_gate(self, projected: Tensor, infer_state: InferStateInfo) -> Tensor:
+        """The projection's output without the gate behind it, which is kept for ``_get_o``."""
+        if not self.spec.has_output_gate:
+            return projected
+        width = self.num_heads * self.spec.head_dim
+        qkv, infer_state.output_gate = projected.split_with_sizes([projected.shape[1] - width, width], dim=1)
+        return qkv
 
     def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.clip_qkv is not None:

@@ -19,6 +19,7 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it.
 
     The spec may leave out a half or norms, add norms of what the halves return, scale that, or run both in parallel.
+    Instead of attention a layer may have a recurrent mixer.
 
     A layer class may replace several hooks by a fused one; see ``fused_hooks.py``.
     """
@@ -41,6 +42,9 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         if self.spec.is_post_norm:
             return self._post_norm_forward(input, infer_state, layer_weight, is_prefill)
         x = input
+        if self.spec.mixer is not None:
+            out = self._norm_and_mix(x, infer_state, layer_weight)
+            x = self._added("mixer", out, layer_weight.att_post_norm, infer_state)
         if self.spec.has_attention:
             q, cache_kv = self._norm_and_qkv(x, infer_state, layer_weight)
             x = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
@@ -120,6 +124,11 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         self._observe("att_norm", x, infer_state)
         return self._get_qkv(x, infer_state, layer_weight)
 
+    def _norm_and_mix(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        x = self._att_norm(input, infer_state, layer_weight)
+        self._observe("att_norm", x, infer_state)
+        return self._mix(x, infer_state, layer_weight)
+
     def _norm_and_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         if "_fused_norm_ffn" in self._fused_hooks and infer_state.may_fuse_norms and layer_weight.ffn_norm is not None:
             return self._fused_norm_ffn(input, infer_state, layer_weight)
@@ -171,9 +180,18 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         rows = input.flatten(-2)
+        if self.spec.has_output_gate:
+            assert infer_state.output_gate is not None
+            rows = rows * infer_state.output_gate.sigmoid()
         if layer_weight.o_norm is not None:
             rows = layer_weight.o_norm.norm(rows)
         return layer_weight.o_proj.mm(rows)
+
+    def _mix(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        """What the recurrent mixer computes. It continues and replaces the states of the step's requests."""
+        assert infer_state.step.states is not None
+        states = infer_state.mem_manager.states(self.layer_num)
+        return layer_weight.mixer.forward(input, states, infer_state.step.states)
 
     def _ffn_norm(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return add_norm(input, infer_state, layer_weight.ffn_norm)
