@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightserve.config import WorkerConfig
 from lightserve.config.combinations import ModelFacts
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
-from lightserve.model_files.config.model_config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.windowed_share import may_save_memory
 from lightserve.model_files.pooling import PoolingConfig
 
@@ -20,7 +20,7 @@ def model_facts(worker: WorkerConfig, model: ModelConfig, pooling: PoolingConfig
         has_experts=model.experts_name is not None,
         has_windows=model.has_windows,
         has_windowed_pool=_has_windowed_pool(worker, model),
-        has_states=any(kind not in (FULL_ATTENTION, SLIDING_ATTENTION) for kind in model.layer_types or ()),
+        has_states=any(model.is_recurrent(layer) for layer in range(model.num_layers)),
     )
 
 
