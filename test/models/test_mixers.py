@@ -196,6 +196,16 @@ def test_values_that_are_not_implemented_are_refused(fields: Json, message: str)
         build_model({**config_json, **fields}, iter(()))
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_layers_for_drafts_and_the_vision_part_are_not_reported_as_unused(name: str) -> None:
+    tiny = tiny_of(name)
+    metadata = [one._replace(tensor=one.tensor.to("meta")) for one in tiny.checkpoint()]
+    args = replace(model_args(tiny.config_json, None, RankGroup()), tensor_metadata=metadata)
+
+    assert any(one.name.startswith("mtp.") for one in metadata)
+    assert get_model_class(args.config.model_type).unused_tensors(args) == []
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8", "w4"])
 def test_the_large_linears_of_a_mixer_are_quantised_while_they_are_loaded(kind: str) -> None:
     tiny = build(Case("qwen3_next", {**CASES["qwen3_next"].fields, **IN_GROUPS, **ALL_EXPERTS}))

@@ -7,7 +7,7 @@ its config.json may lack, has an entry here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightserve.model_files.config import derived as config_derived
@@ -95,18 +95,21 @@ _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
-_QWEN3_NEXT = {
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "norm_topk_prob": True,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
+_QWEN3_HYBRID = ConfigNames(
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    derived=config_derived.recurrent_except_every(4),
+)
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
 _NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
@@ -187,7 +190,9 @@ MODELS = {
     "qwen3_moe": ConfigNames(
         defaults=_QWEN, derived=config_derived.all_of(config_derived.whole_rope, lambda hf: {"layer_types": None})
     ),
-    "qwen3_next": ConfigNames(defaults=_QWEN3_NEXT, derived=config_derived.recurrent_except_every(4)),
+    "qwen3_5_moe_text": _QWEN3_HYBRID,
+    "qwen3_5_text": replace(_QWEN3_HYBRID, defaults={**_QWEN3_HYBRID.defaults, "num_key_value_heads": 4}),
+    "qwen3_next": _QWEN3_HYBRID,
     "roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from test.models.architectures.case import SMALL, Case, without
+from copy import deepcopy
+from dataclasses import replace
+
+import torch
+
+from test.models.architectures.case import SMALL, Case, Json, Tensors, without
 from test.models.architectures.moe import QWEN
 
 # odd sizes, three value heads for each key head, and attention in every third layer
@@ -16,10 +21,51 @@ DELTA = {
     "linear_value_head_dim": 20,
     "linear_conv_kernel_dim": 4,
 }
-SHARED = {**QWEN, "shared_expert_intermediate_size": 44}
+SHARED = {**{key: QWEN[key] for key in QWEN.keys() - SMALL.keys()}, "shared_expert_intermediate_size": 44}
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
 
+NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+ONE_KEY_HEAD = {
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+}
+INTERLEAVED = {**ROPE, "mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 48,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "num_position_embeddings": 16,
+}
+
+
+def with_all_experts(case: Case) -> Case:
+    """Every token uses all experts. Rounding then changes no choice of a token, which those behind it would see."""
+    fields = deepcopy(case.fields)
+    text = fields.get("text_config", fields)
+    if "num_experts_per_tok" in text:
+        text["num_experts"] = text["num_experts_per_tok"]
+    return replace(case, fields=fields)
+
+
+def _with_drafts(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Qwen3.5 was published: behind the layers there is one for drafts."""
+    return config_json, {**tensors, "mtp.fc.weight": torch.ones(48, 96), "mtp.norm.weight": torch.ones(48)}
+
+
+def _multimodal(model_type: str, text: Json) -> Case:
+    fields = {"text_config": {**text, "rope_parameters": INTERLEAVED}, "vision_config": VISION}
+    return Case(model_type, {**fields, "tie_word_embeddings": False}, _with_drafts)
+
+
 CASES = {
+    "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
+    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),
+    "qwen3_5": _multimodal("qwen3_5", {**SMALL, **DELTA}),
+    "qwen3_5_moe": _multimodal("qwen3_5_moe", {**NO_INTERMEDIATE, **SHARED, **DELTA}),
     "qwen3_next": Case("qwen3_next", {**SMALL, **SHARED, **DELTA, "rope_parameters": ROPE}),
     "qwen3_next-dense": Case(
         "qwen3_next",
