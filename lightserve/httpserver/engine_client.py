@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -95,6 +96,7 @@ class HttpServerManager:
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
         self._grammars = GrammarMemory()
         self._drained = asyncio.Event()
+        self._has_stats = asyncio.Event()
         self.queries = RouterQueries(http_process, to_router)
 
     @property
@@ -116,6 +118,7 @@ class HttpServerManager:
                 self._deliver(message)
             elif isinstance(message, RouterStats):
                 self.stats = message
+                self._has_stats.set()
             elif isinstance(message, AbortByRequestId):
                 self._abort_own_requests(message.request_id, message.owner)
             else:
@@ -155,6 +158,13 @@ class HttpServerManager:
         if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
             return f"a step has been running for {self.stats.step_age_s:.0f} s"
         return None
+
+    async def latest_stats(self) -> RouterStats | None:
+        """What the router sent last. A process that is ready waits for the first; None: the engine does not answer."""
+        if self.stats is None and self.unhealthy_reason() is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_stats.wait(), HEARTBEAT_TIMEOUT_S)
+        return self.stats
 
     def max_new_tokens(self, prompt_len: int, requested: int | None, field: str = "max_tokens") -> int:
         """How many tokens a prompt of this length may get: what ``field`` requests, or the rest of the context."""
@@ -255,16 +265,13 @@ class HttpServerManager:
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
-            entry = self._running.get(out.req_id)
-            if entry is not None:  # else the caller has left
+            if entry := self._running.get(out.req_id):  # else the caller has left
                 entry[0].push(entry[1], out)
         for embedding in batch.embeddings:
-            entry = self._running.get(embedding.req_id)
-            if entry is not None:
+            if entry := self._running.get(embedding.req_id):
                 entry[0].push_embedding(entry[1], embedding)
         for failed in batch.failed:
-            entry = self._running.get(failed.req_id)
-            if entry is not None:
+            if entry := self._running.get(failed.req_id):
                 entry[0].fail(error_from_status(failed.status, failed.message))
 
     def _close(self, req_id: int, is_finished: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightserve.links.keys import generate
 from test.api.server import MODULE, START_S, STOP_S, ServerProcess, start_server
-from test.cluster.tcp_cluster import free_port
+from test.ports import free_port
 from test.waiting import wait_until
 
 

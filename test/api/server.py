@@ -61,6 +61,12 @@ class ServerProcess:
         except urllib.error.HTTPError:
             return False
 
+    def wait_for_log(self, text: str) -> None:
+        """Its log, or that of one of its processes, may come later than what it is about."""
+        with suppress(TimeoutError):
+            wait_until(lambda: text in self.log or self.has_ended)
+        assert text in self.log, self.log
+
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Child processes by the name that ps shows."""
         found: dict[str, list[psutil.Process]] = {}
@@ -80,7 +86,20 @@ class ServerProcess:
             return error.code, json.load(error)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of at most a second ago, without the prefix; distinguishing labels follow a slash."""
+        """The metrics of at most a second ago, without the prefix; distinguishing labels follow a slash.
+
+        An HTTP process that is not ready yet, such as a second one or the next, has only engine_up: ask again.
+        """
+        found: dict[str, float] = {}
+
+        def is_complete() -> bool:
+            found.update(self._read_metrics())
+            return "num_requests_running" in found
+
+        wait_until(is_complete)
+        return found
+
+    def _read_metrics(self) -> dict[str, float]:
         found = {}
         for family in text_string_to_metric_families(self.metrics_text()):
             for sample in family.samples:
@@ -93,6 +112,16 @@ class ServerProcess:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=RESPONSE_S, context=self.tls) as response:
             text: str = response.read().decode()
             return text
+
+    def wait_until_idle(self) -> None:
+        """No request runs or waits, and none holds KV: one snapshot may show its end before its memory is free."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_used_tokens")
+
+        def is_idle() -> bool:
+            seen = self.metrics()
+            return all(seen[name] == 0 for name in names)
+
+        wait_until(is_idle)
 
     def settled_metrics(self) -> dict[str, float]:
         """The metrics once they have not changed for longer than the sampling interval: they are up to date."""

@@ -17,7 +17,7 @@ from test.api.server import STOP_S, ServerProcess, running_server, start_server
 from test.api.test_dp import BACK_S, get
 from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
-from test.cluster.tcp_cluster import free_port
+from test.ports import free_port
 from test.waiting import wait_until
 from test.worker.kv.test_kv_transfer import NEEDS
 

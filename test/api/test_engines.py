@@ -15,8 +15,8 @@ from lightserve.links.keys import generate
 from test.api.server import START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import BACK_S, COMPLETE, KV_TOKENS, PROMPT, ask_while, bodies, expected, get, model, moved, one
 from test.api.test_restart import Clients, clients_of
-from test.cluster.tcp_cluster import free_port
 from test.links.test_gateway_link import send_bytes
+from test.ports import free_port
 from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -145,7 +145,7 @@ def test_the_streams_of_a_stopped_engine_go_on_after_two_seconds_without_a_heart
         router.send_signal(signal.SIGCONT)
 
     assert found == expected
-    assert "no heartbeat for 2 s" in cluster.gateway.log
+    cluster.gateway.wait_for_log("no heartbeat for 2 s")
     cluster.wait_until_all_serve()
     wait_until(lambda: "requests aborted" in cluster.engines[1].log)
 
@@ -158,7 +158,7 @@ def test_an_engine_that_gets_sigterm_finishes_its_streams_and_then_ends(cluster:
     assert found == expected
     assert cluster.engines[1].process.wait(STOP_S) == 0
     assert moved(cluster.gateway) == before
-    assert "engine 1 drains" in cluster.gateway.log
+    cluster.gateway.wait_for_log("engine 1 drains")
     cluster.engines[1] = cluster.start_engine(1)
     cluster.wait_until_all_serve()
 

@@ -81,9 +81,8 @@ def replace_while_streaming(server: ServerProcess, name: str, signum: signal.Sig
 
     assert len({text_of(client) for client in going_on}) == 1
     assert all(text_of(going_on[0]).startswith(text_of(client)) for client in cut)
-    wait_until(lambda: server.metrics().get("num_requests_running") == 0)
+    server.wait_until_idle()
     metrics = server.metrics()
-    assert metrics["kv_used_tokens"] == 0
     assert metrics["http_process_restarts_total"] == restarts + 1
     assert metrics["generation_tokens_total"] >= generated + NUM_STREAMS * 1000
     assert len(server.processes()[name]) == 1
@@ -112,7 +111,7 @@ def test_requests_that_come_while_the_only_http_process_is_replaced_wait_for_it(
     assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
     stream.read_until_cut()
     assert len(stream.events) < 1001
-    wait_until(lambda: one.metrics().get("num_requests_running") == 0)
+    one.wait_until_idle()
     after = one.metrics()
     assert {name for name, value in before.items() if name.endswith("_total") and after[name] < value} == set()
     assert after["request_success_total/abort"] == before["request_success_total/abort"] + 1

@@ -17,7 +17,7 @@ from test.api.nodes import Nodes, nodes_in
 from test.api.server import ServerProcess, running_server
 from test.api.test_kv_tiers import KV_TOKENS, ask, ask_after_eviction
 from test.api.test_restart import answers, clients_of, kill_worker, sixteen
-from test.cluster.tcp_cluster import free_port
+from test.ports import free_port
 from test.small_text import save_small_model
 from test.test_numerics import save_spoilt_model
 from test.waiting import wait_until
@@ -69,7 +69,7 @@ def test_stages_on_two_nodes_give_the_text_of_one_rank(stages: TwoStages, of_one
     assert answers(stages.first) == of_one_rank
 
     assert list(stages.other.processes()) == ["ls-worker-1"]  # no HTTP, no router
-    assert "node 1 of 2 is connected to node 0" in stages.other.log
+    stages.other.wait_for_log("node 1 of 2 is connected to node 0")
     assert "2, connected at 127.0.0.1:" in stages.first.log  # the banner
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_on_another_node_is_replaced_and_no_text_changes(
     found = answers_despite(stages.first, lambda: kill_worker(stages.other, "ls-worker-1"))
 
     assert found == of_one_rank, stages.nodes.logs()
-    assert "model worker 1 on node 1 died (signal 9); restarting the workers" in stages.first.log
+    stages.first.wait_for_log("model worker 1 on node 1 died (signal 9); restarting the workers")
 
 
 def test_a_node_that_is_killed_and_started_again_joins_and_no_text_changes(
@@ -93,7 +93,7 @@ def test_a_node_that_is_killed_and_started_again_joins_and_no_text_changes(
 
     assert answers_despite(stages.first, kill_and_start) == of_one_rank, stages.nodes.logs()
 
-    assert "node 1 is lost" in stages.first.log
+    stages.first.wait_for_log("node 1 is lost")
     wait_until(lambda: stages.first.metrics()["kv_used_tokens"] == 0)
 
 

@@ -63,7 +63,7 @@ def test_a_stage_that_dies_is_replaced_with_the_others_and_no_text_changes(
     assert answers_although_killed(two_stages, worker) == of_one_rank
 
     wait_until(restarted(two_stages, times))
-    assert f"model worker {times - 1} died (signal 9); restarting the workers" in two_stages.log
+    two_stages.wait_for_log(f"model worker {times - 1} died (signal 9); restarting the workers")
     wait_until(lambda: two_stages.metrics()["kv_used_tokens"] == 0)
 
 

@@ -25,7 +25,8 @@ from lightserve.errors import OptionError
 from lightserve.links.keys import generate
 from test.api.server import RESPONSE_S, START_S, STOP_S, ServerProcess, start_server
 from test.api.test_dp import COMPLETE, PROMPT
-from test.cluster.tcp_cluster import free_port, takes_connections
+from test.cluster.tcp_cluster import takes_connections
+from test.ports import free_port
 from test.waiting import has_ended, wait_until
 
 try:

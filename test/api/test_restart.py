@@ -230,7 +230,7 @@ def test_two_ranks_are_replaced_together(tmp_path: Path) -> None:
         kill_worker(server, "ls-worker-1")
 
         assert [response.result() for response in responses] == whole
-        assert "model worker 1 died (signal 9); restarting the workers" in server.log
+        server.wait_for_log("model worker 1 died (signal 9); restarting the workers")
         assert server.stop() == 0
 
 
@@ -275,7 +275,7 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         ends = [response.result() for response in responses]
 
         assert [end[0]["finish_reason"] for end in ends] == ["length"] * 8
-        assert "it was killed: a step has been running for" in server.log
+        server.wait_for_log("it was killed: a step has been running for")
 
 
 @pytest.mark.long

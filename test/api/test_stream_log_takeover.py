@@ -23,7 +23,7 @@ from test.api.test_dp import KV_TOKENS, PROMPT, model
 from test.api.test_engines import CLI, serving
 from test.api.test_restart import NUMBERS
 from test.api.test_stream_log import APIS, BODY, COMPLETE, serve, texts
-from test.cluster.tcp_cluster import free_port
+from test.ports import free_port
 from test.waiting import wait_until
 from test.worker.kv.block_store.redis_server import redis_server
 

@@ -50,8 +50,7 @@ def test_two_ranks_with_two_pools_give_the_text_of_one_pool_also_if_a_worker_die
             texts = [response.result()[0]["text"] for response in responses]
 
         assert texts == expected
-        wait_until(lambda: server.metrics()["num_requests_running"] == 0)
-        wait_until(lambda: server.metrics()["kv_used_tokens"] == 0)
+        server.wait_until_idle()
         wait_until(lambda: server.metrics()["kv_group_used_slots/sliding_window_16"] == 0)
         assert server.metrics()["kv_group_slots/sliding_window_16"] == 500
         assert server.metrics()["worker_restarts_total"] == 1

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,22 +23,10 @@ from lightserve.messages.control import EngineInfo, KvIdentity
 from lightserve.router.observability.stats import ThroughputLog
 from lightserve.utils.logger import init_logger
 from test.cluster.local_cluster import POOL, LocalCluster, LocalEngine, SeededModel
+from test.ports import free_port
 
 DIGEST = "a model"
-PORTS = range(12_000, 32_000)  # below those that the kernel gives out
 logger = init_logger("lightserve.test")
-
-
-_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))  # other test processes begin elsewhere
-
-
-def free_port() -> int:
-    """One that nobody gets who connects, or binds to port 0, before the test uses it."""
-    for port in _ports:
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("the cycle has no end")
 
 
 def takes_connections(url: str) -> bool:

@@ -44,7 +44,7 @@ from lightserve.messages.nodes import (
     StreamMessage,
 )
 from lightserve.utils.logger import init_logger
-from test.cluster.tcp_cluster import free_port
+from test.ports import free_port
 from test.waiting import DEADLINE_S, until
 
 PROPERTIES = {"LightServe": "1", "--tp": "2"}

@@ -21,7 +21,7 @@ from lightserve.cluster.proxy.haproxy import HAProxy, find_haproxy
 from lightserve.cluster.proxy.haproxy_config import ERRORS, ProxySettings, config_text, error_file
 from lightserve.errors import OptionError
 from lightserve.links.tls import trust_exactly
-from test.cluster.tcp_cluster import free_port
+from test.ports import free_port
 
 TLS = Path(__file__).parents[1] / "api" / "tls"
 PLAIN = ProxySettings("127.0.0.1", 0, 2)

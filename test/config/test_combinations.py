@@ -24,9 +24,9 @@ from lightserve.model_files.source import pooling_of, resolve
 from lightserve.models.registry import read_model_config
 from lightserve.offline.llm import LLM
 from lightserve.server.checks import check
-from test.cluster.tcp_cluster import free_port
 from test.lora_files import write_adapter
 from test.pooling.files import VOCAB_SIZE, word_tokenizer
+from test.ports import free_port
 
 Flags = Mapping[str, Any]
 

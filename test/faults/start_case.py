@@ -40,7 +40,7 @@ class Start:
     def check_serves(self, server: ServerProcess) -> None:
         self.wait_ready(server)
         client = Client(server)
-        assert client.send("GET", "/health")[0] == 200
+        wait_until(lambda: client.send("GET", "/health")[0] == 200)  # maybe a little later than the log says
         assert client.golden()
         client.close()
 

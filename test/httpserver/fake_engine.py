@@ -15,6 +15,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.control import EngineInfo
+from lightserve.messages.metrics import Recorder
 from lightserve.messages.output import (
     AdapterReply,
     Admission,
@@ -22,6 +23,7 @@ from lightserve.messages.output import (
     EmbeddingOut,
     ProfileReply,
     RequestTimeline,
+    RouterStats,
     StrOut,
     Timelines,
     ToHttpserver,
@@ -98,6 +100,10 @@ class FakeEngine:
         self._run_dir = run_dir
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def send(self, message: ToHttpserver) -> None:
+        assert self._outbox is not None
+        self._outbox.send(message)
+
     async def run(self) -> None:
         self._outbox = Sender(f"ipc://{self._run_dir}/http")
         while True:
@@ -159,6 +165,7 @@ async def engine(
     to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
     manager = HttpServerManager(0, to_router, from_detokenization)
     manager.engine_info(LIMITS)
+    manager.stats = RouterStats(0.0, Recorder().snapshot())  # an idle router sends them at once
     tasks = [asyncio.create_task(fake.run()), asyncio.create_task(manager.run())]
     try:
         created = int(time.time())

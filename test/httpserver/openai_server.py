@@ -30,6 +30,7 @@ from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until
 
 CACHED = 2  # cached tokens of each prompt, as the engine reports them
+LEAVE_S = 2.0  # until a client leaves: its request has begun by then
 
 
 def with_template(template: str | None) -> Tokenizer:

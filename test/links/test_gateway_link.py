@@ -529,6 +529,8 @@ def test_an_engine_that_drains_finishes_its_requests_and_gets_no_new_ones(tmp_pa
         await gateway.until(lambda: len(gateway.tokens[0]) > 3)
         placed = gateway.placement.engine_of(0)
         assert placed is not None
+        model = cluster.engines[placed.number].model
+        model.may_run.clear()  # its request may not end before it drains
 
         draining = asyncio.create_task(cluster.engines[placed.number].link.drain())
         await until(lambda: placed.is_draining)
@@ -537,6 +539,7 @@ def test_an_engine_that_drains_finishes_its_requests_and_gets_no_new_ones(tmp_pa
         await gateway.until(lambda: all(gateway.tokens[req_id] for req_id in range(4)))
         assert list(placed.requests) == [0]
         assert not draining.done()
+        model.may_run.set()
         await gateway.until(lambda: gateway.has_ended(*range(4)))
         await draining
 
@@ -581,6 +584,7 @@ def test_engines_come_and_go_with_the_lines_of_the_file(tmp_path: Path, log: pyt
         gateway.send(0, [5], LONG, seed=1)
         write_engines_file(path, [one])
         await gateway.until(lambda: len(gateway.tokens[0]) > 3)
+        cluster.engines[0].model.may_run.clear()  # its request may not end before its engine leaves
         write_engines_file(path, [one, two])
         await until(lambda: num_engines(gateway) == 2)
 
@@ -590,6 +594,7 @@ def test_engines_come_and_go_with_the_lines_of_the_file(tmp_path: Path, log: pyt
             gateway.send(req_id, [6], LONG, seed=req_id)
         await gateway.until(lambda: all(gateway.tokens[req_id] for req_id in range(4)))
         assert [gateway.placement.engine_of(req_id).number for req_id in range(4)] == [0, 1, 1, 1]  # type: ignore[union-attr]
+        cluster.engines[0].model.may_run.set()
         await gateway.until(lambda: gateway.has_ended(*range(4)))
         assert gateway.tokens[0] == tokens(1, LONG)
         assert gateway.dispatcher.metrics.values["dp_requests_moved_total"] == 0

@@ -29,7 +29,8 @@ from test.api.server import MODULE, ServerProcess, start_server
 from test.api.test_disaggregation import PROMPT_TOKENS, bodies as long_bodies
 from test.api.test_dp import COMPLETE, bodies, expected, model
 from test.api.test_restart import Clients, clients_of
-from test.cluster.tcp_cluster import free_port, takes_connections
+from test.cluster.tcp_cluster import takes_connections
+from test.ports import free_port
 from test.ray.ray_nodes import CHANGE_S, COMMAND_S, RayNodes, is_up, ray_nodes, status, wait_for, wait_serving
 from test.waiting import wait_until
 

@@ -140,14 +140,14 @@ def test_replacing_may_be_switched_off(tmp_path: Path) -> None:
 
 
 def test_an_http_process_that_hangs_is_replaced(tmp_path: Path) -> None:
-    with launcher(tmp_path, "--process_timeout=1") as server:
+    with launcher(tmp_path, "--process_timeout=3") as server:
         server.wait_ready()
 
         server.signal_child("ls-httpserver", signal.SIGSTOP)
 
         server.wait_for_output(IS_BACK)
         assert (
-            "httpserver 0 died (signal 9): it was killed: it did not answer for 1 s; restarting it" in server.stderr()
+            "httpserver 0 died (signal 9): it was killed: it did not answer for 3 s; restarting it" in server.stderr()
         )
         end(server)
 

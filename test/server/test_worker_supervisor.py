@@ -136,13 +136,13 @@ def test_a_worker_that_the_router_reports_is_killed_and_replaced_once(tmp_path: 
 
 @pytest.mark.parametrize("name", ["ls-router", pytest.param("ls-detokenizer", marks=pytest.mark.long)])
 def test_a_process_that_hangs_is_killed_and_ends_the_server(tmp_path: Path, name: str) -> None:
-    with start_launcher(tmp_path, "--process_timeout=1", router=ROUTER) as server:
+    with start_launcher(tmp_path, "--process_timeout=3", router=ROUTER) as server:
         server.wait_ready()
 
         server.signal_child(name, signal.SIGSTOP)
 
         assert server.exit_code() == 1
-        assert "died (signal 9): it was killed: it did not answer for 1 s" in server.last_line()
+        assert "died (signal 9): it was killed: it did not answer for 3 s" in server.last_line()
         assert not server.children()
 
 

@@ -123,7 +123,7 @@ class MetricsPage:
         ]
 
     def render(self, snapshot: MetricsSnapshot | None, is_up: bool) -> bytes:
-        """``snapshot`` is None until the router has sent one; then only ``is_up`` is known."""
+        """``snapshot`` is None if the router has sent none; then only ``is_up`` is known."""
         parts = [*self._engine_up.text(MetricsSnapshot(values={ENGINE_UP.name: float(is_up)}))]
         if snapshot is not None:
             full = _with_derived(snapshot)

@@ -96,14 +96,16 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Prometheus text."""
-        snapshot = None if manager.stats is None else manager.stats.metrics
+        """Prometheus text: every metric as soon as the server is ready."""
+        stats = await manager.latest_stats()
+        snapshot = None if stats is None else stats.metrics
         return Response(page.render(snapshot, is_up=manager.unhealthy_reason() is None), media_type=CONTENT_TYPE)
 
     @router.get("/token_load")
     async def token_load() -> JSONResponse:
         """The share of the KV pool that is used, under LightLLM's three names."""
-        used = 0.0 if manager.stats is None else manager.stats.metrics.values["kv_cache_usage_perc"]
+        stats = await manager.latest_stats()
+        used = 0.0 if stats is None else stats.metrics.values["kv_cache_usage_perc"]
         return JSONResponse(dict.fromkeys(("current_load", "logical_max_load", "dynamic_max_load"), used))
 
     @router.get("/load")

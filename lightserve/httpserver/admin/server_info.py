@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 
 from lightserve import __version__
 from lightserve.httpserver.context import ServerContext
+from lightserve.messages.output import RouterStats
 
 # by the name in the response: the metric
 LOAD_METRICS = {
@@ -32,7 +33,7 @@ def add_server_info(router: APIRouter, context: ServerContext) -> None:
                 "limits": _limits(context),
                 "sampling_defaults": dict(context.sampling_defaults.params),
                 "unhealthy_reason": context.manager.unhealthy_reason(),
-                "load": _load(context),
+                "load": _load(await context.manager.latest_stats()),
             }
         )
 
@@ -58,7 +59,6 @@ def _limits(context: ServerContext) -> dict[str, int]:
     return {"max_req_total_len": limits.max_req_total_len, "max_total_token_num": limits.max_total_token_num}
 
 
-def _load(context: ServerContext) -> dict[str, float] | None:
-    """None until the router has sent its first metrics."""
-    stats = context.manager.stats
+def _load(stats: RouterStats | None) -> dict[str, float] | None:
+    """None if the router has sent no metrics."""
     return None if stats is None else {name: stats.metrics.values[metric] for name, metric in LOAD_METRICS.items()}

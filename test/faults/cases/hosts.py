@@ -15,6 +15,7 @@ from lightserve.model_files import resolve
 from test.api.server import STOP_S, ServerProcess
 from test.faults.resource_snapshot import processes_of, run_directories
 from test.faults.start_case import Start, StartCase
+from test.ports import free_port
 from test.waiting import wait_until
 
 SMALL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh")
@@ -142,11 +143,6 @@ def first_child(server: ServerProcess) -> psutil.Process:
 
     wait_until(lambda: bool(own()))
     return own()[0]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def status(port: int, path: str) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 from lightserve.links.keys import generate
 from test.api.server import STOP_S, ServerProcess
 from test.api.test_faults import Client
-from test.faults.cases.hosts import free_port
 from test.faults.harness import Stream
 from test.faults.start_case import Start, StartCase
+from test.ports import free_port
 from test.waiting import wait_until
 
 RESTART_S = 120.0
@@ -65,10 +65,6 @@ class TwoNodes:
         assert self.first.stop() == 0
         assert self.other.stop() == 0
 
-    def wait_for_log(self, server: ServerProcess, text: str) -> None:
-        wait_until(lambda: text in server.log or server.has_ended, RESTART_S)
-        assert text in server.log, server.log
-
 
 def rank_killed(start: Start) -> None:
     nodes = TwoNodes(start)
@@ -76,7 +72,7 @@ def rank_killed(start: Start) -> None:
     streams = nodes.streams()
     nodes.other.processes()["ls-worker-1"][0].kill()
     nodes.check_same_text(streams)
-    assert "model worker 1 on node 1 died (signal 9); restarting the workers" in nodes.first.log
+    nodes.first.wait_for_log("model worker 1 on node 1 died (signal 9); restarting the workers")
     nodes.stop()
 
 
@@ -88,7 +84,7 @@ def node_killed(start: Start) -> None:
     nodes.other.process.wait()
     nodes.launch(1)
     nodes.check_same_text(streams)
-    assert "node 1 is lost" in nodes.first.log
+    nodes.first.wait_for_log("node 1 is lost")
     nodes.stop()
 
 
@@ -98,7 +94,7 @@ def node_stopped(start: Start) -> None:
     nodes.launch_both()
     streams = nodes.streams()
     nodes.other.process.send_signal(signal.SIGSTOP)
-    nodes.wait_for_log(nodes.first, "node 1 is lost")
+    nodes.first.wait_for_log("node 1 is lost")
     nodes.other.process.send_signal(signal.SIGCONT)
     nodes.check_same_text(streams)
     nodes.stop()
@@ -145,7 +141,7 @@ def wrong_key(start: Start) -> None:
     stranger = nodes.launch(1, *SHORT_WAIT, keys=start.base / "other_keys")
     assert stranger.process.wait(RESTART_S) == 2
     assert "node 0 has another key (node.secret)" in stranger.log
-    assert "refused a connection: it has another node.secret, or is no node of LightServe" in nodes.first.log
+    nodes.first.wait_for_log("refused a connection: it has another node.secret, or is no node of LightServe")
     nodes.launch(1)
     start.check_serves(nodes.first)
     nodes.stop()
@@ -158,7 +154,7 @@ def other_flags(start: Start) -> None:
     assert wrong.process.wait(RESTART_S) == 2
     found = "node 1 has other properties than node 0: --max_req_total_len is 100 there, and None on node 0"
     assert found in wrong.log
-    assert f"refused a node: {found}" in nodes.first.log
+    nodes.first.wait_for_log(f"refused a node: {found}")
     nodes.launch(1)
     start.check_serves(nodes.first)
     nodes.stop()
@@ -187,7 +183,7 @@ def strangers(start: Start) -> None:
     ):
         with socket.create_connection(("127.0.0.1", nodes.port)) as sock:
             sock.sendall(noise)
-    nodes.wait_for_log(nodes.first, "refused a connection")
+    nodes.first.wait_for_log("refused a connection")
     start.check_serves(nodes.first)
     assert "is lost" not in nodes.first.log
     nodes.stop()

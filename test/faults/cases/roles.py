@@ -11,8 +11,8 @@ from benchmark.models import TINY, save_model
 from lightserve.links.keys import generate
 from test.api.server import START_S, ServerProcess, start_server
 from test.api.test_engines import serving
-from test.faults.cases.hosts import free_port
 from test.faults.start_case import Start, StartCase
+from test.ports import free_port
 from test.waiting import wait_until
 
 CLI = (sys.executable, "-m", "lightserve.cli.main")
@@ -83,7 +83,7 @@ def other_ranks(start: Start) -> None:
     roles.launch_gateway()
     roles.check_serves()
     found = "engine 1 (decode) gets no KV from engine 0 (prefill), and computes prompts itself: --tp is 1 and 2"
-    assert found in roles.gateway.log
+    roles.gateway.wait_for_log(found)
     assert roles.gateway.settled_metrics()["kv_transfer_waited_tokens_total"] == 0
     roles.stop()
 
@@ -100,7 +100,7 @@ def swallowed_kv(start: Start) -> None:
         swallowing.bind(str(path))
         swallowing.listen()
         roles.check_serves()
-    assert "KV of engine 0 has not come to engine 2 in time" in roles.gateway.log
+    roles.gateway.wait_for_log("KV of engine 0 has not come to engine 2 in time")
     assert roles.gateway.settled_metrics()["kv_transfer_received_tokens_total"] > 0
     roles.stop()
 

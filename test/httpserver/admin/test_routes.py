@@ -175,12 +175,10 @@ def test_the_load_is_the_share_of_the_kv_pool(tmp_path: Path) -> None:
 
 def test_metrics_show_the_last_snapshot_of_the_router(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
-        before = await server.get("/metrics")
-        assert [family.name for family in text_string_to_metric_families(before.text)] == ["lightserve_engine_up"]
-
         metrics = RouterMetrics()
         metrics.next_tokens(0.01, count=7)
         server.context.manager.stats = RouterStats(0.0, metrics.snapshot())
+
         after = await server.get("/metrics")
 
         assert after.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -189,6 +187,45 @@ def test_metrics_show_the_last_snapshot_of_the_router(tmp_path: Path) -> None:
         assert 'vllm:generation_tokens_total{model_name="tiny",engine="0"} 7.0' in after.text
 
     with_server(tmp_path, check, HttpConfig(metrics_compat="vllm"))
+
+
+def families(page: str) -> list[str]:
+    return [family.name for family in text_string_to_metric_families(page)]
+
+
+def test_a_process_that_is_ready_has_every_metric_although_the_router_sends_later(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        server.context.manager.stats = None
+        paths = ("/metrics", "/token_load", "/get_server_info")
+        async with asyncio.TaskGroup() as tasks:
+            scrapes = [tasks.create_task(server.get(path)) for path in paths]
+            done, _ = await asyncio.wait(scrapes, timeout=0.1)
+            assert not done
+            metrics = RouterMetrics()
+            metrics.set_load(running=2, waiting=0, used_tokens=1024, total_tokens=4096)
+            server.fake.send(RouterStats(0.0, metrics.snapshot()))
+
+        page, load, info = (scrape.result() for scrape in scrapes)
+        assert 'lightserve_num_requests_running{model_name="tiny"} 2' in page.text
+        assert "lightserve_kv_pinned_tokens" in families(page.text)
+        assert load.json()["current_load"] == info.json()["load"]["kv_usage"] == 0.25
+
+    with_server(tmp_path, check)
+
+
+@pytest.mark.parametrize("befall", [still_loading, silent])
+def test_no_scrape_waits_for_an_engine_that_is_not_healthy(
+    tmp_path: Path, befall: Callable[[HttpServerManager], None]
+) -> None:
+    async def check(server: Served) -> None:
+        server.context.manager.stats = None
+        befall(server.context.manager)
+
+        page = await server.get("/metrics")
+
+        assert families(page.text) == ["lightserve_engine_up"]
+
+    with_server(tmp_path, check)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lightserve.messages.params import FinishReason
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.fake_engine import LIMITS
-from test.httpserver.openai_server import Server, fails, running
+from test.httpserver.openai_server import LEAVE_S, Server, fails, running
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import wait_until
 
@@ -232,6 +232,6 @@ def test_a_client_that_disconnects_ends_its_beam_search(server: Server) -> None:
     server.engine.aborted.clear()
 
     with pytest.raises(httpx2.ReadTimeout):
-        server.http.post("/v1/completions", json=COMPLETE, timeout=0.5)
+        server.http.post("/v1/completions", json=COMPLETE, timeout=LEAVE_S)
 
     wait_until(lambda: len(server.engine.aborted) == 2)

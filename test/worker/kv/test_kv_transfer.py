@@ -35,8 +35,8 @@ from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
 from lightserve.worker.kv.transfer.staging import SendStaging, frame_blocks
 from lightserve.worker.kv.transfer.transfer import KvReceiver, KvSender, readable_memory
 from lightserve.worker.kv.transfer.transport import ReadableMemory
-from test.cluster.tcp_cluster import free_port
 from test.common.test_cpu_kv import LAYOUTS, filled
+from test.ports import free_port
 from test.waiting import wait_until
 
 SECRET = b"s" * 40

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from test.ports import free_port
 from test.waiting import wait_until
 
 
@@ -20,9 +21,7 @@ def redis_server(folder: Path, *flags: str) -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed; Debian: apt-get install redis-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:

@@ -17,6 +17,7 @@ from lightserve.utils.net import RedisAddress, parse_redis
 from lightserve.worker.kv.offload.block_store import redis
 from lightserve.worker.kv.offload.block_store.frame import BlockError
 from lightserve.worker.kv.offload.block_store.redis import Connection, RedisStore
+from test.ports import free_port
 from test.worker.kv.block_store.redis_server import redis_server
 from test.worker.kv.block_store.test_disk import IDENTITY, SIZE, content, key
 
@@ -120,13 +121,6 @@ def test_a_missing_block_is_an_error_and_the_server_is_asked_again(store: RedisS
 def test_a_wrong_password_is_an_error(address: str) -> None:
     with pytest.raises(BlockError, match="WRONGPASS"):
         RedisStore(f"redis://:other@{address}", IDENTITY).put(key(1), content(1))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_server_that_is_down_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
