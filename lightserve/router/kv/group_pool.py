@@ -52,7 +52,7 @@ class KvGroupPool(ABC):
 
     @property
     @abstractmethod
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         """Slots of cached tokens that no request holds."""
 
     @property

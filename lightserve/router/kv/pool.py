@@ -112,9 +112,9 @@ class KvPool:
         Returns how many must be planned before it can use them; None: any number is useful.
         """
         for group in self.groups:
-            kept = group.keep_at(req, length)
-            if kept is not None:
-                return kept
+            needed = group.keep_at(req, length)
+            if needed is not None:
+                return needed
         return None
 
     def _usable_len(self, tokens: Slots) -> int:

@@ -62,7 +62,7 @@ class SlidingWindowPool(KvGroupPool):
         return self.slots.used
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         return self.slots.num_unheld
 
     @property

@@ -83,7 +83,7 @@ class StatePool(KvGroupPool):
         return self.slots.used
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         return self.slots.num_unheld
 
     @property
@@ -105,8 +105,8 @@ class StatePool(KvGroupPool):
         return True
 
     def usable_len(self, tokens: Slots) -> int:
-        kept = np.flatnonzero(self.slots.has_slot(tokens))
-        return int(kept[-1]) + 1 if len(kept) else 0
+        places = np.flatnonzero(self.slots.has_slot(tokens))
+        return int(places[-1]) + 1 if len(places) else 0
 
     def attach(self, req: Req, tokens: Slots, matched_len: int) -> None:
         self._reqs[req] = state = ReqState()

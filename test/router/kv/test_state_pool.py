@@ -83,7 +83,7 @@ def test_kept_states_leave_room_for_all_running_requests() -> None:
     """As many requests run at once as there are rows, also if each would keep the row that it writes next to."""
     server = server_of(state_rows=6)
     server.run([make_req(i, prompt(40, 1000 * i), 1) for i in range(20)])
-    assert states_of(server).kept == 6
+    assert states_of(server).num_kept == 6
 
     server.run([make_req(100 + i, prompt(40, 50_000 + 1000 * i), 30) for i in range(6)])
 
