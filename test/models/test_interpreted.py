@@ -11,9 +11,11 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.triton_kernel.linear import norm_linear
+from test.models.architectures.case import build
+from test.models.architectures.hybrid import CASES
 from test.models.session import Session
 from test.models.test_parity import ON_GPU, PROMPTS, assert_same
-from test.models.tiny import build_hf, build_ours, build_with_kv, hf_logits
+from test.models.tiny import build_hf, build_model, build_ours, build_with_kv, hf_logits
 
 
 @pytest.fixture
@@ -59,3 +61,19 @@ def test_kernels_in_the_interpreter_give_the_logits_of_transformers(name: str) -
 
     assert_same(mixed, hf_logits(hf, [PROMPTS[0], [*PROMPTS[1], 9]]))
     assert_same(decode, hf_logits(hf, [[*PROMPTS[0], 7], [*PROMPTS[1], 9, 8]]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.skipif(ON_GPU, reason="test_architectures.py runs the kernels there")
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_kernels_of_recurrent_layers_give_the_logits_of_transformers(name: str) -> None:
+    tiny = build(CASES[name])
+    session = Session(build_model(tiny.config_json, tiny.checkpoint()))
+    session.step({0: PROMPTS[0][:5], 1: PROMPTS[1]})
+
+    mixed = session.step({0: PROMPTS[0][5:], 1: [9]})
+    decode = session.step({0: [7], 1: [8]})
+
+    assert_same(mixed, hf_logits(tiny.hf, [PROMPTS[0], [*PROMPTS[1], 9]]))
+    assert_same(decode, hf_logits(tiny.hf, [[*PROMPTS[0], 7], [*PROMPTS[1], 9, 8]]))

@@ -39,6 +39,7 @@ from lightserve.common.basemodel.layer_weights.weight import Weight, WeightConte
 from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.mixers.gated_delta_net import GatedDeltaNames, GatedDeltaSpec, GatedDeltaWeight
+from lightserve.common.basemodel.mixers.mamba2 import Mamba2Names, Mamba2Spec, Mamba2Weight
 from lightserve.common.basemodel.mixers.mixer import (
     ConvWeight,
     DecayRates,
@@ -46,6 +47,7 @@ from lightserve.common.basemodel.mixers.mixer import (
     MixerSpec,
     MixerWeight,
 )
+from lightserve.common.basemodel.mixers.short_conv import ShortConvNames, ShortConvSpec, ShortConvWeight
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.pooling import Pooler
 from lightserve.common.basemodel.rotary import yarn_mscale
@@ -109,6 +111,9 @@ __all__ = [
     "LogitRows",
     "LoraArgs",
     "LoraPool",
+    "Mamba2Names",
+    "Mamba2Spec",
+    "Mamba2Weight",
     "MemoryManager",
     "MixerSpec",
     "MixerWeight",
@@ -140,6 +145,9 @@ __all__ = [
     "RopeConfig",
     "RowMap",
     "RowWeight",
+    "ShortConvNames",
+    "ShortConvSpec",
+    "ShortConvWeight",
     "SplitNormWeight",
     "StateGroup",
     "StateTensor",

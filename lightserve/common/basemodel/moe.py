@@ -19,6 +19,7 @@ class MoeNames:
     experts: str = "mlp.experts"
     expert: ExpertNames = field(default_factory=ExpertNames)
     shared: str = "mlp.shared_experts"  # followed by the names of an expert
+    shared_gate_up: str | None = None  # one linear instead of two in the shared experts: all gates, then all ups
     shared_gate: str = "mlp.shared_expert_gate"
 
 

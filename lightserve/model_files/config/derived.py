@@ -13,6 +13,7 @@ from typing import Any
 Fields = Mapping[str, Any]
 Derive = Callable[[Fields], dict[str, Any]]
 BAICHUAN2_VOCAB = 125_696
+MAX_FACTOR = 1e6  # infinity and NaN are no widths
 BAICHUAN_13B = 5120, 40  # hidden_size, num_hidden_layers
 
 
@@ -57,6 +58,33 @@ def recurrent_except_every(count: int) -> Derive:
         return {"layer_types": [kinds[bool((i + 1) % interval)] for i in range(min(layers, 10_000))]}
 
     return derive
+
+
+def granite_hybrid(hf: Fields) -> dict[str, Any]:
+    """layer_types under transformers' names. Published files have others."""
+    kinds = {"mamba": "linear_attention", "attention": "full_attention"}
+    types = hf.get("layer_types", hf.get("layers_block_type"))
+    layers: Any = hf.get("num_hidden_layers")
+    if isinstance(types, list):
+        return {"layer_types": [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in types]}
+    return {"layer_types": ["linear_attention"] * min(layers, 10_000) if _are_counts(layers) else types}
+
+
+def lfm2(hf: Fields) -> dict[str, Any]:
+    """The width of the feed-forward as it is built, and layer_types from the numbers of the layers with attention."""
+    fields = {"tie_word_embeddings": hf.get("tie_embedding", hf.get("tie_word_embeddings"))}
+    width: Any = hf.get("block_ff_dim", hf.get("intermediate_size"))
+    layers: Any = hf.get("num_hidden_layers")
+    factor, multiple = hf.get("block_ffn_dim_multiplier", 1.0), hf.get("block_multiple_of", 256)
+    if _are_counts(width) and hf.get("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        if isinstance(factor, int | float) and 0 < factor < MAX_FACTOR and _are_counts(multiple):
+            width = -(-int(factor * width) // multiple) * multiple
+    attention = hf.get("full_attn_idxs")
+    if hf.get("layer_types") is None and isinstance(attention, list) and _are_counts(layers):
+        kinds = ("conv", "full_attention")
+        fields["layer_types"] = [kinds[i in attention] for i in range(min(layers, 10_000))]
+    return {**fields, "intermediate_size": width}
 
 
 def whole_rope(hf: Fields) -> dict[str, Any]:

@@ -23,7 +23,7 @@ MAX_NUMBER = 1e15
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
 # values of layer_types
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-RECURRENT_TYPES = ("linear_attention",)  # a recurrent mixer instead of attention
+RECURRENT_TYPES = ("linear_attention", "conv")  # a recurrent mixer instead of attention
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION, *RECURRENT_TYPES)
 _OPTIONAL_ROPE = (
     "low_freq_factor",

@@ -24,6 +24,24 @@ DELTA = {
 SHARED = {**{key: QWEN[key] for key in QWEN.keys() - SMALL.keys()}, "shared_expert_intermediate_size": 44}
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
 
+# attention in two of four layers
+CONV = {**SMALL, "num_hidden_layers": 4, "hidden_size": 96, "full_attn_idxs": [1, 3]}
+# three heads share an input and an output of the states
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "shared_intermediate_size": 40,
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
@@ -42,12 +60,17 @@ VISION = {
 }
 
 
+def _as_granite_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+    return {**config_json, "layer_types": [kinds[kind] for kind in config_json["layer_types"]]}, tensors
+
+
 def with_all_experts(case: Case) -> Case:
     """Every token uses all experts. Rounding then changes no choice of a token, which those behind it would see."""
     fields = deepcopy(case.fields)
     text = fields.get("text_config", fields)
     if "num_experts_per_tok" in text:
-        text["num_experts"] = text["num_experts_per_tok"]
+        text["num_local_experts" if "num_local_experts" in text else "num_experts"] = text["num_experts_per_tok"]
     return replace(case, fields=fields)
 
 
@@ -62,6 +85,37 @@ def _multimodal(model_type: str, text: Json) -> Case:
 
 
 CASES = {
+    "granitemoehybrid": Case("granitemoehybrid", {**SMALL, **MAMBA, **GRANITE_FACTORS, "num_local_experts": 0}),
+    "granitemoehybrid-experts": Case(
+        "granitemoehybrid",
+        {
+            **SMALL,
+            **MAMBA,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 28,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.1, 1.5],
+            "tie_word_embeddings": True,
+        },
+        _as_granite_published,
+    ),
+    "lfm2": Case("lfm2", {**CONV, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2-bias": Case(
+        "lfm2",
+        {
+            **CONV,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_embedding": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        without("layer_types"),
+    ),
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),
     "qwen3_5": _multimodal("qwen3_5", {**SMALL, **DELTA}),

@@ -178,7 +178,7 @@ def _shared_spec(spec: LayerSpec, moe: MoeSpec) -> LayerSpec:
         spec.names,
         gate=f"{prefix}.{expert.gate}",
         up=f"{prefix}.{expert.up}",
-        gate_up=None,
+        gate_up=f"{prefix}.{moe.names.shared_gate_up}" if moe.names.shared_gate_up else None,
         down=f"{prefix}.{expert.down}",
     )
     return replace(spec, names=names, intermediate_size=moe.shared_size, moe=None)
