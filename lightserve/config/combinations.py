@@ -244,7 +244,6 @@ TABLE = (
     Conflict(KV_RAM, STATES, "states are not kept in host memory", "leave out --kv_ram_gb"),
     Conflict(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     Conflict(PINNED_PREFIXES, STATES, "states cannot be pinned", "leave out --pinned_prefixes"),
-    Conflict(DETERMINISTIC, STATES, "states depend on where chunks end", "leave out --deterministic"),
 )
 FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.first, row.second)}.values())
 

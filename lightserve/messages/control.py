@@ -51,6 +51,7 @@ class StateKv(msgspec.Struct, frozen=True, tag="state"):
     """The states of recurrent layers: a row for each running request, and rows that cached prefixes keep."""
 
     size: int  # rows
+    block: int = 1  # chunks of prompts end at multiples of so many tokens: --deterministic
 
 
 KvGroupSize = SlidingWindowKv | StateKv

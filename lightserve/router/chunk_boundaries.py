@@ -59,4 +59,15 @@ class ChunkBoundaries:
         return position
 
 
+def in_blocks(prompt_len: int, total_len: int, block: int) -> ChunkBoundaries:
+    """So that a token is computed in the same way in any step.
+
+    Chunks are whole blocks of the prompt. The last block, which may be shorter, is a chunk of its own. Output tokens of
+    a request that was preempted are computed again one by one, like the first time.
+    """
+    last = max(prompt_len - 1, 0) // block * block
+    spans = [(begin, min(begin + block, prompt_len)) for begin in range(0, last + 1, block)]
+    return ChunkBoundaries([last, *range(prompt_len, total_len)], spans)
+
+
 NO_BOUNDARIES = ChunkBoundaries()

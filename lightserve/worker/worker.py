@@ -30,6 +30,7 @@ from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offloa
 from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
 from lightserve.worker.kv.size import kv_size
+from lightserve.worker.kv.state_size import DETERMINISTIC_BLOCK
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.rpc import GetResult
@@ -86,6 +87,7 @@ class ModelWorker:
         traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
         self._profile = for_model(self._platform.profile(self._device), traits)
         self._batch.lora_slots = config.num_loras
+        self._state_block = DETERMINISTIC_BLOCK if config.deterministic else 1
         if self.model.model_kv_layout.states:
             self.model.set_kv_size(FIRST_POOL_TOKENS, state_rows=FIRST_STATE_ROWS)
             self._batch.enable_states()
@@ -194,7 +196,7 @@ class ModelWorker:
         """Those with pools of their own: the layers with a window may be one, and recurrent layers are the last."""
         window, memory = self.model.model_kv_layout.window or 1, self.model.mem_manager
         windows = [SlidingWindowKv(size, window, kept_tokens(window)) for size in memory.group_sizes]
-        return (*windows, *([StateKv(memory.state_rows)] if memory.state_rows else []))
+        return (*windows, *([StateKv(memory.state_rows, self._state_block)] if memory.state_rows else []))
 
     @property
     def pooling_limits(self) -> PoolingLimits | None:

@@ -11,6 +11,9 @@ prefix can be continued only where a state was kept. That is
 
 A chunk of the prompt ends at each of these places. Kept rows that no request reads are evicted when rows are short, the
 least recently used first, so they never stop a request from running.
+
+With --deterministic, a state is kept only where whole blocks of a prompt end: it then has the bits of one that is
+computed again, in whatever steps.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 
 from lightserve.messages.control import StateKv
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
+from lightserve.router.chunk_boundaries import in_blocks
 from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.group_slots import NONE, GroupSlots
 from lightserve.router.kv.slots import Slots
@@ -113,13 +117,18 @@ class StatePool(KvGroupPool):
         self._num_needed += 1
         if len(tokens):
             self._set(state, self.slots.hold(tokens[-1:]).item(), is_kept=True)
+        if self.figures.block > 1:
+            req.boundaries = in_blocks(len(req.prompt_ids), req.total_len, self.figures.block)
         begin, last = len(tokens), len(req.prompt_ids) - 1
         ends = [end for end in range(INTERVAL, last, INTERVAL) if end > begin]
-        ends += [end for end in (matched_len, last) if end - begin >= MIN_TOKENS]
+        ends += [end for end in map(self._rounded, (min(matched_len, last), last)) if end - begin >= MIN_TOKENS]
         self._end_chunks_at(req, state, ends)
 
+    def _rounded(self, length: int) -> int:
+        return length // self.figures.block * self.figures.block
+
     def keep_at(self, req: Req, length: int) -> int | None:
-        state = self._reqs.get(req)
+        state, length = self._reqs.get(req), self._rounded(length)
         if state is not None and req.planned_len < length < len(req.prompt_ids):
             self._end_chunks_at(req, state, [length])
         return length
@@ -173,7 +182,11 @@ class StatePool(KvGroupPool):
         is_exact = len(tokens) == req.planned_len and not req.has_drafted
         if not is_exact or not len(tokens) or state.needs_row:
             return
-        is_wanted = is_leaving or (len(tokens) in state.ends and self._num_needed < self.slots.available)
+        if is_leaving:
+            is_block_end = len(tokens) == self._rounded(len(tokens)) and len(tokens) <= len(req.prompt_ids)
+            is_wanted = is_block_end or self.figures.block == 1
+        else:
+            is_wanted = len(tokens) in state.ends and self._num_needed < self.slots.available
         if is_wanted and self.slots.add_cached(tokens[-1:], int32s([state.row])):
             self._set(state, state.row, is_kept=True)
 

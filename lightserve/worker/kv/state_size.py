@@ -12,6 +12,9 @@ MAX_SHARE = 0.5  # of the memory for KV and states
 # KV, if that is more: then short prompts have states in the prefix cache as long as they have KV there.
 ROWS_A_REQUEST = 2
 TOKENS_A_ROW = 256
+# Tokens of a prompt that --deterministic computes in the same way in any step: a multiple of what the kernels compute
+# together (CHUNK in cpu_kernel/state.py, CHUNK_TOKENS in triton_kernel/state/_linear_scan.py).
+DETERMINISTIC_BLOCK = 64
 MIN_ROWS = 2  # a request may read one and write another
 
 

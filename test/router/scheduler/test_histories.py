@@ -95,7 +95,11 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     loras.loaded |= set(range(NUM_ADAPTERS))
     policy = make_policy(rng.choice(list(POLICIES)))
     windows = [SlidingWindowKv(rng.choice([300, 600]), window, kept_tokens=window + 20) for window in traits.windows]
-    states = [StatePool(StateKv(rng.choice([2, 4, 10, 30])), size)] if traits.has_states else []
+    states = (
+        [StatePool(StateKv(rng.choice([2, 4, 10, 30]), block=rng.choice([1, 1, 16])), size)]
+        if traits.has_states
+        else []
+    )
     pool = KvPool(size, [*make_group_pools(windows, size), *states])
     return Scheduler(GroupScheduler(pool, limits, policy, loras=loras))
 

@@ -164,6 +164,34 @@ def test_requests_that_the_worker_puts_next_to_each_other_keep_their_rows(hybrid
     assert found == [greedy(hybrid[1], ids, COUNT) for ids in prompts]
 
 
+def test_logprobs_of_a_deterministic_server_have_the_same_bits_in_any_step(hybrid: tuple[str, Any]) -> None:
+    """Alone, among others in small chunks, from a warm cache, and after preemptions that lose the states."""
+    shared = prompt(140, seed=1)
+    prompts = [shared + prompt(n, seed=n) for n in (7, 33, 53)] + [prompt(65, seed=2), prompt(3, seed=3)]
+    params = GenerationParams.of(max_new_tokens=15, temperature=0, ignore_eos=True, logprobs=2)
+
+    def logprobs(llm: LLM) -> list[list[float]]:
+        return [one.logprobs for one in llm.generate(prompts, params)]
+
+    alone = [
+        make(hybrid, deterministic=True, batch_max_tokens=500).generate([ids], params)[0].logprobs for ids in prompts
+    ]
+    together = make(hybrid, deterministic=True, running_max_req_size=8, batch_max_tokens=70)
+    cold, warm = logprobs(together), logprobs(together)
+    assert cold == alone
+    assert warm == alone
+    assert states_of(together).num_kept > 0
+
+    few_rows = make(hybrid, 3, deterministic=True)
+    found: list[list[float]] = [[] for _ in prompts]
+    for count, out in enumerate(few_rows.stream(prompts, params)):
+        found[out.index].append(out.logprob or 0.0)
+        if count % 6 == 5 and few_rows._scheduler.num_running > 1:
+            few_rows._scheduler.only_group.preemption.preempt_newest()
+    assert found == alone
+    assert few_rows._scheduler.num_preemptions > 3
+
+
 def test_the_worker_says_how_many_rows_it_has(hybrid: tuple[str, Any]) -> None:
     assert make(hybrid, 40).worker.kv_groups == (StateKv(40),)
 
