@@ -30,7 +30,7 @@ from lightserve.httpserver.fields.generation import StreamOptions, validate_supp
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 from lightserve.httpserver.generate.lightllm import request as lightllm_request
 from lightserve.httpserver.generate.lightllm.request import LightllmBody, LightllmParameters
-from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
+from lightserve.httpserver.generate.routes import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.generate.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.http.body import Body, validate
 from lightserve.httpserver.http.middleware import is_admin_path

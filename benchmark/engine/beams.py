@@ -23,7 +23,7 @@ import torch
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.config import RouterConfig
 from lightserve.detokenization.manager import DetokenizationManager
-from lightserve.httpserver.beam_search.runner import run_beam_search
+from lightserve.httpserver.beam_search import run_beam_search
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.ipc.codec import encode, make_decode

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.tracing.exporter import has_otlp
 from lightserve.httpserver.tracing.request_trace import RequestTrace, TraceRecord
-from lightserve.httpserver.tracing.setup import has_otlp
 from lightserve.messages.output import Admission
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.request import GenerateReq

@@ -10,15 +10,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from lightserve import __version__
 from lightserve.httpserver.admin import routes as admin_routes, tokenize as tokenize_routes
-from lightserve.httpserver.anthropic import errors as anthropic_errors, routes as anthropic_routes
+from lightserve.httpserver.anthropic import response as anthropic_response, routes as anthropic_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.http.allowed_hosts import allowed_hosts
 from lightserve.httpserver.http.body import with_schemas
 from lightserve.httpserver.http.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.http.middleware import RequestMiddleware
-from lightserve.httpserver.http.route_path import RootPath
-from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
+from lightserve.httpserver.http.paths import RootPath
+from lightserve.httpserver.ollama import response as ollama_response, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
@@ -41,7 +41,7 @@ ROUTE_MODULES = (
     web_routes,
 )
 # of the APIs whose errors are not in the default format
-ERROR_FORMATS = (anthropic_errors.ERROR_FORMAT, ollama_errors.ERROR_FORMAT)
+ERROR_FORMATS = (anthropic_response.ERROR_FORMAT, ollama_response.ERROR_FORMAT)
 
 
 class App(FastAPI):

@@ -15,7 +15,7 @@ from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptToo
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import Body, read_json
+from lightserve.httpserver.http.body import Body, read_json, validate
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
@@ -27,6 +27,7 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
 ENCODE_LIMIT_S = 30.0  # 16 MB of digits, the slowest text, take 20 s
 PLACEHOLDER_NAMES = ("tgi", "dummy")  # from Hugging Face's clients, if they know only the address of the server
@@ -91,6 +92,14 @@ class ServerContext:
 
     async def read(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self.config.max_body_bytes)
+
+    async def read_body(
+        self, request: Request, model: type[B], check: Callable[[type[B], dict[str, Any]], B] = validate
+    ) -> B:
+        """The body as a ``model``. Unknown fields near a known one are reported as in ``check_fields``."""
+        body = check(model, await self.read(request))
+        self.check_fields(request, body)
+        return body
 
     def check_fields(self, request: Request, body: Body) -> None:
         """Report unknown fields that are near a known one; with --strict_fields they are an error."""

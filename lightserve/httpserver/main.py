@@ -20,8 +20,7 @@ from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
 from lightserve.httpserver.resume.stream_log import StreamLog, report_stream_log
-from lightserve.httpserver.tracing.exporter import SpanExporter
-from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
+from lightserve.httpserver.tracing.exporter import CLOSE_S, SpanExporter, report_counts, start_exporter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.tls import server_context

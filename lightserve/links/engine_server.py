@@ -18,8 +18,14 @@ from msgspec.structs import replace
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.links.curve import MAX_MESSAGE_BYTES, AsyncSocket, RateLimitedLog, try_send
-from lightserve.links.request_ids import MAX_SESSIONS, engine_id
-from lightserve.links.translation import for_engine, for_gateways, for_other_clock, own_timelines
+from lightserve.links.translation import (
+    MAX_SESSIONS,
+    engine_id,
+    for_engine,
+    for_gateways,
+    for_other_clock,
+    own_timelines,
+)
 from lightserve.messages.cluster import (
     LINK_PROTOCOL,
     DispatchedReq,

@@ -1,4 +1,12 @@
-"""Messages of one gateway in the ids of the engine, and messages of the engine in the ids of each gateway."""
+"""Messages of one gateway in the ids of the engine, and messages of the engine in the ids of each gateway.
+
+Several gateways use the same request ids. An engine adds the session, which is the connection to one gateway.
+
+    of a gateway    HTTP process (bits 48 to 62)                        count (bits 0 to 47)
+    of an engine    session (bits 48 to 62)    HTTP process (40 to 47)  count (bits 0 to 39)
+
+Sessions are counted, so an id that was used in one is not used again in the next one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,6 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from lightserve.links.request_ids import engine_id, gateway_id, gateway_ids, session_of
 from lightserve.messages.cluster import (
     DispatchedReq,
     EngineDraining,
@@ -21,11 +28,35 @@ from lightserve.messages.cluster import (
     RemotePrefillRequest,
     ToEngine,
 )
-from lightserve.messages.int_arrays import int64s
+from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, RouterStats, Timelines
-from lightserve.messages.request import REQ_ID_BITS, AbortReq, ReleaseParents
+from lightserve.messages.request import HTTP_PROCESS_BITS, REQ_ID_BITS, AbortReq, ReleaseParents
+
+COUNT_BITS = REQ_ID_BITS - HTTP_PROCESS_BITS
+MAX_SESSIONS = 1 << 15  # then their numbers are used again
+_COUNT_MASK = (1 << COUNT_BITS) - 1
+_PROCESS_MASK = (1 << HTTP_PROCESS_BITS) - 1
 
 replace = msgspec.structs.replace
+
+
+def engine_id(session: int, gateway_id: int) -> int:
+    process, count = gateway_id >> REQ_ID_BITS, gateway_id & ((1 << REQ_ID_BITS) - 1)
+    if not (0 <= process <= _PROCESS_MASK and count <= _COUNT_MASK):
+        raise ValueError(f"request id {gateway_id} is out of range")
+    return session << REQ_ID_BITS | process << COUNT_BITS | count
+
+
+def gateway_id(of_engine: int) -> int:
+    return (of_engine >> COUNT_BITS & _PROCESS_MASK) << REQ_ID_BITS | of_engine & _COUNT_MASK
+
+
+def gateway_ids(of_engine: Int64Array) -> Int64Array:
+    return (of_engine >> COUNT_BITS & _PROCESS_MASK) << REQ_ID_BITS | of_engine & _COUNT_MASK
+
+
+def session_of(of_engine: int) -> int:
+    return of_engine >> REQ_ID_BITS
 
 
 def for_engine(session: int, message: ToEngine) -> ToEngine:

@@ -26,7 +26,6 @@ from lightserve.model_files.source import ModelSource, pooling_of, require_weigh
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
-from lightserve.server.parallel_checks import check_ranks
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
 from lightserve.utils.logger import init_logger
@@ -187,3 +186,15 @@ def _warn_about_missing_parts(source: ModelSource, config: ServerConfig, tokeniz
         logger.warning(
             "%s defines no end token: every response runs to its length limit; set one with --eos_id", source.path
         )
+
+
+def check_ranks(worker: WorkerConfig, model: ModelConfig) -> None:
+    """Check that the ranks can divide the model."""
+    model.check_tp(worker.attention_tp)
+    if worker.pp > model.num_layers:
+        raise OptionError(f"pp={worker.pp}: the model has {model.num_layers} layers, and each stage needs one")
+    if worker.ep == 1 or model.experts_name is None:
+        return
+    experts = model.count(model.experts_name)
+    if experts % worker.ep:
+        raise OptionError(f"ep={worker.ep}: it does not divide the {experts} experts of the model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,33 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.ipc.process import ChildConfig
-from lightserve.messages.control import Drain, EngineInfo, EngineJoined, EngineLost, HttpProcessLost, ToChild
+from lightserve.messages.control import (
+    Drain,
+    EngineInfo,
+    EngineJoined,
+    EngineLost,
+    HttpProcessLost,
+    StartupProgress,
+    ToChild,
+)
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
-from lightserve.server.start_display import StartDisplay
+from lightserve.utils.progress import ProgressState, StreamOutput
 
 FLUSH_S = 0.2  # from the end of the last request until its last byte is sent
 EXIT_SETTLE_S = 0.2  # one death makes other processes exit too: within this time
 KILL_TIMEOUT_S = 4.0  # until a killed process has exited; a GPU driver may delay that
+
+
+class StartDisplay:
+    """The progress of a start: one line on a terminal, which the banner replaces; plain lines in a log."""
+
+    def __init__(self) -> None:
+        self._output = StreamOutput(sys.stderr, keeps_lines=False)
+
+    def show(self, progress: StartupProgress) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe must not stop the server
+            self._output.show(ProgressState(**msgspec.structs.asdict(progress)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightserve.httpserver.resume.records import Entry, Keys, decode_head
-from lightserve.httpserver.resume.redis_connection import RedisConnection
+from lightserve.httpserver.resume.redis import RedisConnection
 from lightserve.links.keys import generate
 from lightserve.utils.net import parse_redis
 from test.api.event_client import Event, EventClient

@@ -71,7 +71,7 @@ class Case:
                 pool.clear()
                 break
             running.check_recovered()
-            leftovers = running.leftovers(before)
+            leftovers = running.leftovers(before, is_last)
             if not leftovers:
                 break
             assert not is_last, f"left behind: {leftovers}"  # growth in one run may be a cache, in both it is a leak

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from lightserve.text.grammar.process import PROCESSES
 from test.api.server import SAMPLED_S, ServerProcess, running_server
 from test.api.test_faults import ABORT, Client
 from test.faults.model_limits import measured_limits, null_worker_limits
@@ -29,6 +30,8 @@ from test.waiting import wait_until
 NULL_WORKER = ("--null_worker",)
 ONE_HTTP_PROCESS = ("--httpserver_workers", "1")  # cases stop it and query its load
 SETTLE_S = 60.0  # resources that remain longer count as leaked
+FIRST_SETTLE_S = 5.0  # before a case runs again: what is left then is mostly a cache, and stays
+GRAMMAR_PROCESSES = 1 + PROCESSES  # they start beside the server; it is healthy before
 THREAD_POOL = 8  # more threads than an HTTP process starts to parse large bodies
 MAX_RESTARTS = 3  # in a row; the server ends at the next death of a worker
 
@@ -51,6 +54,8 @@ class ServerUnderTest:
         self.start_s = time.monotonic() - begin_s  # an upper bound for the restart of a worker
         self.client = Client(self.server)
         self._fill_thread_pools()
+        if "--task" not in flags:  # it generates text
+            wait_until(lambda: len(self.server.processes().get("ls-grammar", ())) == GRAMMAR_PROCESSES)
         self.engine = (null_worker_limits if NULL_WORKER[0] in flags else measured_limits)(self.client)
         self.expected_tokens = self.client.golden()
         self.shared_memory = shared_memory_of(self.base)
@@ -77,10 +82,11 @@ class ServerUnderTest:
         asked_s = time.monotonic()  # the metrics must be newer than this
         wait_until(lambda: time.monotonic() - asked_s > SAMPLED_S and self.is_idle())
 
-    def leftovers(self, before: ResourceSnapshot) -> str:
+    def leftovers(self, before: ResourceSnapshot, is_last: bool) -> str:
         """Describe resources that were not there before and do not disappear; empty if there are none."""
+        limit_s = SETTLE_S if is_last else FIRST_SETTLE_S
         try:
-            wait_until(lambda: not describe_growth(before, self.resource_snapshot()), SETTLE_S)
+            wait_until(lambda: not describe_growth(before, self.resource_snapshot()), limit_s)
         except TimeoutError:
             return describe_growth(before, self.resource_snapshot())
         return ""

@@ -33,6 +33,7 @@ def do_nothing(context: FaultContext) -> None:
 
 @pytest.mark.slow
 def test_a_leaked_descriptor_is_reported(pool: ServerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "FIRST_SETTLE_S", 0.5)
     monkeypatch.setattr(server_pool, "SETTLE_S", 0.5)
     kept: list[socket.socket] = []
 

@@ -22,9 +22,8 @@ from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.process import MAX_PEAK_MIB
 from lightserve.text.grammar.specs import schema_grammar
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
-from lightserve.text.json_schema.budget import CHARACTERS_PER_STEP, MAX_STEPS
 from lightserve.text.json_schema.closing import closed_schema
-from lightserve.text.json_schema.schema import JsonSchema
+from lightserve.text.json_schema.schema import CHARACTERS_PER_STEP, MAX_STEPS, JsonSchema
 from lightserve.text.json_schema.tool_schema import ToolSchema
 from test.fuzz.profile import FUZZ
 from test.small_text import small_tokenizer

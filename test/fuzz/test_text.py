@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, strategies as st
 
-from lightserve.detokenization.req_text import ReqText
-from lightserve.detokenization.stop import StopMatcher
+from lightserve.detokenization.req_text import ReqText, StopMatcher
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.model_files import Tokenizer
 from lightserve.text.parsing import Output, OutputParser, merge_deltas

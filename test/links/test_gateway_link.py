@@ -26,8 +26,7 @@ from lightserve.links.engine_server import EngineServer
 from lightserve.links.engines_file import EnginesFile, write_engines_file
 from lightserve.links.gateway_link import GatewayLink, LinkLostError
 from lightserve.links.keys import GatewayKeys
-from lightserve.links.request_ids import engine_id, gateway_id, session_of
-from lightserve.links.translation import for_other_clock
+from lightserve.links.translation import engine_id, for_other_clock, gateway_id, session_of
 from lightserve.messages.cluster import LINK_PROTOCOL, DispatchedReq, EngineToGateway, GatewayHello, MovedReqs
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, TimelineEvent, Timelines, TokenIdOut

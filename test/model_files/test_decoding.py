@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
 
-from lightserve.detokenization.stop import StopMatcher
+from lightserve.detokenization.req_text import StopMatcher
 from lightserve.model_files.tokenizer.decoding import make_decoder
 from lightserve.model_files.tokenizer.decoding.base import REPLACEMENT, Decoder, DecodeStream
 from lightserve.model_files.tokenizer.decoding.byte_level import ByteLevelDecoder

@@ -9,7 +9,7 @@ import pytest
 from lightserve.config import WorkerConfig
 from lightserve.errors import OptionError
 from lightserve.models.registry import read_model_config
-from lightserve.server.parallel_checks import check_ranks
+from lightserve.server.checks import check_ranks
 
 EXPERTS = {
     "model_type": "qwen3_moe",

@@ -47,9 +47,9 @@ def scale_of(values: Sequence[float], begin: float, end: float) -> Scale:
     return Scale(low, high, begin, end, is_log=True)
 
 
-def step_of(span: float, count: int = 5) -> float:
-    """A round step that divides ``span`` into about ``count`` parts."""
-    raw = span / count
+def step_of(span: float) -> float:
+    """A round step that divides ``span`` into about five parts."""
+    raw = span / 5
     power = 10.0 ** math.floor(math.log10(raw))
     return next(step * power for step in STEPS if step * power >= raw * 0.999)
 

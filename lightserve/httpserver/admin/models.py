@@ -1,17 +1,26 @@
-"""GET /v1/models, as OpenAI and vLLM have it; in Anthropic's format for a client that sends ``anthropic-version``."""
+"""GET /v1/models, as OpenAI, vLLM and Anthropic have it, and the loading of LoRA adapters, as vLLM has it.
+
+A client that sends ``anthropic-version`` gets Anthropic's format.
+"""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.http.body import Body, openapi_body
 
 ANTHROPIC_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
+MAX_NAME, MAX_PATH = 256, 4096
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 def add_models(router: APIRouter, context: ServerContext) -> None:
@@ -69,3 +78,36 @@ def _anthropic_card(context: ServerContext, name: str) -> dict[str, Any]:
         "max_input_tokens": limit - 1,
         "max_tokens": limit - 1,
     }
+
+
+class LoadBody(Body):
+    lora_name: Name = Field(description="the name that requests use as the model")
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] = Field(
+        description="its folder: a path from --lora_dir, or an absolute one below it"
+    )
+    load_inplace: bool | None = Field(
+        None, description="replace an adapter of the same name; requests that run keep the old one"
+    )
+
+
+class UnloadBody(Body):
+    lora_name: Name = Field(description="no new request can use it; requests that run finish with it")
+    lora_int_id: int | None = Field(None, description="no effect: names are unique")
+
+
+def add_adapters(router: APIRouter, context: ServerContext) -> None:
+    @router.post("/v1/load_lora_adapter", openapi_extra=openapi_body(LoadBody))
+    async def load_lora_adapter(request: Request) -> JSONResponse:
+        """Add a LoRA adapter. The response comes when requests can use it."""
+        body = await context.read_body(request, LoadBody)
+        if body.lora_name in context.model_names:
+            raise InvalidRequestError(f"lora_name: {body.lora_name!r} is the name of the base model", "lora_name")
+        await context.manager.load_adapter(body.lora_name, body.lora_path, bool(body.load_inplace))
+        return JSONResponse({"status": "ok", "message": f"the adapter {body.lora_name!r} is loaded"})
+
+    @router.post("/v1/unload_lora_adapter", openapi_extra=openapi_body(UnloadBody))
+    async def unload_lora_adapter(request: Request) -> JSONResponse:
+        """Remove a LoRA adapter."""
+        body = await context.read_body(request, UnloadBody)
+        await context.manager.unload_adapter(body.lora_name)
+        return JSONResponse({"status": "ok", "message": f"the adapter {body.lora_name!r} is unloaded"})

@@ -11,15 +11,14 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
-from lightserve.httpserver.admin.adapters import add_adapters
 from lightserve.httpserver.admin.debug_requests import add_debug_requests
 from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
-from lightserve.httpserver.admin.models import add_models
+from lightserve.httpserver.admin.models import add_adapters, add_models
 from lightserve.httpserver.admin.profile import add_profile
 from lightserve.httpserver.admin.server_info import add_server_info
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import Body, openapi_body, validate
+from lightserve.httpserver.http.body import Body, openapi_body
 from lightserve.httpserver.http.errors import error_response
 
 MAX_ABORTED = 1024  # ids of one request
@@ -121,8 +120,7 @@ def _add_abort(router: APIRouter, context: ServerContext) -> None:
 
         An API key aborts only requests that it has made.
         """
-        body = validate(AbortBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, AbortBody)
         if not body.abort_all and not body.request_ids:
             raise InvalidRequestError("give request_id, or abort_all: true", "request_id")
         for request_id in (None,) if body.abort_all else body.request_ids:

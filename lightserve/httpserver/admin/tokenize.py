@@ -16,10 +16,9 @@ from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.fields.generation import validate_supported
-from lightserve.httpserver.fields.inputs import refuse_media
+from lightserve.httpserver.fields.shared import refuse_media
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
-from lightserve.httpserver.http.body import Body, openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import Body, json_response, openapi_body, validate
 from lightserve.model_files.model_summary import UNKNOWN
 
 MAX_TOKENS = 1_000_000  # of one request, which takes about a second
@@ -88,8 +87,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        body = validate(DetokenizeBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, DetokenizeBody)
         await context.find_model(body.model)
         return json_response({"prompt": await _decode(context, body.tokens)})
 
@@ -97,8 +95,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.get("/tokens", include_in_schema=False)  # LightLLM's clients send the same body with GET
     async def tokens(request: Request) -> Response:
         """The number of tokens of a text."""
-        body = validate(CountBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, CountBody)
         return json_response({"ntokens": await _count(context, body)})
 
     return router

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, TextOnlyError
-from lightserve.httpserver.anthropic.json_text import json_text
+from lightserve.httpserver.anthropic.tools import json_text
 from lightserve.httpserver.chat.request import PART_SEPARATOR
 from lightserve.httpserver.http.body import Body, JsonObject
 

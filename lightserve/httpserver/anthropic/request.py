@@ -16,7 +16,7 @@ from lightserve.httpserver.chat.tools import MAX_TOOLS, Tool as ChatTool
 from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import NewTokens, Share
-from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
+from lightserve.httpserver.fields.shared import MAX_STOP_STRINGS, StopString
 from lightserve.httpserver.http.body import Body, JsonObject, at_most
 from lightserve.model_files.template.budget import ON_EVENT_LOOP
 from lightserve.model_files.template.chat_template import NOTHING

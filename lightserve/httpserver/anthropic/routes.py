@@ -10,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, PromptTooLongError
-from lightserve.httpserver.anthropic.errors import PATH, thread_error
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody, log_hosted, to_chat, to_prompt_chat
-from lightserve.httpserver.anthropic.response import MessagesResponse
+from lightserve.httpserver.anthropic.response import PATH, MessagesResponse, thread_error
 from lightserve.httpserver.chat.output import check_tools
 from lightserve.httpserver.chat.parts import respond_in_parts
 from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 
 
@@ -28,8 +26,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(MessagesBody))
     async def messages(request: Request) -> Response:
-        body = validate(MessagesBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, MessagesBody)
         if body.thread is not None:
             return json_response(thread_error(request.state.request_id), status=400)
         with _prompt_limit():
@@ -44,8 +41,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post(f"{PATH}/count_tokens", openapi_extra=openapi_body(PromptBody))
     async def count_tokens(request: Request) -> Response:
         """The number of prompt tokens of a request."""
-        given = validate(PromptBody, await context.read(request))
-        context.check_fields(request, given)
+        given = await context.read_body(request, PromptBody)
         body = to_prompt_chat(context, given)
         await context.find_model(body.model)
         check_tools(context, body)

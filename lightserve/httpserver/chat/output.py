@@ -20,7 +20,7 @@ from lightserve.httpserver.fields.grammar import GrammarFactory, requested_gramm
 from lightserve.messages.params import GrammarSpec, ThinkingLimit
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.text.grammar.specs import schema_grammar
-from lightserve.text.json_schema.budget import StepBudget
+from lightserve.text.json_schema.schema import StepBudget
 from lightserve.text.json_schema.tool_schema import ToolSchema
 from lightserve.text.parsing import OutputParser
 from lightserve.text.parsing.delta_writer import DeltaWriter, Tools, call_id

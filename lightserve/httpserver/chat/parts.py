@@ -20,9 +20,8 @@ from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import JsonObject
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
+from lightserve.httpserver.http.body import JsonObject, json_response
+from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
@@ -157,7 +156,7 @@ async def respond_in_parts(
     request: Request, is_stream: bool | None, generation: Generation, response: PartsResponse
 ) -> Response:
     if is_stream:
-        events = events_of(generation, response, generation.log.request_id)
+        events = GenerationEvents(generation, response, generation.log.request_id)
         return await EventStream.open(request, events)
     await collect_parts(request, generation, response)
     return json_response(response.body())

@@ -13,7 +13,7 @@ import orjson
 
 from lightserve.errors import InvalidRequestError, TemplateLimitError
 from lightserve.httpserver.chat.request import ChatBody, Function, Message
-from lightserve.httpserver.chat.system_messages import arrange_system_messages, has_system_messages
+from lightserve.httpserver.chat.system_messages import arrange_system_messages
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.http.body import check_json_size
@@ -156,7 +156,7 @@ def _apply(
         add_generation_prompt=adds_turn,
         **_variables(context, body),
     )
-    if has_system_messages(messages):
+    if any(message["role"] == "system" for message in messages):
         messages = arrange_system_messages(messages, template.system_rules)
     try:
         return render(messages=messages)

@@ -5,14 +5,13 @@ The other chat APIs translate their bodies into this one. Every field may be nul
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, TextOnlyError
-from lightserve.httpserver.chat.template_fields import TemplateFields
 from lightserve.httpserver.chat.tools import (
     FUNCTION_OR_CUSTOM,
     INPUT,
@@ -23,9 +22,14 @@ from lightserve.httpserver.chat.tools import (
     ToolChoice,
     required_for,
 )
+from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
 from lightserve.httpserver.http.body import Body
+from lightserve.messages.params import ThinkingLimit
+from lightserve.text.parsing.tool_grammar import Thinking
 
+MAX_DOCUMENTS = 1024
+MAX_VARIABLES = 64
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # of one message
 PART_SEPARATOR = "\n"  # between the text parts of a message, as in vLLM and LightLLM
@@ -33,6 +37,10 @@ MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
 )
 
+Budget = Annotated[int, Field(ge=-1, lt=2**31, description="tokens between the tags of reasoning; -1: no limit")]
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
+Effort = Annotated[str, Field(max_length=32)]
+Document = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
 # the usual roles are system, developer, user, assistant, tool and function; a template may know others
 Role = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -42,6 +50,107 @@ _PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}, {"type": "null"}]}
+
+
+class ThinkingFields(Body):
+    """The fields that limit reasoning, as vLLM, Qwen and others name them. The lowest of several values counts."""
+
+    budget_is_hint: ClassVar[bool] = False  # ignored for a model that does not reason, instead of refused
+
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None
+    max_reasoning_tokens: Budget | None = None
+
+    def thinking_limit(self, context: ServerContext, thinking: Thinking | None) -> ThinkingLimit | None:
+        """``thinking``: how the output may reason; None: the model does not reason."""
+        given = {name: getattr(self, name) for name in ThinkingFields.model_fields}
+        limits = {name: value for name, value in given.items() if value is not None and value >= 0}
+        if not limits or (thinking is None and self.budget_is_hint):
+            return None
+        if thinking is None:
+            name = next(iter(limits))
+            message = f"{name}: the chat template does not show how the model reasons; set --reasoning_parser"
+            raise InvalidRequestError(message, name)
+        tags = thinking.reasoning_format
+        end_ids = tuple(context.tokenizer.encode(tags.end, add_special_tokens=False))
+        return ThinkingLimit(min(limits.values()), tags.begin, tags.end, end_ids, thinking.is_begun)
+
+
+class ThinkingSettings(Body):
+    """As on the APIs of Anthropic, DeepSeek, Moonshot and Z.ai."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
+
+
+class ReasoningSettings(Body):
+    """As on OpenRouter and on /v1/responses."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: Budget | None = None
+    exclude: bool | None = None
+
+
+def _thinking(value: Any) -> Any:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
+
+
+def _reasoning(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+class TemplateFields(ThinkingFields):
+    """The fields that set variables of the chat template."""
+
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: (
+        Annotated[ThinkingSettings, BeforeValidator(_thinking, json_schema_input_type=bool | ThinkingSettings)] | None
+    ) = None
+    reasoning: (
+        Annotated[ReasoningSettings, BeforeValidator(_reasoning, json_schema_input_type=bool | ReasoningSettings)]
+        | None
+    ) = None
+    include_reasoning: bool | None = None  # false: the response leaves it out
+    documents: Annotated[list[Document], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = Field(
+        default=None, description="texts for templates that take documents"
+    )
+
+    @model_validator(mode="after")
+    def _spread_objects(self) -> TemplateFields:
+        """The parts of ``thinking`` and ``reasoning`` are other names of fields that count if both are set."""
+        settings = self.reasoning or ReasoningSettings()
+        budgets = [self.thinking.budget_tokens if self.thinking else None, settings.max_tokens]
+        for budget in budgets:
+            if self.thinking_token_budget is None:
+                self.thinking_token_budget = budget
+        if self.reasoning_effort is None:
+            self.reasoning_effort = settings.effort
+        if self.include_reasoning is None and settings.exclude is not None:
+            self.include_reasoning = not settings.exclude
+        return self
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason; None: the request does not say."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            return self.thinking.type == "enabled"
+        if self.reasoning is not None and self.reasoning.enabled is not None:
+            return self.reasoning.enabled
+        return False if self.reasoning_effort == "none" else None
+
+    def template_variables(self) -> dict[str, Any]:
+        """The variables that these fields set; chat_template_kwargs count before the other fields."""
+        variables: dict[str, Any] = {}
+        if self.thinks is not None:
+            variables |= {"enable_thinking": self.thinks, "thinking": self.thinks}  # Qwen's and DeepSeek's names
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return variables | (self.chat_template_kwargs or {})
 
 
 def _join_parts(value: Any) -> Any:

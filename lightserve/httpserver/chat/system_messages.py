@@ -20,10 +20,6 @@ SEPARATOR = "\n\n"
 TemplateMessage = dict[str, Any]
 
 
-def has_system_messages(messages: list[TemplateMessage]) -> bool:
-    return any(message["role"] == "system" for message in messages)
-
-
 def arrange_system_messages(messages: list[TemplateMessage], rules: SystemRules) -> list[TemplateMessage]:
     """The same conversation as messages that the template keeps."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))

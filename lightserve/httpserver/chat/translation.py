@@ -11,12 +11,11 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lightserve.errors import NotSupportedYetError, TextOnlyError
-from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
-from lightserve.httpserver.chat.template_fields import TemplateFields
+from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody, TemplateFields
 from lightserve.httpserver.fields.generation import TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
-from lightserve.httpserver.fields.scheduling import PromptFields
+from lightserve.httpserver.fields.shared import PromptFields
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 
 C = TypeVar("C", bound="TranslatedChat")

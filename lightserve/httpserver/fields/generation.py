@@ -17,8 +17,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_fields import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
-from lightserve.httpserver.fields.scheduling import PromptFields
-from lightserve.httpserver.fields.stopping import StopStrings
+from lightserve.httpserver.fields.shared import PromptFields, StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.http.body import Body, at_most, validate
 from lightserve.httpserver.http.validation_errors import listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from fastapi import APIRouter
@@ -9,17 +10,53 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve import __version__
-from lightserve.errors import LightserveError
+from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.generate.lightllm.request import LightllmBody
+from lightserve.httpserver.generate.lightllm.request import UNSUPPORTED, LightllmBody, LightllmParameters
 from lightserve.httpserver.generate.lightllm.response import lightllm_response
-from lightserve.httpserver.generate.schema import Schema, schema_of
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
-from lightserve.httpserver.generate.tgi.request import MAX_STOPS, TgiBody
+from lightserve.httpserver.generate.tgi.request import MAX_STOPS, TgiBody, TgiParameters
 from lightserve.httpserver.generate.tgi.response import tgi_response
-from lightserve.httpserver.http.body import openapi_body
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
+
+
+class Schema(enum.Enum):
+    LIGHTLLM = "LightLLM"
+    TGI = "TGI"
+
+
+# parameters of LightLLM's clients that have no effect here; they still show whose body it is
+WITHOUT_EFFECT = (
+    "add_spaces_between_special_tokens",
+    "group_request_id",
+    "move_kv_to_decode_node",
+    "suggested_dp_index",
+)
+WORKS_IN_BOTH = frozenset({"seed"})  # alone it means TGI, but LightLLM's bodies may have it too
+_LIGHTLLM = frozenset({*LightllmParameters.model_fields, *UNSUPPORTED, *WITHOUT_EFFECT})
+_TGI = frozenset(TgiParameters.model_fields)
+LIGHTLLM_ONLY = _LIGHTLLM - _TGI
+TGI_ONLY = (_TGI - _LIGHTLLM) | WORKS_IN_BOTH
+
+
+def schema_of(body: dict[str, Any], default: Schema) -> Schema:
+    """Select by the parameters that only one of them has; null means absent. A mix of both is refused."""
+    parameters = body.get("parameters")
+    given = {name for name, value in parameters.items() if value is not None} if isinstance(parameters, dict) else set()
+    lightllm, tgi = given & LIGHTLLM_ONLY, given & TGI_ONLY
+    if isinstance(body.get("inputs"), list):
+        lightllm |= {"inputs as token ids"}
+    if body.get("multimodal_params") is not None:
+        lightllm |= {"multimodal_params"}
+    if lightllm and tgi - WORKS_IN_BOTH:
+        lightllm_name, tgi_name = min(lightllm), min(tgi - WORKS_IN_BOTH)
+        raise InvalidRequestError(
+            f"{lightllm_name} belongs to LightLLM's schema and {tgi_name} to TGI's: use one of the two"
+        )
+    if lightllm:
+        return Schema.LIGHTLLM
+    return Schema.TGI if tgi else default
 
 
 def routes(context: ServerContext) -> APIRouter:

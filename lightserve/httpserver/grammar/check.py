@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 from collections import OrderedDict
 from contextlib import suppress
@@ -12,15 +16,23 @@ from pathlib import Path
 import msgspec
 
 from lightserve.errors import InvalidRequestError, UnavailableError
-from lightserve.httpserver.grammar.process import GrammarProcess
-from lightserve.ipc.codec import encode
+from lightserve.ipc.codec import encode, make_decode
 from lightserve.messages.params import GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
-from lightserve.text.grammar.messages import GrammarReport
-from lightserve.text.grammar.vocabulary import GrammarVocabulary
+from lightserve.text.grammar.vocabulary import STARTED, GrammarReport, GrammarVocabulary
+from lightserve.utils.logger import init_logger
 
 MAX_COMPILING = 64  # grammars that are being compiled or wait for it
 MAX_REPORTS = 4096  # of the last grammars, a few hundred bytes each
+logger = init_logger(__name__)
+
+MODULE = "lightserve.text.grammar.process"
+WAIT_LIMIT_S = 30.0  # until a compilation begins: others may come before it, and the process may be starting
+REPLY_LIMIT_S = 60.0  # for COMPILE_LIMIT_S of CPU time on a busy machine
+ATTEMPTS = 3
+_RETRY_S = 0.1
+KILLED = GrammarReport("the grammar is too deep or too large: it ended the process that compiled it; simplify it")
+_decode_report = make_decode(GrammarReport)
 
 
 class GrammarCheck:
@@ -84,3 +96,82 @@ class GrammarCheck:
                 self._path = str(Path(self._folder.name) / "grammar")
             self._process = GrammarProcess(GrammarVocabulary.of(tokenizer), self._path)
         return self._process
+
+
+class GrammarProcess:
+    """It ends with this process. If it dies, it is started again for the next grammar."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, path: str) -> None:
+        """It listens at ``path``."""
+        self._path = path
+        self._vocabulary = _memory_file(encode(vocabulary))
+        self._process = self._start()
+
+    async def compile(self, spec: GrammarSpec) -> GrammarReport:
+        """UnavailableError if there was no time for it, or no process."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._compile(spec)
+            except ConnectionError:  # the process has died, and not of this grammar
+                await asyncio.sleep(attempt * _RETRY_S)
+                self._restart()
+            except TimeoutError as error:
+                raise UnavailableError("too many grammars are being compiled; try again") from error
+        raise UnavailableError("the process that compiles grammars has died; try again")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._forget()
+        os.close(self._vocabulary)
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    async def _compile(self, spec: GrammarSpec) -> GrammarReport:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            writer.write(encode(spec))
+            writer.write_eof()
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                has_started = await reader.read(len(STARTED)) == STARTED
+            async with asyncio.timeout(REPLY_LIMIT_S):
+                answer = await reader.read()
+            if not answer and (not has_started or self._process.poll() is not None):
+                raise ConnectionResetError  # another reason than this grammar
+            return _decode_report(answer) if answer else KILLED
+        finally:
+            writer.close()
+
+    def _restart(self) -> None:
+        if self._process.poll() is not None:
+            logger.warning("the process that compiles grammars died (%s); starting it again", self._process.returncode)
+            self._forget()
+            self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        os.lseek(self._vocabulary, 0, os.SEEK_SET)
+        with socket.socket(socket.AF_UNIX) as listener:  # a client that connects early waits until all is imported
+            listener.bind(self._path)
+            listener.listen(socket.SOMAXCONN)
+            fds = (listener.fileno(), self._vocabulary)
+            command = [sys.executable, "-m", MODULE, *map(str, fds)]
+            env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # it forks, and needs no threads
+            return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, env=env)
+
+    def _forget(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def _memory_file(content: bytes) -> int:
+    """A descriptor of a file with this content, which is nowhere on a disk if the system can do that."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("vocabulary")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    return fd

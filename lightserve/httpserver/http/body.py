@@ -1,4 +1,4 @@
-"""Request bodies: read within limits, parsed, validated."""
+"""Request bodies: read within limits, parsed, validated; and JSON as the body of a response."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from lightserve.errors import (
     BodyTimeoutError,
@@ -188,3 +189,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect as error:
         raise ClientDisconnectedError("the client closed the connection") from error
     return b"".join(chunks)
+
+
+def json_response(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, headers, "application/json")

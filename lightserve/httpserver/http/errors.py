@@ -26,8 +26,7 @@ from lightserve.errors import (
     UnavailableError,
 )
 from lightserve.httpserver.http.access_log import ResponseRecord
-from lightserve.httpserver.http.route_path import route_path
-from lightserve.httpserver.http.route_suggestion import suggested_endpoint
+from lightserve.httpserver.http.paths import route_path, suggested_endpoint
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)

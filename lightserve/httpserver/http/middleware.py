@@ -19,7 +19,7 @@ from lightserve.errors import ForbiddenError, UnauthorizedError
 from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.allowed_hosts import ANY, AllowedHosts
 from lightserve.httpserver.http.errors import ErrorFormat, error_response, format_of, log_error
-from lightserve.httpserver.http.route_path import route_path
+from lightserve.httpserver.http.paths import route_path
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
 # they change the server, or show or change requests of other clients

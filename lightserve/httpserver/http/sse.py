@@ -183,7 +183,7 @@ class EventStream(Response):
         return max(0.0, self._last_s + self.keep_alive_s - asyncio.get_running_loop().time())
 
 
-class Events:
+class GenerationEvents:
     """The tokens of a generation as events. An error before the stream has begun is raised; a later one is an event."""
 
     def __init__(self, generation: StreamedGeneration, writer: EventWriter, request_id: str) -> None:
@@ -249,10 +249,6 @@ async def _closing(events: AsyncGenerator[bytes, None], recorder: StreamRecorder
                 yield some
     finally:
         recorder.close()
-
-
-def events_of(generation: StreamedGeneration, writer: EventWriter, request_id: str) -> Events:
-    return Events(generation, writer, request_id)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

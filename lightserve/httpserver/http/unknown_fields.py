@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.http.body import Body
-from lightserve.httpserver.http.similar_names import MAX_LENGTH, printable_name, similar_name
+from lightserve.httpserver.http.validation_errors import MAX_NAME_LENGTH, printable_name, similar_name
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -78,7 +78,9 @@ class UnknownFields:
 def near_misses(body: Body) -> list[NearMiss]:
     misses: list[NearMiss] = []
     for path, model, name in islice(_unknown_names(body), MAX_NAMES):
-        nearest = nearest_field(model, name) if len(name) <= MAX_LENGTH else None  # its cache would keep a long name
+        nearest = (
+            nearest_field(model, name) if len(name) <= MAX_NAME_LENGTH else None
+        )  # its cache would keep a long name
         if nearest is not None:
             misses.append(NearMiss(f"{path}{printable_name(name)}", f"{path}{nearest}"))
     return misses[:MAX_REPORTED]

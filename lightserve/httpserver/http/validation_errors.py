@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.http.similar_names import MAX_LENGTH, printable_name, similar_name
 
 MAX_PARAM_LENGTH = 100  # characters of a field's path: the client may have chosen parts of it
 MAX_COMPARED = 64  # fields of an object where a required one is missing
@@ -27,6 +29,9 @@ JSON_TYPES = {
     list: "a list",
     dict: "an object",
 }
+CUTOFF = 0.82  # similarity: max_new_tokens and max_tokens have 0.83; top_a, another sampler, and top_k have 0.8
+SEPARATORS = 0.1  # by how much lengths may differ more than CUTOFF allows, because of _ and -
+MAX_NAME_LENGTH = 64  # characters of a name that is compared; comparing takes quadratic time
 
 
 def invalid_request(error: ValidationError, value: Any) -> InvalidRequestError:
@@ -91,7 +96,7 @@ def _at(value: Any, path: Sequence[int | str]) -> Any:
 def _found_instead(value: Any, missing: str) -> str:
     """The unknown field that may mean the missing one."""
     names = list(value)[:MAX_COMPARED] if isinstance(value, dict) else []
-    near = similar_name(missing, [name for name in names if len(name) <= MAX_LENGTH])
+    near = similar_name(missing, [name for name in names if len(name) <= MAX_NAME_LENGTH])
     return "" if near is None else f"; found the unknown field {printable_name(near)}"
 
 
@@ -100,3 +105,35 @@ def listed(values: Sequence[object]) -> str:
     shown = ", ".join(repr(value)[:MAX_SHOWN_LENGTH] for value in values[:MAX_SHOWN])
     more = len(values) - MAX_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def similar_name(name: str, known: Sequence[str]) -> str | None:
+    if len(name) > MAX_NAME_LENGTH:
+        return None
+    plain, letters = _plain(name), _letters(name)
+    known = [candidate for candidate in known if _may_be_similar(name, candidate)]
+    same = [candidate for candidate in known if _plain(candidate) == plain or _letters(candidate) == letters]
+    near = same or difflib.get_close_matches(name, known, n=1, cutoff=CUTOFF)
+    return near[0] if near else None
+
+
+def _may_be_similar(name: str, candidate: str) -> bool:
+    """A quick check of the lengths: difflib takes 10 us for a pair. A minimum is not a maximum."""
+    is_near = 2 * min(len(name), len(candidate)) >= (CUTOFF - SEPARATORS) * (len(name) + len(candidate))
+    return is_near and {name[:3], candidate[:3]} != {"min", "max"}
+
+
+def printable_name(name: str) -> str:
+    """For a header or a log: a client has chosen it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME_LENGTH])
+
+
+@lru_cache(maxsize=4096)
+def _letters(name: str) -> str:
+    return "".join(sorted(name))
+
+
+@lru_cache(maxsize=4096)
+def _plain(name: str) -> str:
+    """maxTokens, max-tokens and max_tokens are the same."""
+    return re.sub(r"[-_\s]", "", name).lower()

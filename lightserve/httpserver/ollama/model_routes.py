@@ -11,12 +11,10 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import Body, openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.route_suggestion import NOT_SUPPORTED
-from lightserve.httpserver.ollama.errors import PATH
-from lightserve.httpserver.ollama.models import listed_models, running_models, shown_model
-from lightserve.httpserver.ollama.names import check_name
+from lightserve.httpserver.http.body import Body, json_response, openapi_body
+from lightserve.httpserver.http.paths import NOT_SUPPORTED
+from lightserve.httpserver.ollama.models import check_name, listed_models, running_models, shown_model
+from lightserve.httpserver.ollama.response import PATH
 
 # the version of Ollama whose API this is; VS Code needs 0.6.4, Codex 0.13.4
 OLLAMA_VERSION = "0.20.0"
@@ -60,8 +58,7 @@ def _add_list(router: APIRouter, context: ServerContext) -> None:
 
     @router.post(f"{PATH}/show", openapi_extra=openapi_body(NameBody))
     async def show(request: Request) -> Response:
-        body = validate(NameBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, NameBody)
         return json_response(shown_model(context, check_name(context, body.given_name)))
 
 
@@ -69,8 +66,7 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
     @router.post(f"{PATH}/pull", responses=OPENAPI_LINES, openapi_extra=openapi_body(NameBody))
     async def pull(request: Request) -> Response:
         """Success for the model of this server; no other can be had."""
-        body = validate(NameBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, NameBody)
         check_name(context, body.given_name)
         if body.stream is False:
             return json_response({"status": "success"})

@@ -1,4 +1,4 @@
-"""The served model as Ollama describes models."""
+"""The served model as Ollama describes models, and its names: in any case, with or without the tag ``latest``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
+from lightserve.errors import ModelNotFoundError
 from lightserve.httpserver.chat.output import output_formats
-from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.context import PLACEHOLDER_NAMES, ServerContext
 from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_tokens
 from lightserve.httpserver.ollama.response import timestamp
@@ -24,6 +25,7 @@ MODEL_INFO = {
     "attention.head_count_kv": ("num_key_value_heads",),
     "vocab_size": ("vocab_size",),
 }
+TAG = ":latest"
 
 
 def listed_models(context: ServerContext) -> list[JsonObject]:
@@ -107,3 +109,30 @@ def _capabilities(context: ServerContext) -> list[str]:
         "thinking": formats.reasoning is not None,
     }
     return [name for name, is_there in has.items() if is_there]
+
+
+def check_name(context: ServerContext, name: str | None) -> str:
+    """The name that a response shows: the one in the request, or the first of the server."""
+    if name is None or name == "":
+        return context.model_name
+    if context.config.use_tgi_api or _is_base_model(context, name):
+        return name
+    if context.has_adapters:  # the router knows them
+        return name
+    served = ", ".join(map(repr, context.model_names))
+    raise ModelNotFoundError(f"model {name[:100]!r} not found; this server has {served}", "model")
+
+
+def adapter_model(context: ServerContext, name: str) -> str | None:
+    """The model of a chat by this name; None: the base model."""
+    if _is_base_model(context, name):
+        return None
+    return name.removesuffix(TAG) if context.has_adapters else None
+
+
+def _is_base_model(context: ServerContext, name: str) -> bool:
+    return _key(name) in map(_key, (*context.model_names, *PLACEHOLDER_NAMES))
+
+
+def _key(name: str) -> str:
+    return name.casefold().removesuffix(TAG)

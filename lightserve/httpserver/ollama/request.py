@@ -12,9 +12,8 @@ from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOL_CALLS
 from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction
 from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.fields.generation import Penalty, Share, TopLogprobs
-from lightserve.httpserver.fields.stopping import StopStrings
+from lightserve.httpserver.fields.shared import StopStrings
 from lightserve.httpserver.http.body import Body, JsonObject
-from lightserve.httpserver.ollama.tool_ids import ToolIds
 
 MAX_CONTEXT_IDS = 2**20
 MAX_EXACT_FLOAT = 2**53
@@ -217,3 +216,32 @@ def _thinking_fields(think: bool | str | None, given: Any) -> JsonObject:
         "chat_template_kwargs": {**variables, **(given if isinstance(given, Mapping) else {})},
         "reasoning_effort": think if isinstance(think, str) else None,
     }
+
+
+class ToolIds:
+    """Gives a call without an id the next number, and gives a result the id of its call."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._open: list[tuple[str, str]] = []  # name and id of the calls that have no result yet
+
+    def of_call(self, name: str, given: str | None) -> str:
+        call_id = given or self._next()
+        self._open.append((name, call_id))
+        return call_id
+
+    def of_result(self, name: str | None, given: str | None) -> str:
+        """The given id, else that of the first open call with this name, else that of the first open call."""
+        by_id = [call for call in self._open if call[1] == given]
+        by_name = [call for call in self._open if call[0] == name]
+        if given and not by_id:
+            return given
+        call = next(iter(by_id or by_name or self._open), None)
+        if call is None:
+            return self._next()
+        self._open.remove(call)
+        return call[1]
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"{self._count:09d}"  # Mistral's templates need nine letters or digits

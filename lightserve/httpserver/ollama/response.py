@@ -1,4 +1,4 @@
-"""Responses of /api/chat and /api/generate: one JSON object, or a stream of one JSON object per line."""
+"""Responses of /api/chat and /api/generate: one JSON object, a stream of one JSON object per line, or an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.output import arguments_object
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import JsonObject
-from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.http.body import JsonObject, json_response
+from lightserve.httpserver.http.errors import ErrorFormat, error_object
+from lightserve.httpserver.http.sse import EventStream, GenerationEvents, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from lightserve.text.logprobs import finite_logprob
 from lightserve.text.parsing import Call, CallArguments, CallStart, Content, Delta, Reasoning
 
 NS = 1_000_000_000
+PATH = "/api"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class NdjsonStream(EventStream):
 
 async def respond(request: Request, is_stream: bool, generation: Generation, spec: OutputSpec) -> Response:
     if is_stream:
-        lines = events_of(generation, LineWriter(spec, generation.log), generation.log.request_id)
+        lines = GenerationEvents(generation, LineWriter(spec, generation.log), generation.log.request_id)
         return await NdjsonStream.open(request, lines)
     collected = Collected(spec, generation.log)
     await until_disconnect(request, _collect(generation, collected))
@@ -280,3 +280,10 @@ def _line(value: JsonObject) -> bytes:
 
 def _ns(seconds: float) -> int:
     return max(int(seconds * NS), 1)  # clients divide by it
+
+
+def ollama_error(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+    return {"error": message}
+
+
+ERROR_FORMAT = ErrorFormat(PATH, ollama_error)

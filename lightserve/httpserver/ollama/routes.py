@@ -15,11 +15,10 @@ from lightserve.httpserver.chat.prepare import PreparedChat, Render, prepare_cha
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import JsonObject, openapi_body, validate
-from lightserve.httpserver.ollama.errors import PATH
+from lightserve.httpserver.http.body import JsonObject, openapi_body
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
 from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes
-from lightserve.httpserver.ollama.names import adapter_model, check_name
+from lightserve.httpserver.ollama.models import adapter_model, check_name
 from lightserve.httpserver.ollama.request import (
     ChatRequest,
     GenerateRequest,
@@ -31,6 +30,7 @@ from lightserve.httpserver.ollama.request import (
 from lightserve.httpserver.ollama.response import (
     CHAT,
     GENERATE,
+    PATH,
     Layout,
     OutputSpec,
     loaded_response,
@@ -45,8 +45,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(f"{PATH}/chat", responses=OPENAPI_LINES, openapi_extra=openapi_body(ChatRequest))
     async def chat(request: Request) -> Response:
-        body = validate(ChatRequest, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, ChatRequest)
         name = _check(context, body)
         refuse_unsupported(body)
         if not body.messages:
@@ -59,8 +58,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(f"{PATH}/generate", responses=OPENAPI_LINES, openapi_extra=openapi_body(GenerateRequest))
     async def generate(request: Request) -> Response:
-        body = validate(GenerateRequest, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, GenerateRequest)
         name = _check(context, body)
         refuse_unsupported(body)
         if not body.prompt and not body.suffix:

@@ -8,14 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.beam_search.runner import beam_search_outputs
+from lightserve.httpserver.beam_search import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.beam_fields import not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response
 from lightserve.httpserver.http.sse import until_disconnect
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.response import Choice, ResponseSpec, response_json

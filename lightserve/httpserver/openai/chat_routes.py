@@ -14,8 +14,7 @@ from lightserve.httpserver.fields.generation import validate_supported
 from lightserve.httpserver.http.body import openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
-from lightserve.httpserver.openai.logprobs import chat_logprobs
-from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter, chat_logprobs
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec, message_fields
 from lightserve.httpserver.openai.stream import respond
 
@@ -37,8 +36,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = validate_supported(ChatBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, ChatBody, validate_supported)
         k = body.top_logprobs or 0 if body.logprobs else None
         chat = await prepare_chat(context, request, body, k)
         chat.log.counts_output = not body.is_prompt_only

@@ -22,8 +22,7 @@ from lightserve.httpserver.http.body import openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
-from lightserve.httpserver.openai.logprobs import CompletionLogprobs
-from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.logprobs import CompletionLogprobs, PromptLogprobsWriter
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
 from lightserve.httpserver.openai.stream import respond
 
@@ -52,8 +51,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post("/v1/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = validate_supported(CompletionBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, CompletionBody, validate_supported)
         context.check_model(body.model)
         check_choices(context, len(body.prompt), body.beam_width or body.candidates)
         log = context.log(request, body.request_id or body.rid)

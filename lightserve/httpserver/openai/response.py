@@ -15,8 +15,7 @@ from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.sse import KEEP_ALIVE
-from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
-from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.logprobs import Logprobs, PromptLogprobsWriter, TokenLogprobs, concatenated
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import PromptLogprobs

@@ -16,10 +16,9 @@ from lightserve.errors import LightserveError
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import JsonObject
+from lightserve.httpserver.http.body import JsonObject, json_response
 from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
+from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, until_disconnect
 from lightserve.httpserver.openai.response import (
     ResponseSpec,
     collect_response,
@@ -43,7 +42,7 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
     """The response of a generation, streamed or not."""
     if body.stream:
         chunks = ChunkWriter(spec, generation.log, body.wants_usage, body.wants_continuous_usage)
-        return await EventStream.open(request, events_of(generation, chunks, spec.request_id))
+        return await EventStream.open(request, GenerationEvents(generation, chunks, spec.request_id))
     return json_response(await until_disconnect(request, collect_response(generation, spec)))
 
 

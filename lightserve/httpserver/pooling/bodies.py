@@ -8,11 +8,10 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.fields.scheduling import SchedulingFields
+from lightserve.httpserver.fields.shared import SchedulingFields
 from lightserve.httpserver.http.body import Body
 
 MAX_INPUTS = 2048  # of one request, as OpenAI
-MAX_TEXT_PAIRS = 2048
 MAX_MESSAGES = 2048  # of one chat
 
 _TEXT = {"type": "string"}

@@ -1,9 +1,10 @@
-"""From texts to the numbers that the model computes for them."""
+"""From texts to the numbers that the model computes for them: embeddings, classes, and scores of pairs of texts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from lightserve.httpserver.http.sse import until_disconnect
 from lightserve.httpserver.pooling.response import MAX_NUMBERS
 from lightserve.messages.params import GenerationParams, SchedulingParams
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.pooling.results import Vector, vector_of
+from lightserve.model_files.pooling.results import Vector, cosine, pair_score, vector_of
 from lightserve.model_files.pooling.texts import PoolingTexts
 
 P = ParamSpec("P")
@@ -146,3 +147,37 @@ async def _in_thread_if_long(size: int, encode: Callable[P, list[int]], *args: P
         await asyncio.sleep(0)  # a thousand texts take a while: the event loop serves other requests in between
         return encode(*args, **kwargs)
     return await asyncio.to_thread(encode, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    truncation: int | None = None  # as truncate_prompt_tokens
+    instruction: str | None = None
+    is_raw: bool = False  # the number before the sigmoid
+    is_probability: bool = False  # a sigmoid even for a regression, as in TEI
+    scheduling: SchedulingParams | None = None
+
+
+async def score_pairs(
+    engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
+) -> list[float]:
+    """One score for each pair of a query and a document."""
+    if engine.config.task == "embed":
+        return await _by_cosine(engine, request, pairs, log, options)
+    if not engine.config.is_pair_scorer:
+        raise InvalidRequestError(f"the model has {engine.config.size} labels; scores need one, so use /classify")
+    texts = (engine.encode_pair(*pair, options.truncation, options.instruction) for pair in pairs)
+    vectors = await engine.run(request, texts, log, options.scheduling)
+    config = replace(engine.config, is_regression=False) if options.is_probability else engine.config
+    return [pair_score(config, vector, options.is_raw) for vector in vectors]
+
+
+async def _by_cosine(
+    engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
+) -> list[float]:
+    if options.instruction is not None:
+        raise InvalidRequestError("instruction: only a model that answers yes or no reads it", "instruction")
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query occurs in many pairs
+    encoded = (engine.encode(text, options.truncation) for text in texts)
+    vectors = dict(zip(texts, await engine.run(request, encoded, log, options.scheduling), strict=True))
+    return [cosine(vectors[first], vectors[second]) for first, second in pairs]

@@ -14,11 +14,10 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.inputs import refuse_media
+from lightserve.httpserver.fields.shared import refuse_media
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, openapi_body, validate
 from lightserve.httpserver.pooling.bodies import (
     EmbeddingsBody,
     GetScoreBody,
@@ -27,9 +26,8 @@ from lightserve.httpserver.pooling.bodies import (
     ScoreBody,
     TeiRerankBody,
 )
-from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine, score_pairs
 from lightserve.httpserver.pooling.response import list_response
-from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
 from lightserve.httpserver.pooling.tei import add_tei_routes, tei_rerank
 from lightserve.model_files.pooling.results import Vector, embedding, probabilities
 
@@ -51,8 +49,7 @@ def _add_embeddings(router: APIRouter, context: ServerContext, engine: PoolingEn
     @router.post("/v1/embeddings", openapi_extra=openapi_body(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:
         """OpenAI's: a vector for each input."""
-        body = validate(EmbeddingsBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, EmbeddingsBody)
         context.check_model(body.model)
         engine.require("an embedding", "embed")
         numbers = engine.count_numbers(body.input, body.dimensions)
@@ -94,8 +91,7 @@ def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine)
     @router.post("/v1/score", openapi_extra=openapi_body(ScoreBody))
     async def score(request: Request) -> Response:
         """vLLM's: a score for each pair of text_1 and text_2."""
-        body = validate(ScoreBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, ScoreBody)
         context.check_model(body.model)
         log = context.log(request)
         options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
@@ -125,8 +121,7 @@ def _add_get_score(router: APIRouter, context: ServerContext, engine: PoolingEng
     @router.post("/get_score", openapi_extra=openapi_body(GetScoreBody))
     async def get_score(request: Request) -> Response:
         """LightLLM's: the number that a reward model gives to a chat."""
-        body = validate(GetScoreBody, await context.read(request))
-        context.check_fields(request, body)
+        body = await context.read_body(request, GetScoreBody)
         refuse_media(body.multimodal_params)
         engine.require("a reward", "reward", "classify", "score")
         if engine.config.size != 1:
@@ -166,8 +161,7 @@ async def _rerank(context: ServerContext, engine: PoolingEngine, request: Reques
 
 
 async def _read_inputs(context: ServerContext, request: Request) -> tuple[InputBody, AccessLog]:
-    body = validate(InputBody, await context.read(request))
-    context.check_fields(request, body)
+    body = await context.read_body(request, InputBody)
     context.check_model(body.model)
     return body, context.log(request)
 

@@ -1,4 +1,4 @@
-"""Routes that generate text, on a server whose model computes embeddings or scores: each refuses its requests."""
+"""The endpoints of a model that computes no text. Routes that generate text refuse its requests and name them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.pooling.endpoints import endpoints_of
 from lightserve.model_files.pooling import PoolingConfig
 
+PAIRS = ("/score", "/rerank")
+LABELS = ("/classify", "/predict")
 GENERATING = frozenset(
     {
         "/",
@@ -23,6 +24,22 @@ GENERATING = frozenset(
         "/v1/responses",
     }
 )
+
+
+def endpoints_of(config: PoolingConfig) -> tuple[str, ...]:
+    """Those of its task come first."""
+    pairs = PAIRS if config.is_pair_scorer else ()
+    reward = ("/get_score",) if config.size == 1 else ()
+    match config.task:
+        case "embed":
+            endpoints = ("/v1/embeddings", "/embed", *PAIRS)
+        case "classify":
+            endpoints = (*LABELS, *pairs, *reward)
+        case "score":
+            endpoints = (*pairs, *LABELS, *reward)
+        case _:
+            endpoints = (*reward, *pairs)
+    return (*endpoints, "/pooling")
 
 
 def refusing(route: BaseRoute, config: PoolingConfig) -> BaseRoute:

@@ -13,12 +13,10 @@ from starlette.responses import Response
 from lightserve.errors import LightserveError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
-from lightserve.httpserver.http.body import openapi_body, validate
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response, openapi_body, validate
 from lightserve.httpserver.pooling.bodies import TeiEmbedBody, TeiPredictBody, TeiRerankBody
-from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine, score_pairs
 from lightserve.httpserver.pooling.response import list_response
-from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
 from lightserve.model_files.pooling.results import Vector, embedding, probabilities
 
 Answer = Callable[[ServerContext, PoolingEngine, Request, dict[str, Any]], Awaitable[Response]]

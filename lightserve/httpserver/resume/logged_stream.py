@@ -20,7 +20,7 @@ from lightserve.httpserver.resume.records import (
     release,
     with_ids,
 )
-from lightserve.httpserver.resume.resp import Command, Reply
+from lightserve.httpserver.resume.redis import Command, Reply
 from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.utils.clock import unix_s
 

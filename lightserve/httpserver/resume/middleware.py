@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.middleware import key_digests
-from lightserve.httpserver.http.route_path import route_path
+from lightserve.httpserver.http.paths import route_path
 from lightserve.httpserver.http.sse import RECORDER, EventStream
 from lightserve.httpserver.resume.logged_stream import NewStream, ResumedStream
 from lightserve.httpserver.resume.records import Head, owner_hash

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.errors import StreamNotFoundError
-from lightserve.httpserver.resume.resp import Command
+from lightserve.httpserver.resume.redis import Command
 from lightserve.messages.output import StrOut
 
 PREFIX = b"lightserve:stream:"

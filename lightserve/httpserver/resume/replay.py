@@ -20,8 +20,7 @@ from lightserve.httpserver.resume.records import (
     parse_event_id,
     takeover,
 )
-from lightserve.httpserver.resume.redis_connection import RedisConnection
-from lightserve.httpserver.resume.resp import Command, RedisError, Reply
+from lightserve.httpserver.resume.redis import Command, RedisConnection, RedisError, Reply
 from lightserve.httpserver.resume.stream_log import DOWN, LEASE_MS, TIMEOUT_S, StreamLog
 
 BLOCK_MS = 500  # how long Redis waits for the next entry

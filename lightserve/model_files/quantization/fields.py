@@ -63,11 +63,11 @@ def number_of(table: Mapping[str, Any], field: str, *supported: int) -> int:
     return value
 
 
-def group_size_of(table: Mapping[str, Any], field: str = "group_size") -> int | None:
+def group_size_of(table: Mapping[str, Any]) -> int | None:
     """None: one group per output row, which files call -1."""
-    value = table.get(field, 128)
+    value = table.get("group_size", 128)
     if value is None or value == -1:
         return None
     if type(value) is not int or value < 1:
-        raise refused(field, value, "-1 and positive integers", "correct it")
+        raise refused("group_size", value, "-1 and positive integers", "correct it")
     return value

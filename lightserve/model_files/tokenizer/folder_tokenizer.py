@@ -1,6 +1,6 @@
 """The tokenizer of a Hugging Face folder: ``tokenizer.json`` with the changes of ``tokenizer_config.json``.
 
-A folder without ``tokenizer.json`` has its vocabulary in another file: see ``tokenizer_files``.
+A folder without ``tokenizer.json`` has its vocabulary in another file: see ``files/``.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from jinja2 import TemplateError
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.gguf.tokenizer import tokenizer_from_gguf
 from lightserve.model_files.source import GgufSource, ModelSource
-from lightserve.model_files.template.chat_template import ChatTemplate
-from lightserve.model_files.template.chat_templates import DEFAULT, ChatTemplates, given_template
+from lightserve.model_files.template.chat_template import DEFAULT, ChatTemplate, ChatTemplates, given_template
 from lightserve.model_files.tokenizer.decoding import Decoder, make_decoder
 from lightserve.model_files.tokenizer.folder_tokenizer import has_vocabulary, tokenizer_from_folder
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens

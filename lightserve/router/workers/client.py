@@ -9,16 +9,53 @@ from typing import Any, Protocol, TypeVar
 
 from lightserve.errors import WorkerDiedError
 from lightserve.ipc.codec import encode
-from lightserve.ipc.worker_calls import FETCH_KV, FLUSH_KV, LOOKUP_KV, RUN, WorkerCall
+from lightserve.ipc.worker_calls import CANCEL_RECEIVE, FETCH_KV, FLUSH_KV, LOOKUP_KV, RECEIVE_KV, RUN, WorkerCall
 from lightserve.messages.step import Step, StepResult
-from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup, KvReceived
 from lightserve.router.kv.source import KvWorkers
 from lightserve.router.workers.calls import RankCalls
 from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks
-from lightserve.router.workers.kv_receiver import KvReceiverClient
+from lightserve.utils.logger import init_logger
 
+logger = init_logger(__name__)
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+
+
+class KvReceiverClient:
+    """Every rank has a call open, which returns when it has ended a transfer. A transfer ends when all ranks have."""
+
+    def __init__(self, calls: RankCalls, addresses: list[str]) -> None:
+        """``addresses`` of the workers, by rank."""
+        self.addresses = addresses
+        self.on_received: Callable[[KvReceived], None] = lambda _: None
+        self._calls = calls
+        self._ended: dict[int, list[int]] = {}  # by transfer: blocks that have come, of each rank that has ended it
+
+    def start(self) -> None:
+        for rank in range(len(self.addresses)):
+            self._wait(rank)
+
+    def cancel(self, transfer_id: int) -> None:
+        self._calls.call(CANCEL_RECEIVE, transfer_id)
+
+    def _wait(self, rank: int) -> None:
+        self._calls.call(RECEIVE_KV, None, ranks=[rank]).add_done_callback(partial(self._on_reply, rank))
+
+    def _on_reply(self, rank: int, reply: asyncio.Future[list[KvReceived] | None]) -> None:
+        if (error := reply.exception()) is not None:
+            logger.error("no KV of other engines can be received: %s", error)
+            return
+        received = reply.result()
+        if received is None:  # the workers are lost
+            return
+        self._wait(rank)
+        for ended in received:
+            counts = self._ended.setdefault(ended.transfer_id, [])
+            counts.append(ended.num_blocks)
+            if len(counts) == len(self.addresses):
+                del self._ended[ended.transfer_id]
+                self.on_received(KvReceived(ended.transfer_id, min(counts)))
 
 
 class ModelClient(KvWorkers, Protocol):

@@ -17,6 +17,9 @@ is, for each kind,
 from __future__ import annotations
 
 import json
+import re
+import threading
+from collections import OrderedDict
 from copy import copy
 from typing import Any
 
@@ -26,10 +29,8 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.messages.params import GrammarSpec
-from lightserve.text.grammar.lark_rules import check_rules
-from lightserve.text.grammar.matcher_cache import MatcherCache
 from lightserve.text.grammar.vocabulary import GrammarVocabulary, not_possible
-from lightserve.text.json_schema.schema import JsonSchema
+from lightserve.text.json_schema.schema import JsonSchema, is_deeper
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_CACHED_MIB = 256  # of compiled grammars. Most take less than 1 MiB, and count as 1
@@ -47,6 +48,11 @@ LIMITS = LLParserLimits(
 )
 # Small models emit endless white space when the grammar forbids what they would say.
 JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\n\r]{1,16}"}
+MAX_RULE_DEPTH = 1000  # llguidance recurses along rules, with about 3 kB of stack each
+# of a Lark grammar what is no name: strings, regular expressions, comments. A missing end is none of our business
+_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])*/?')
+_LARK_DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^:\n]*:", re.MULTILINE)
+_LARK_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 class GrammarCompiler:
@@ -183,3 +189,63 @@ def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
         if token_id < vocab_size:
             mask[token_id // 32] |= np.uint32(1 << token_id % 32)
     return mask
+
+
+def check_rules(lark: str) -> None:
+    """Raise InvalidRequestError if rules refer to one another too deeply."""
+    rules = _references(lark)
+    if is_deeper("start", MAX_RULE_DEPTH, lambda name: rules.get(name, ()), str):
+        raise InvalidRequestError(
+            f"rules of the grammar refer to one another more than {MAX_RULE_DEPTH} rules deep; simplify it"
+        )
+
+
+def _references(lark: str) -> dict[str, list[str]]:
+    """The names in each rule, in their order."""
+    text = _LARK_TEXTS.sub('""', lark)
+    definitions = list(_LARK_DEFINITION.finditer(text))
+    starts = [*(definition.start() for definition in definitions), len(text)]
+    return {
+        definition[1]: _LARK_NAME.findall(text, definition.end(), end)
+        for definition, end in zip(definitions, starts[1:], strict=True)
+    }
+
+
+class MatcherCache:
+    """Any thread may use it."""
+
+    def __init__(self, max_mib: int) -> None:
+        """``max_mib`` counts what the grammars took when they were compiled. A lexer grows while it is used."""
+        self._max_mib = max_mib
+        self._used_mib = 0
+        self._matchers: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, spec: GrammarSpec) -> LLMatcher | None:
+        """A copy in the start state."""
+        with self._lock:
+            if spec not in self._matchers:
+                return None
+            self._matchers.move_to_end(spec)
+            return self._matchers[spec].deep_copy()
+
+    def add(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
+        with self._lock:
+            self._remove(spec)
+            self._matchers[spec] = matcher
+            self._used_mib += spec.memory_mib
+            while self._used_mib > self._max_mib:
+                self._remove(next(iter(self._matchers)))
+
+    def discard(self, spec: GrammarSpec) -> None:
+        with self._lock:
+            self._remove(spec)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._matchers.clear()
+            self._used_mib = 0
+
+    def _remove(self, spec: GrammarSpec) -> None:
+        if self._matchers.pop(spec, None) is not None:
+            self._used_mib -= spec.memory_mib

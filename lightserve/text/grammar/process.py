@@ -29,8 +29,7 @@ from lightserve.ipc.codec import encode, make_decode
 from lightserve.ipc.process import end_with_parent, prepare_child
 from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler
-from lightserve.text.grammar.messages import STARTED, GrammarReport
-from lightserve.text.grammar.vocabulary import GrammarVocabulary
+from lightserve.text.grammar.vocabulary import STARTED, GrammarReport, GrammarVocabulary
 from lightserve.utils.memory import allocated_bytes, resident_bytes
 
 PROCESSES = 2  # that compile at the same time

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from lightserve.messages.params import GrammarSpec
-from lightserve.text.json_schema.budget import StepBudget
 from lightserve.text.json_schema.closing import closed_schema
-from lightserve.text.json_schema.schema import JsonSchema
+from lightserve.text.json_schema.schema import JsonSchema, StepBudget
 
 
 def schema_grammar(schema: dict[str, Any], is_strict: bool = True) -> GrammarSpec:

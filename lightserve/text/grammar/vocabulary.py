@@ -1,4 +1,4 @@
-"""What a compiler of grammars knows of a tokenizer."""
+"""What a compiler of grammars knows of a tokenizer, and what the process that compiles reports: see process.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lightserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # a process that only compiles needs no tokenizers
     from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+STARTED = b"\1"  # a process has taken the grammar
 
 
 class GrammarVocabulary(msgspec.Struct, frozen=True):
@@ -34,3 +36,8 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 def not_possible(error: ValueError) -> InvalidRequestError:
     return InvalidRequestError(f"structured output is not possible with this model's tokenizer: {error}")
+
+
+class GrammarReport(msgspec.Struct, frozen=True):
+    error: str = ""  # why the grammar cannot be used; "": it can
+    memory_mib: int = 1  # that it takes when it is compiled

@@ -6,16 +6,17 @@ refer to itself, or through a thousand others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from lightserve.errors import InvalidRequestError
-from lightserve.text.json_schema.budget import CHARACTERS_PER_STEP, StepBudget
 from lightserve.text.json_schema.keywords import ALL_KEYWORDS, BRANCHES, SAME_VALUE, is_leaf, schemas_in
-from lightserve.utils.depth import is_deeper
 
+# A few definitions can be combined in many ways, so a small schema can be a lot of work. A step takes 0.5 to 2 us.
+MAX_STEPS = 100_000
+CHARACTERS_PER_STEP = 25  # of names and of JSON
 MAX_NESTING = 64  # levels of JSON: encoders and Python recurse into it
 MAX_VALUES = 50_000  # of the JSON
 MAX_BRANCHES = 1024  # of one allOf, anyOf or oneOf
@@ -23,7 +24,43 @@ MAX_LEVELS = 1024  # of schemas, with references followed: llguidance takes 5 kB
 
 _LISTED = ALL_KEYWORDS | {"required"}
 
+T = TypeVar("T")
 Node = dict[str, Any]
+
+
+class StepBudget:
+    """Steps from schema to schema and from name to name. Schemas of one request share it."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    def spend(self, steps: int, characters: int = 0) -> None:
+        """Count work before it is done. InvalidRequestError if it is too much."""
+        self.used = min(self.used + steps + characters // CHARACTERS_PER_STEP, MAX_STEPS + 1)
+        if self.used > MAX_STEPS:
+            raise InvalidRequestError(
+                f"reading the request's schemas takes more than {MAX_STEPS} steps: they are too large, or combine too "
+                "many schemas for the same values; simplify them"
+            )
+
+
+def is_deeper(root: T, limit: int, children: Callable[[T], Iterable[T]], key: Callable[[T], Hashable]) -> bool:
+    """Whether a depth-first search, which visits each node once, goes more than ``limit`` nodes deep.
+
+    Nodes with equal keys are one node.
+    """
+    seen: set[Hashable] = set()
+    path: list[Iterator[T]] = [iter([root])]
+    while path:
+        node = next((child for child in path[-1] if key(child) not in seen), None)
+        if node is None:
+            path.pop()
+        else:
+            seen.add(key(node))
+            path.append(iter(children(node)))
+        if len(path) > limit + 1:
+            return True
+    return False
 
 
 class JsonSchema:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from lightserve.text.json_schema.budget import StepBudget
 from lightserve.text.json_schema.closing import closed_part, closed_schema
 from lightserve.text.json_schema.keywords import ALTERNATIVES, BRANCHES
-from lightserve.text.json_schema.schema import JsonSchema, Node
+from lightserve.text.json_schema.schema import JsonSchema, Node, StepBudget
 
 MAX_DEPTH = 16  # of references and branches that lead to the types of an argument
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightserve.httpserver.tracing.setup import has_otlp
+from lightserve.httpserver.tracing.exporter import has_otlp
 from test.api.hostile_bodies import HOSTILE, send
 from test.api.test_faults import CHAT, GET, HI, POST, Client, http_request, leave
 from test.faults.case import Case

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from lightserve.httpserver.tracing.setup import has_otlp
+from lightserve.httpserver.tracing.exporter import has_otlp
 from test.api.test_faults import Client
 from test.faults.case import Case
 from test.faults.harness import STREAMING, FaultContext

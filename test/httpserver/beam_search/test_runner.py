@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lightserve.errors import AbortedError, PromptTooLongError
-from lightserve.httpserver.beam_search.runner import run_beam_search
+from lightserve.httpserver.beam_search import run_beam_search
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import EngineState
 from lightserve.httpserver.http.access_log import AccessLog

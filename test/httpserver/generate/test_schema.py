@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.generate.lightllm.request import UNSUPPORTED, LightllmParameters
-from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
-from lightserve.httpserver.generate.tgi.request import TgiParameters
+from lightserve.httpserver.generate.routes import Schema, schema_of
 
 LIGHTLLM, TGI = Schema.LIGHTLLM, Schema.TGI
 
@@ -25,6 +23,8 @@ LIGHTLLM, TGI = Schema.LIGHTLLM, Schema.TGI
         ({"inputs": [1, 2]}, LIGHTLLM),
         ({"inputs": [1, 2], "parameters": {"seed": 3}}, LIGHTLLM),
         ({"inputs": "x", "multimodal_params": {}}, LIGHTLLM),
+        ({"inputs": "x", "parameters": {"image_max_patch_num": -1}}, LIGHTLLM),
+        ({"inputs": "x", "parameters": {"group_request_id": 7}}, LIGHTLLM),
         ({"inputs": "x", "parameters": {"details": True}}, TGI),
         ({"inputs": "x", "parameters": {"details": False}}, TGI),
         ({"inputs": "x", "parameters": {"seed": 0}}, TGI),
@@ -45,6 +45,7 @@ def test_a_parameter_that_only_one_api_has_selects_it(body: dict[str, Any], expe
         {"inputs": "x", "parameters": {}},
         {"inputs": "x", "parameters": {"max_new_tokens": 5, "do_sample": True, "temperature": 0.5, "best_of": 2}},
         {"inputs": "x", "parameters": {"details": None, "ignore_eos": None}},
+        {"inputs": "x", "parameters": {"token_healing": True, "repetition_penalty": 1.1}},
         {"inputs": "x", "parameters": [1]},
         {"inputs": "x", "stream": True},
         {},
@@ -65,12 +66,3 @@ def test_without_such_a_parameter_the_flag_decides(body: dict[str, Any], default
 def test_a_body_with_parameters_of_both_apis_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"LightLLM's schema .* TGI's"):
         schema_of(body, LIGHTLLM)
-
-
-def test_every_parameter_is_of_one_schema_or_of_both() -> None:
-    lightllm, tgi = {*LightllmParameters.model_fields, *UNSUPPORTED}, set(TgiParameters.model_fields)
-
-    assert lightllm - tgi <= LIGHTLLM_ONLY
-    assert tgi - lightllm <= TGI_ONLY
-    assert not LIGHTLLM_ONLY & TGI_ONLY
-    assert not (lightllm & tgi - {"seed"}) & (LIGHTLLM_ONLY | TGI_ONLY)

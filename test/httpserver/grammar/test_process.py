@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightserve.errors import InvalidRequestError, LightserveError, UnavailableError
-from lightserve.httpserver.grammar import check as grammar_check, process as grammar_process
+from lightserve.httpserver.grammar import check as grammar_check
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.process import MAX_MEMORY_MIB
@@ -62,7 +62,7 @@ def regexes(count: int, prefix: str = "") -> list[GrammarSpec]:
     return [GrammarSpec("regex", f"{prefix}{i}[ab]+") for i in range(count)]
 
 
-def grammar_processes() -> list[psutil.Process]:
+def grammar_checkes() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
     return [one for one in children if one.name() == "ls-grammar" and not has_ended(one)]
 
@@ -107,8 +107,8 @@ def test_the_memory_of_a_grammar_is_measured(check: GrammarCheck) -> None:
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "REPLY_LIMIT_S", 600.0)  # the limit on CPU time may take long
-    monkeypatch.setattr(grammar_process, "MODULE", impatient_process.__name__)
+    monkeypatch.setattr(grammar_check, "REPLY_LIMIT_S", 600.0)  # the limit on CPU time may take long
+    monkeypatch.setattr(grammar_check, "MODULE", impatient_process.__name__)
     properties = {f"f{i}": {"type": "string"} for i in range(8500)}
     slow = schema_grammar({"type": "object", "properties": properties, "additionalProperties": True})
 
@@ -123,16 +123,16 @@ def test_a_grammar_that_takes_too_long_is_refused_and_delays_no_other(monkeypatc
 def test_a_process_that_is_killed_is_started_again_and_nobody_is_blamed() -> None:
     with checking() as check:
         assert results(check, REGEX) == [REGEX]
-        parent = grammar_processes()[0]
+        parent = grammar_checkes()[0]
 
         parent.send_signal(signal.SIGKILL)
 
         assert results(check, *regexes(4)) == regexes(4)
-        assert parent.pid not in [one.pid for one in grammar_processes()]
+        assert parent.pid not in [one.pid for one in grammar_checkes()]
 
 
 def test_a_grammar_that_waits_too_long_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "WAIT_LIMIT_S", 0.0)
+    monkeypatch.setattr(grammar_check, "WAIT_LIMIT_S", 0.0)
     with checking() as check:
         (error,) = results(check, REGEX)
 

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError, LightserveError
-from lightserve.httpserver.http.sse import KEEP_ALIVE, EventStream, EventWriter, Outs, events_of
+from lightserve.httpserver.http.sse import KEEP_ALIVE, EventStream, EventWriter, GenerationEvents, Outs
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
 from test.waiting import until
@@ -85,7 +85,7 @@ class Exchange:
         self.sent.append(b"status" if message["type"] == "http.response.start" else message["body"])
 
     async def run(self, generation: Generation, writer: EventWriter) -> None:
-        stream = await EventStream.open(self.request, events_of(generation, writer, "req-7"))
+        stream = await EventStream.open(self.request, GenerationEvents(generation, writer, "req-7"))
         await stream({"type": "http"}, self.receive, self.send)
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightserve.httpserver.generate.tgi.response import prefill
-from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter
 from lightserve.messages.output import EmbeddingOut, StrOut
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import PromptLogprobs, ReqFailed

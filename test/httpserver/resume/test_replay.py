@@ -22,7 +22,7 @@ from lightserve.httpserver.resume.records import (
     takeover,
     with_ids,
 )
-from lightserve.httpserver.resume.redis_connection import RedisConnection
+from lightserve.httpserver.resume.redis import RedisConnection
 from lightserve.httpserver.resume.replay import Replay
 from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.messages.output import StrOut

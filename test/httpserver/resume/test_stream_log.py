@@ -15,8 +15,7 @@ from lightserve.httpserver.http.sse import Outs
 from lightserve.httpserver.resume import stream_log as module
 from lightserve.httpserver.resume.logged_stream import NewStream
 from lightserve.httpserver.resume.records import PROCESS_PREFIX, Entry, Keys, decode_head
-from lightserve.httpserver.resume.redis_connection import RedisConnection
-from lightserve.httpserver.resume.resp import RedisError
+from lightserve.httpserver.resume.redis import RedisConnection, RedisError
 from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token

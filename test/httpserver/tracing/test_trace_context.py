@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.httpserver.tracing.trace_context import trace_context
+from lightserve.httpserver.tracing.request_trace import trace_context
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

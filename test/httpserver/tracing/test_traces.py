@@ -16,10 +16,8 @@ import pytest
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.tracing import exporter as exporter_module
-from lightserve.httpserver.tracing.exporter import SpanExporter, headers_from_env, traces_url
-from lightserve.httpserver.tracing.request_trace import Span, TraceRecord
-from lightserve.httpserver.tracing.setup import report_counts
-from lightserve.httpserver.tracing.trace_context import trace_context
+from lightserve.httpserver.tracing.exporter import SpanExporter, headers_from_env, report_counts, traces_url
+from lightserve.httpserver.tracing.request_trace import Span, TraceRecord, trace_context
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.request import GenerateReq, SpanCounts

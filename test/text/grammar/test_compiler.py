@@ -15,8 +15,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from lightserve.errors import InvalidRequestError
 from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar import compiler as grammar_compiler
-from lightserve.text.grammar.compiler import GrammarCompiler, mask_of
-from lightserve.text.grammar.matcher_cache import MatcherCache
+from lightserve.text.grammar.compiler import GrammarCompiler, MatcherCache, mask_of
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from test.small_text import EOS, small_tokenizer

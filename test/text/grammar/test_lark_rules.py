@@ -6,8 +6,7 @@ import pytest
 
 from lightserve.errors import InvalidRequestError
 from lightserve.messages.params import GrammarSpec
-from lightserve.text.grammar.compiler import GrammarCompiler
-from lightserve.text.grammar.lark_rules import MAX_RULE_DEPTH, check_rules
+from lightserve.text.grammar.compiler import MAX_RULE_DEPTH, GrammarCompiler, check_rules
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
 from test.cpu_time import growth
 from test.small_text import small_tokenizer

@@ -14,9 +14,8 @@ from lightserve.errors import InvalidRequestError
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.specs import schema_grammar
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
-from lightserve.text.json_schema.budget import MAX_STEPS
 from lightserve.text.json_schema.closing import closed_schema
-from lightserve.text.json_schema.schema import JsonSchema
+from lightserve.text.json_schema.schema import MAX_STEPS, JsonSchema
 from test.cpu_time import cpu_seconds
 from test.small_text import small_tokenizer
 from test.text.json_schema.hostile import (

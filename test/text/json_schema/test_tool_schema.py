@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.text.json_schema.budget import MAX_STEPS, StepBudget
-from lightserve.text.json_schema.schema import MAX_VALUES
+from lightserve.text.json_schema.schema import MAX_STEPS, MAX_VALUES, StepBudget
 from lightserve.text.json_schema.tool_schema import ToolSchema
 from test.text.json_schema.hostile import list_in_every_argument, names_beside_branches
 

@@ -14,7 +14,6 @@ from lightserve.common.ops import Fp8Weight, Int8Weight, QuantizedRows
 from lightserve.common.triton_kernel._blocks import cdiv
 
 BLOCK = 1024
-SCALE_BLOCK = 128
 # Sums of fp8 that stay in the tensor cores keep 14 bits. Longer sums are added in float32 in between, which is slower.
 MAX_FAST_IN = 8192
 ROWS_MULTIPLE = 16  # of the blockwise product, which fails with 1 row

@@ -13,9 +13,7 @@ from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, LogitBias, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
-from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
-from lightserve.httpserver.fields.scheduling import PromptFields
-from lightserve.httpserver.fields.stopping import check_stop_strings
+from lightserve.httpserver.fields.shared import PromptFields, check_input_ids, check_stop_strings, refuse_media
 from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.http.body import Body
 from lightserve.messages.params import GenerationParams

@@ -10,14 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.beam_search.runner import beam_search_outputs
+from lightserve.httpserver.beam_search import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.lightllm.request import LightllmBody, LightllmRequest, lightllm_request
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import validate
+from lightserve.httpserver.http.body import json_response, validate
 from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
+from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.text.logprobs import finite_logprob, logprob_json, mean_logprob
 
@@ -41,7 +40,7 @@ async def lightllm_response(
     generation = context.manager.generate([parsed.prompt_request], log, parsed.best_of)
     if streams:
         writer = LightllmEventWriter(len(parsed.prompt_request.prompt_ids), special)
-        return await EventStream.open(request, events_of(generation, writer, log.request_id))
+        return await EventStream.open(request, GenerationEvents(generation, writer, log.request_id))
     choices = await until_disconnect(request, generation.collect())
     return json_response(lightllm_json(parsed, choices, special))
 

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import AbortedError, LightserveError, OverloadedError, RequestError, UnavailableError
+from lightserve.httpserver.http.body import json_response
 from lightserve.httpserver.http.errors import error_object, headers_of, log_error
-from lightserve.httpserver.http.json_response import json_response
 
 INVALID = 422
 FAILED = 424

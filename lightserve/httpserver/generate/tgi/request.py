@@ -13,8 +13,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.grammar import TgiGrammar, requested_grammar
-from lightserve.httpserver.fields.inputs import check_input_ids
-from lightserve.httpserver.fields.stopping import check_stop_strings
+from lightserve.httpserver.fields.shared import check_input_ids, check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal
 from lightserve.httpserver.http.body import Body
 from lightserve.messages.params import GenerationParams, SchedulingParams

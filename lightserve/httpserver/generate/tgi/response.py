@@ -15,9 +15,8 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.tgi.errors import tgi_error_object, tgi_error_response
 from lightserve.httpserver.generate.tgi.request import TgiBody, TgiRequest, tgi_request
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.http.body import validate
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.sse import EventStream, EventWriter, events_of, until_disconnect
+from lightserve.httpserver.http.body import json_response, validate
+from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import PromptLogprobs
@@ -51,7 +50,7 @@ async def _response(
     headers = {"x-compute-type": COMPUTE_TYPE, "x-compute-characters": str(len(body.inputs))}
     generation = context.manager.generate([parsed.prompt_request], log, parsed.best_of)
     if is_stream:
-        events = events_of(generation, TgiEventWriter(parsed, context.tokenizer), log.request_id)
+        events = GenerationEvents(generation, TgiEventWriter(parsed, context.tokenizer), log.request_id)
         return await EventStream.open(request, events, headers)
     choices = await until_disconnect(request, generation.collect())
     best = max(range(parsed.best_of), key=lambda i: mean_logprob(choices[i]))

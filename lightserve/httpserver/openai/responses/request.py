@@ -8,11 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.chat.request import MAX_MESSAGES
+from lightserve.httpserver.chat.request import MAX_MESSAGES, Budget
 from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
-from lightserve.httpserver.fields.thinking import Budget
 from lightserve.httpserver.http.body import Body, JsonObject, at_most, validate
 from lightserve.httpserver.openai.responses.items import AdditionalToolsItem, Items, MessageBuilder
 from lightserve.httpserver.openai.responses.tools import AllowedTools, OfferedTools, ToolChoice, Tools, offered_tools

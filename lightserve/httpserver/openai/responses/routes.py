@@ -13,9 +13,8 @@ from lightserve.errors import WebSocketError
 from lightserve.httpserver.chat.parts import collect_parts
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import JsonObject, openapi_body
-from lightserve.httpserver.http.json_response import json_response
-from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, events_of
+from lightserve.httpserver.http.body import JsonObject, json_response, openapi_body
+from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, GenerationEvents
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.responses.background import BackgroundResponses, check_background
 from lightserve.httpserver.openai.responses.history import input_items, with_history
@@ -118,7 +117,7 @@ async def _respond(
 ) -> Response:
     generation = context.manager.generate(chat.prompt_requests, chat.log)
     if body.stream:
-        events = events_of(generation, response, chat.log.request_id)
+        events = GenerationEvents(generation, response, chat.log.request_id)
         if saved is not None:
             events.generator = saved_events(events.generator, saved)
         return await EventStream.open(request, events)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError, UnavailableError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.json_response import json_response
+from lightserve.httpserver.http.body import json_response
 from lightserve.httpserver.openai.responses.history import listed_items
 from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse
 

@@ -1,14 +1,22 @@
-"""The fields of a body that say how the router schedules its request."""
+"""Fields that the bodies of several APIs share: how the request is scheduled, its stop strings and its inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from lightserve.errors import InvalidRequestError, TextOnlyError
+from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import Body
 from lightserve.messages.params import SchedulingParams
+
+MAX_STOP_STRINGS = 16  # OpenAI takes 4
+MAX_STOP_LENGTH = 1024  # characters; the detokenizer holds back at most that much text
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class SchedulingFields(Body):
@@ -41,3 +49,32 @@ class PromptFields(SchedulingFields):
 def _session_key(name: Any) -> str:
     """The same for the same name, and short."""
     return blake2b(str(name).encode(errors="replace"), digest_size=8).hexdigest() if name else ""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None,
+    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
+]
+
+
+def check_stop_strings(field: str, stops: Sequence[str]) -> None:
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidRequestError(f"`{field}`: a stop string must have 1..{MAX_STOP_LENGTH} characters", field)
+
+
+def check_input_ids(context: ServerContext, ids: Sequence[int]) -> None:
+    if not ids:
+        raise InvalidRequestError("`inputs` cannot be empty", "inputs")
+    context.manager.check_ids("inputs", ids)
+
+
+def refuse_media(params: Mapping[str, Any] | None) -> None:
+    """``multimodal_params`` holds lists of images and the like, which may be empty."""
+    for kind, items in (params or {}).items():
+        if items:
+            raise TextOnlyError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")

@@ -1,4 +1,4 @@
-"""Which endpoint a client may have meant by a path that does not exist."""
+"""The path of a request: without --root_path, and the endpoint that a client may have meant by a wrong one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,33 @@ from collections.abc import Iterable, Sequence
 
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 NOT_SUPPORTED = "not supported"  # tag of routes that refuse every request: they are never suggested
 CUTOFF = 0.75  # similarity: 1 for the same path; /chat/completions has 0.92, /complete 0.67
 MAX_LENGTH = 100  # characters of a path; comparing takes quadratic time
+
+
+class RootPath:
+    """Tells the framework --root_path: routes match with and without it, and /openapi.json names it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path
+        await self._app(scope, receive, send)
+
+
+def route_path(scope: Scope) -> str:
+    """The path without --root_path, whether or not a proxy has removed it. The framework matches routes the same way.
+
+    Checks of a path must use this one: else /llm/abort_request would not be the admin's path /abort_request.
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def suggested_endpoint(routes: Iterable[BaseRoute], method: str, path: str) -> tuple[str, str] | None:

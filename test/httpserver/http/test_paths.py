@@ -10,7 +10,7 @@ import pytest
 
 from lightserve.config import HttpConfig
 from lightserve.errors import ServerError
-from lightserve.httpserver.http.route_path import route_path
+from lightserve.httpserver.http.paths import route_path
 from test.httpserver.app_client import served
 
 CONFIG = HttpConfig(root_path="/llm", api_key=["client"], admin_key=["boss"])

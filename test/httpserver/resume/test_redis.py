@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.httpserver.resume.resp import RedisError, Reply, ReplyParser, encode_command
+from lightserve.httpserver.resume.redis import RedisError, Reply, ReplyParser, encode_command
 from test.cpu_time import growth
 
 PLAIN = b"+OK\r\n:-7\r\n$5\r\na\r\nbc\r\n$0\r\n\r\n$-1\r\n*-1\r\n*0\r\n-ERR no such key\r\n"

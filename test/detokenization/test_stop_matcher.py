@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightserve.detokenization.stop import StopMatcher
+from lightserve.detokenization.req_text import StopMatcher
 from test.cpu_time import growth
 
 
