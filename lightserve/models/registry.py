@@ -78,6 +78,7 @@ MODELS = {
     "mpt": "lightserve.models.mpt.model:MptTpPartModel",
     "nemotron": "lightserve.models.nemotron.model:NemotronTpPartModel",
     "nemotron-nas": "lightserve.models.llama.model:LlamaTpPartModel",
+    "nemotron_h": "lightserve.models.nemotron_h.model:NemotronHTpPartModel",
     "nomic_bert": "lightserve.models.nomic_bert.model:NomicBertTpPartModel",
     "olmo": "lightserve.models.olmo.model:OlmoTpPartModel",
     "olmo2": "lightserve.models.olmo2.model:Olmo2TpPartModel",

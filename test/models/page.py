@@ -71,6 +71,7 @@ FAMILIES = {
     "mpt": "MPT",
     "nemotron": "Nemotron 3, 4, Minitron",
     "nemotron-nas": "Llama-Nemotron",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2, without experts",
     "nomic_bert": "nomic-embed-text 1 and 1.5",
     "olmo": "OLMo",
     "olmo2": "OLMo 2",

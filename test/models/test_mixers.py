@@ -14,14 +14,17 @@ from lightserve.common import (
 )
 from lightserve.common.basemodel import (
     GatedDeltaSpec,
+    Mamba2Spec,
     ModelConfig,
     ModelInput,
+    ShortConvSpec,
     StateTensor,
     TpPartBaseModel,
 )
 from lightserve.common.parallel import RankGroup
 from lightserve.common.quantization import QuantizedLinear, UnquantizedLinear
 from lightserve.errors import LightserveError, ModelFilesError
+from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
 from lightserve.models.registry import get_model_class
 from lightserve.tools.dump import compare, first_difference
@@ -148,6 +151,15 @@ def test_heads_that_do_not_divide_are_refused(sizes: Json, tp_size: int, message
         replace(SIZES, **sizes).check_tp(tp_size)
 
 
+def test_recurrent_layers_see_no_later_token() -> None:
+    tiny = tiny_of("qwen3_5_text")
+    pooling = PoolingConfig("embed", "mean", tiny.config_json["hidden_size"], is_causal=False)
+    args = replace(model_args(tiny.config_json, tiny.checkpoint(), RankGroup()), pooling=pooling)
+
+    with pytest.raises(ModelFilesError, match="is_causal false is not supported for qwen3_5_text"):
+        get_model_class("qwen3_5_text")(args)
+
+
 def test_a_step_without_rows_is_refused() -> None:
     session = Session(model_of(tiny_of("qwen3_next")))
     step = replace(session.input_of({0: PROMPT}), states=None)
@@ -178,6 +190,58 @@ def test_a_model_without_mixers_refuses_recurrent_layers(model_type: str) -> Non
         return
     with pytest.raises(ModelFilesError, match=f"layer type linear_attention is not supported for {model_type}"):
         build_model(config, iter(()))
+
+
+MAMBA = Mamba2Spec(num_heads=8, head_dim=4, num_groups=2, state_dim=16, conv_width=4, norm_eps=1e-5)
+
+
+def test_ranks_share_the_states_of_mamba_by_heads() -> None:
+    inputs, matrices = MAMBA.state_tensors(4, torch.bfloat16)
+
+    assert inputs == StateTensor((3, 2 * 4 + 2 * 16), torch.bfloat16)  # two ranks hold the same group
+    assert matrices == StateTensor((2, 4, 16), torch.float32)
+    MAMBA.check_tp(4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp_size", "message"),
+    [
+        ({}, 3, "8 heads of recurrent layers do not divide among tp=3 ranks"),
+        ({"num_heads": 6}, 3, "2 groups of recurrent layers and tp=3"),
+        ({"norms_groups": True}, 4, "2 norms of recurrent layers do not divide among tp=4 ranks; choose a smaller tp"),
+        ({"num_groups": 3}, 1, "3 groups do not divide 8 heads"),
+    ],
+)
+def test_heads_of_mamba_that_do_not_divide_are_refused(fields: Json, tp_size: int, message: str) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        replace(MAMBA, **fields).check_tp(tp_size)
+
+
+def test_channels_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ModelFilesError, match="10 channels of recurrent layers do not divide among tp=4 ranks"):
+        ShortConvSpec(num_channels=10, conv_width=3).check_tp(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
+        ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .0.1., wanted two numbers"),
+        ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not mamba_expand . hidden_size, 96"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-E*-M"}, "layer type 'moe' is not supported"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported for nemotron_h"),
+        ("nemotron_h", {"mlp_hidden_act": "xielu"}, "mlp_hidden_act 'xielu' is not supported for nemotron_h"),
+        ("lfm2", {"layer_types": ["conv"] * 3 + ["mlp"]}, "layer type 'mlp' is not supported"),
+        ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for lfm2"),
+    ],
+)
+def test_options_of_recurrent_models_that_are_not_implemented_are_refused(
+    name: str, fields: Json, message: str
+) -> None:
+    config_json = tiny_of(name).config_json
+
+    with pytest.raises(LightserveError, match=message):
+        build_model({**config_json, **fields}, iter(()))
 
 
 @pytest.mark.parametrize(

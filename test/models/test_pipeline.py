@@ -27,8 +27,9 @@ FIRST = [(37 * i + i * i // 7) % 131 for i in range(50)]
 OTHER = [(11 * i + 3) % 131 for i in range(40)]
 QUANTIZED = "llama"  # also computed with weights that are quantised while they are loaded
 # tied heads, windows in some layers, layers of other shapes or halves, learned positions, parallel halves, norms behind
-# halves, latents, experts beside dense layers
+# halves, latents, experts beside dense layers, states
 KINDS = ["gemma2", "cohere2", "gpt2", "falcon-7b", "olmo2", "nemotron-nas", "deepseek_v3", "qwen3_moe-dense", "gpt_oss"]
+KINDS += ["qwen3_next", "nemotron_h"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +59,11 @@ class StageSession(Session):
 
 
 def _logits(model: TpPartBaseModel) -> Tensor:
-    """Of a prompt in chunks beside another, of a request that shares a prefix, and of decode steps."""
+    """Of a prompt in chunks beside another, of a request that shares the first chunk, and of decode steps."""
     session = StageSession(model)
     parts = [session.step({0: FIRST[:20]}, logit_rows=LogitRows.ALL)]
     parts.append(session.step({1: OTHER, 0: FIRST[20:]}, logit_rows=LogitRows.ALL))
-    session.share_prefix(0, 2, length=30)
+    session.share_prefix(0, 2, length=20)
     parts.append(session.step({2: OTHER}, logit_rows=LogitRows.ALL))
     parts += [session.step({0: [5 + i], 1: [6 + i], 2: [7 + i]}) for i in range(3)]
     model.hidden_state_link.wait_sent()

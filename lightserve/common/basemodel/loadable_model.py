@@ -128,7 +128,8 @@ class LoadableModel:
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
             spec.check_halves()
-        if not self.has_kv and not self.attends_without_cache:
+        is_recurrent = any(spec.mixer is not None for spec in self.layer_specs)
+        if not self.has_kv and (is_recurrent or not self.attends_without_cache):
             raise ModelFilesError(
                 f"config.json: is_causal false is not supported for {self.config.model_type}; set it to true"
             )

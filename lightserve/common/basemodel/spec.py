@@ -195,10 +195,10 @@ class LayerSpec:
             self.mixer.check_tp(size)
 
     def check_halves(self) -> None:
-        if self.mixer is None and self.config.is_recurrent(self.layer_num):
+        config = self.config
+        if self.mixer is None and config.is_recurrent(self.layer_num):
             raise ModelFilesError(
-                f"config.json: layer type {self.config.layer_type(self.layer_num)} is not supported for "
-                f"{self.config.model_type}"
+                f"config.json: layer type {config.layer_type(self.layer_num)} is not supported for {config.model_type}"
             )
         if self.is_parallel and not (self.has_attention and self.has_ffn):
             raise ModelFilesError(f"config.json: layer {self.layer_num} lacks a half, but the halves are parallel")

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightserve.model_files.config.layer_shapes import layer_lists
+
 Fields = Mapping[str, Any]
 Derive = Callable[[Fields], dict[str, Any]]
 BAICHUAN2_VOCAB = 125_696
@@ -68,6 +70,27 @@ def granite_hybrid(hf: Fields) -> dict[str, Any]:
     if isinstance(types, list):
         return {"layer_types": [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in types]}
     return {"layer_types": ["linear_attention"] * min(layers, 10_000) if _are_counts(layers) else types}
+
+
+def nemotron_h(hf: Fields) -> dict[str, Any]:
+    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    kinds |= {"mamba": "linear_attention", "attention": "full_attention"}
+    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern")
+    if not isinstance(listed, list | str):
+        return {}
+    types = [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+
+    def where(kind: str, value: Any) -> list[Any]:
+        return [value if layer_type == kind else 0 for layer_type in types]
+
+    shapes = {
+        "num_attention_heads": where("full_attention", hf.get("num_attention_heads")),
+        "num_key_value_heads": where("full_attention", hf.get("num_key_value_heads")),
+        "intermediate_size": where("mlp", hf.get("intermediate_size")),
+    }
+    with_attention = ["full_attention" if layer_type == "mlp" else layer_type for layer_type in types]
+    return {"layer_types": with_attention, "num_hidden_layers": len(types), **layer_lists(shapes)}
 
 
 def lfm2(hf: Fields) -> dict[str, Any]:

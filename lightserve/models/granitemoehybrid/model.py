@@ -54,19 +54,21 @@ class GraniteMoeHybridTpPartModel(GraniteTpPartModel):
             state_dim=config.count("mamba_d_state"),
             conv_width=config.count("mamba_d_conv"),
             norm_eps=config.norm_eps,
-            dt_limits=self._dt_limits(),
+            dt_limits=dt_limits(config),
             has_bias=config.flag("mamba_proj_bias"),
             has_conv_bias=config.flag("mamba_conv_bias", default=True),
         )
-
-    def _dt_limits(self) -> tuple[float, float]:
-        limits = self.config.hf.get("time_step_limit") or [0.0, INFINITY]
-        numbers = [float("inf") if limit == INFINITY else limit for limit in limits] if isinstance(limits, list) else []
-        if len(numbers) != 2 or not all(isinstance(number, int | float) for number in numbers):
-            raise ModelFilesError(f"config.json: time_step_limit is {limits!r}, wanted two numbers; correct it")
-        return float(numbers[0]), float(numbers[1])
 
     def _verify_params(self) -> None:
         super()._verify_params()
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too
         self.config.check_value("position_embedding_type", "rope", "nope")
+
+
+def dt_limits(config: bm.ModelConfig) -> tuple[float, float]:
+    """The smallest and the largest step of a token."""
+    limits = config.hf.get("time_step_limit") or [0.0, INFINITY]
+    numbers = [float("inf") if limit == INFINITY else limit for limit in limits] if isinstance(limits, list) else []
+    if len(numbers) != 2 or not all(isinstance(number, int | float) for number in numbers):
+        raise ModelFilesError(f"config.json: time_step_limit is {limits!r}, wanted two numbers; correct it")
+    return float(numbers[0]), float(numbers[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -42,6 +43,15 @@ GRANITE_FACTORS = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
 }
+NEMOTRON = {
+    **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
+    "head_dim": 16,
+    "hybrid_override_pattern": "M-M*-M",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
@@ -63,6 +73,20 @@ VISION = {
 def _as_granite_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     kinds = {"linear_attention": "mamba", "full_attention": "attention"}
     return {**config_json, "layer_types": [kinds[kind] for kind in config_json["layer_types"]]}, tensors
+
+
+def _with_pattern(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Nemotron-H was published."""
+    fields = {key: value for key, value in config_json.items() if key != "layers_block_type"}
+    return {**fields, "hybrid_override_pattern": NEMOTRON["hybrid_override_pattern"]}, tensors
+
+
+def with_limits_of_config(hf: Any) -> Any:
+    """transformers 5.22 limits the steps by time_step_min, unlike NVIDIA's code for these models."""
+    for module in hf.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = hf.config.time_step_limit
+    return hf
 
 
 def with_all_experts(case: Case) -> Case:
@@ -115,6 +139,19 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
         without("layer_types"),
+    ),
+    "nemotron_h": Case("nemotron_h", NEMOTRON, _with_pattern, with_limits_of_config),
+    "nemotron_h-bias": Case(
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "M*-M",
+            "time_step_limit": [0.3, 1.2],
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+        adapt_oracle=with_limits_of_config,
     ),
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),

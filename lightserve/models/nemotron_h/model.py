@@ -1,0 +1,74 @@
+"""Nemotron-H: every layer is one of Mamba2, attention without positions, or a feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from lightserve.common import basemodel as bm
+from lightserve.models.granitemoehybrid.model import dt_limits
+
+LAYER_NAMES = bm.LayerNames(
+    layers="backbone.layers",
+    att_norm="norm",
+    q="mixer.q_proj",
+    k="mixer.k_proj",
+    v="mixer.v_proj",
+    o="mixer.o_proj",
+    ffn_norm="norm",
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+)
+MAMBA_NAMES = bm.Mamba2Names(
+    inputs="mixer.in_proj",
+    conv="mixer.conv1d",
+    decay="mixer.A_log",
+    dt_bias="mixer.dt_bias",
+    skip="mixer.D",
+    norm="mixer.norm",
+    out="mixer.out_proj",
+)
+MODEL_NAMES = bm.ModelNames(embedding="backbone.embeddings", final_norm="backbone.norm_f")
+
+
+class NemotronHTpPartModel(bm.TpPartBaseModel):
+    def layer_spec(self, layer_num: int) -> bm.LayerSpec:
+        config = self.config
+        return replace(
+            super().layer_spec(layer_num),
+            names=LAYER_NAMES,
+            rope=None,
+            activation=bm.activation_of(config, "mlp_hidden_act"),
+            is_gated=False,
+            ffn_bias=config.flag("mlp_bias"),
+            mixer=self._mixer() if config.is_recurrent(layer_num) else None,
+        )
+
+    def model_spec(self) -> bm.ModelSpec:
+        return replace(super().model_spec(), names=MODEL_NAMES)
+
+    def _mixer(self) -> bm.Mamba2Spec:
+        config = self.config
+        return bm.Mamba2Spec(
+            num_heads=config.count("mamba_num_heads"),
+            head_dim=config.count("mamba_head_dim"),
+            num_groups=config.count("n_groups"),
+            state_dim=config.count("ssm_state_size"),
+            conv_width=config.count("conv_kernel"),
+            norm_eps=config.norm_eps,
+            norms_groups=True,
+            dt_limits=dt_limits(config),
+            has_bias=config.flag("use_bias"),
+            has_conv_bias=config.flag("use_conv_bias", default=True),
+            names=MAMBA_NAMES,
+        )
+
+    def _verify_params(self) -> None:
+        self.config.check_value("mamba_hidden_act", "silu")
+        self.config.check_value("attention_bias", False)
+        self.config.check_value("residual_in_fp32", False)
+        self.config.check_value("tie_word_embeddings", False)
+
+    def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:
+        """Without the layers for drafts."""
+        return (tensor for tensor in super().adapt_checkpoint(checkpoint) if not tensor.name.startswith("mtp."))
