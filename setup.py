@@ -97,7 +97,7 @@ setup(
         "nixl": ["nixl>=1.5,<2"],  # KV between engines by RDMA: --kv_transport nixl
         "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
         "ray": ["ray[serve]>=2.60,<2.62"],  # lightserve deploy
-        "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
+        "hf": ["transformers>=5.17"],  # --model_impl transformers, and tokenizers in Python: --trust_remote_code
         "test": [
             "accelerate",
             "aiohttp",

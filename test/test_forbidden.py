@@ -27,7 +27,15 @@ CALLS = {
 WALL_CLOCKS = ("time.time", "time.time_ns")
 FLAGS = {"shell": "runs a shell", "trust_remote_code": "runs the code of a model", "allow_pickle": "unpickles"}
 # only with --trust_remote_code
-ALLOWED = {"model_files/tokenizer/files/remote_code.py": "trust_remote_code runs the code of a model"}
+ALLOWED = dict.fromkeys(
+    (
+        "model_files/tokenizer/files/remote_code.py",
+        "model_files/transformers_config.py",
+        "models/transformers_backend/loading.py",
+        "tools/oracle.py",
+    ),
+    "trust_remote_code runs the code of a model",
+)
 TEXTS = {
     "tcp://*": "listens to the network",
     "tcp://0.0.0.0": "listens to the network",

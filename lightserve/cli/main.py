@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": Command("chat with a running server in this terminal", "[--url URL]", "lightserve.cli.chat.main"),
     "generate": Command("answer one prompt, without a server", "[PROMPT] [flags]", "lightserve.offline.generate"),
     "bench": Command("measure a server, a model or the kernels", "NAME [flags]", "lightserve.cli.bench"),
+    "parity": Command("compare a model with transformers", "[MODEL] [flags]", "lightserve.parity.main"),
     "models": Command("list supported models, and those on this machine", "", "lightserve.cli.models"),
     "doctor": Command("report what this machine has, and what is missing", "", "lightserve.cli.doctor"),
     "cluster": Command("make the keys of a cluster", "keygen DIR", "lightserve.cli.cluster"),

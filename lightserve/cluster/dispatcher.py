@@ -253,7 +253,7 @@ class Dispatcher:
                 self._forget(req)
         failed = [failure for failure in batch.failed if self._has_failed(engine, failure)]
         if outs or failed:
-            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed))
+            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, drafts=batch.drafts))
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
 

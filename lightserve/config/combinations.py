@@ -33,6 +33,7 @@ class ModelFacts:
     has_windows: bool = False  # layers with a sliding window
     has_windowed_pool: bool = False  # these layers may get a KV pool of their own
     has_states: bool = False  # recurrent layers
+    is_of_transformers: bool = False  # transformers' modules compute it
 
 
 class Setup(NamedTuple):
@@ -154,6 +155,7 @@ DETERMINISTIC = _set("worker", "deterministic")
 QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker", "quantization_config")
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
+SPECULATION = _set("worker", "speculative_config")
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -175,6 +177,8 @@ NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} mod
 WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
 STATES = Feature("states", _states)
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
+TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
+PACKED_INPUT = _set("worker", "packed_input_bits")
 
 _ONE_ADAPTER = "--merge_lora serves one adapter"
 _NO_WINDOWS = "add --max_windowed_token_num 0, or leave it out"
@@ -215,6 +219,12 @@ TABLE = (
     Conflict(NULL_WORKER, ROLES, "it has no KV to send", "leave out one of the flags"),
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
+    # speculation
+    Conflict(
+        SPECULATION, PP, "the first stage needs the tokens, which the last one samples", "use --tp, or leave one out"
+    ),
+    Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
+    Conflict(SPECULATION, POOLING, "it has no tokens to draft", "leave out --speculative_config"),
     # the prefix cache
     Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),
     Conflict(ROLES, NO_PREFIX_CACHE, "KV that is sent enters the prefix cache", "leave out one of the flags"),
@@ -224,6 +234,17 @@ TABLE = (
     # numbers
     Conflict(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
     Conflict(QUANTIZATION, QUANTIZATION_CONFIG, "both choose a format", "put the first into the file as its default"),
+    # models that transformers runs
+    Conflict(TRANSFORMERS, RANKS, "its modules run on one device", "leave out --tp and --pp"),
+    Conflict(TRANSFORMERS, QUANTIZATION, "its modules have their own linears", "leave out --quantization"),
+    Conflict(TRANSFORMERS, QUANTIZATION_CONFIG, "its modules have their own linears", "leave it out"),
+    Conflict(TRANSFORMERS, PACKED_INPUT, "its modules have their own linears", "leave it out"),
+    Conflict(TRANSFORMERS, LORA, "its modules take no adapters", "merge them into the checkpoint"),
+    Conflict(TRANSFORMERS, MERGE_LORA, "transformers loads the weights", "merge it into the checkpoint"),
+    Conflict(TRANSFORMERS, KV_DTYPE, "its KV has the type of its weights", "use --kv_dtype none"),
+    Conflict(TRANSFORMERS, DETERMINISTIC, "products of its modules depend on the batch", "leave out --deterministic"),
+    Conflict(TRANSFORMERS, POOLING, "it generates text only", "leave out --task and --pooling"),
+    Conflict(TRANSFORMERS, MAX_WINDOWED, "its layers share one KV pool", "leave it out"),
     # models
     Conflict(POOLING, PP, "pipeline stages serve text models only", "use --tp"),
     Conflict(POOLING, DP, "several engines serve text models only", "start several servers"),
@@ -239,6 +260,7 @@ TABLE = (
     Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(PINNED_PREFIXES, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
+    Conflict(SPECULATION, STATES, "states cannot be taken back to accepted drafts", "leave out --speculative_config"),
     Conflict(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
     Conflict(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
     Conflict(KV_RAM, STATES, "states are not kept in host memory", "leave out --kv_ram_gb"),

@@ -7,11 +7,13 @@ from typing import Literal
 
 from lightserve.config.addresses import check_redis
 from lightserve.config.option import FlagGroup, check_options, option
+from lightserve.config.speculation import SpeculativeConfig, parse_speculative_config
 from lightserve.errors import OptionError
 
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
+ModelImpl = Literal["auto", "lightserve", "transformers"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
@@ -36,6 +38,12 @@ class WorkerConfig:
         "serve the model as this model_type instead of that of its config.json; it must have the same tensors",
         group=FlagGroup.MODEL_FILES,
     )
+    model_impl: ModelImpl = option(
+        "auto",
+        "whose code computes the model: lightserve, or transformers, which is slow and needs its package; auto: "
+        "transformers if the model_type has no class here",
+        group=FlagGroup.MODEL_FILES,
+    )
     task: Task | None = option(
         None,
         "what the model is for: generate text, embed, classify, score pairs of texts, or reward; "
@@ -50,7 +58,8 @@ class WorkerConfig:
     )
     trust_remote_code: bool = option(
         False,
-        "run the tokenizer class in the model folder's own Python code, if no file of it can be read directly",
+        "run Python code in the model's folder: its tokenizer class, if no file of it can be read directly, and its "
+        "model class, if only that can compute the model",
         group=FlagGroup.MODEL_FILES,
     )
     load_format: LoadFormat = option(
@@ -238,10 +247,20 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
     )
 
+    speculative_config: str | None = option(
+        None,
+        "draft the next tokens and compute several in one step, which never changes a text; JSON such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}; default: no drafts',
+        group=FlagGroup.COMPUTATION,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
+        self._check_speculation()
         if self.packed_input_bits not in (None, 8, 15):
             raise OptionError(f"packed_input_bits={self.packed_input_bits}: must be 8 or 15")
+        if self.model_impl == "transformers" and self.model_type is not None:
+            raise OptionError(f"model_type={self.model_type!r}: transformers takes that of config.json; leave it out")
         self._check_lora()
         self._check_tiers()
         if not 0 < self.mem_fraction <= 1:
@@ -249,6 +268,20 @@ class WorkerConfig:
         if self.ep not in (1, self.tp):
             raise OptionError(f"ep={self.ep}: the tensor-parallel ranks divide the experts; set --tp {self.ep} too")
         self._check_groups()
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """None: there are no drafts."""
+        return None if self.speculative_config is None else parse_speculative_config(self.speculative_config)
+
+    def _check_speculation(self) -> None:
+        config = self.speculation
+        if config is None or self.batch_max_tokens is None:
+            return
+        drafts = config.num_speculative_tokens
+        if drafts >= self.batch_max_tokens:
+            problem = f"num_speculative_tokens is {drafts}, and a step has at most {self.batch_max_tokens} tokens"
+            raise OptionError(f"speculative_config: {problem} (--batch_max_tokens); lower it")
 
     def _check_groups(self) -> None:
         name = "enable_dp_attention" if self.attention_dp is None else f"attention_dp={self.attention_dp}"

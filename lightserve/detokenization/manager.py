@@ -18,7 +18,7 @@ from lightserve.messages.output import (
 )
 from lightserve.messages.params import FinishReason
 from lightserve.messages.request import AbortReq, ToRouter, http_process_of
-from lightserve.messages.step import ReqFailed
+from lightserve.messages.step import DraftColumns, ReqFailed
 from lightserve.model_files.tokenizer.decoding import Decoder
 
 
@@ -56,6 +56,7 @@ class DetokenizationManager:
             self._texts[req.req_id] = ReqText(self._decoder, req.text, req.output_ids)
         outs: list[list[StrOut]] = [[] for _ in self._to_http]
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
+        self._count_drafts(batch.drafts)
         for out in batch.tokens:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
@@ -71,6 +72,11 @@ class DetokenizationManager:
         for sender, own_outs, own_failed, own_embeddings in zip(self._to_http, outs, failed, embeddings, strict=True):
             if own_outs or own_failed or own_embeddings:
                 sender.send(BatchStrOut(own_outs, own_failed, own_embeddings))
+
+    def _count_drafts(self, drafts: DraftColumns) -> None:
+        for req_id, proposed, accepted in drafts.rows():
+            if (text := self._texts.get(req_id)) is not None:
+                text.count_drafts(proposed, accepted)
 
     def _index_of(self, req_id: int) -> int:
         """The HTTP process that sent the request, or the one that has replaced it: see ChildConfig.http_process."""
@@ -93,4 +99,5 @@ class DetokenizationManager:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             admission=out.admission,
+            drafts=None if finish_reason is None else text.drafts,
         )

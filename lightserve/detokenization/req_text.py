@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightserve.messages.output import RequestDrafts
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.model_files.tokenizer.decoding import Decoder, EmptyDecodeStream
 
@@ -113,12 +114,18 @@ class ReqText:
         self._stop = StopMatcher(params.stop, params.include_stop)
         self._n_hidden = params.hidden_chars  # characters that are still to be hidden
         self._include_stop = params.include_stop  # then an end token stays in the text too
+        self.drafts: RequestDrafts | None = None  # None: it had none
         for token_id in output_ids:
             self.push(token_id, None)
 
     @property
     def matched_stop(self) -> str | None:
         return self._stop.matched
+
+    def count_drafts(self, proposed: int, accepted: int) -> None:
+        """Of a step."""
+        before = self.drafts or RequestDrafts(0, 0)
+        self.drafts = RequestDrafts(before.accepted + accepted, before.rejected + proposed - accepted)
 
     def push(self, token_id: int, finish_reason: FinishReason | None, is_text_token: bool = False) -> str:
         """The text that can be returned after this token; with a finish reason, all the rest. Sets ``matched_stop``.

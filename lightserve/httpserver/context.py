@@ -53,6 +53,7 @@ class ServerContext:
     pinned_prefixes: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --pinned_prefixes
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
+    drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:

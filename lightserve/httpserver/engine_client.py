@@ -414,6 +414,7 @@ class Generation:
             self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
         if out.finish_reason is not None:
             self.log.record_finish(out.finish_reason)
+            self.log.count_drafts(out.drafts)
             self._unfinished.discard(index)
 
     async def collect_embeddings(self) -> list[bytes]:

@@ -68,6 +68,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         has_adapters=config.worker.num_loras > 0,
+        drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         stream_log=None
         if config.http.stream_log is None

@@ -31,6 +31,7 @@ from lightserve.messages.cluster import (
 from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, RouterStats, Timelines
 from lightserve.messages.request import HTTP_PROCESS_BITS, REQ_ID_BITS, AbortReq, ReleaseParents
+from lightserve.messages.step import DraftColumns
 
 COUNT_BITS = REQ_ID_BITS - HTTP_PROCESS_BITS
 MAX_SESSIONS = 1 << 15  # then their numbers are used again
@@ -110,11 +111,20 @@ def _split(batch: BatchTokenIdOut) -> dict[int, BatchTokenIdOut]:
         by_session[session_of(embedding.req_id)].embeddings.append(
             replace(embedding, req_id=gateway_id(embedding.req_id))
         )
+    _split_drafts(batch.drafts, by_session)
     sessions = int64s(batch.plain.req_ids) >> REQ_ID_BITS
     for session in np.unique(sessions).tolist():
         plain = batch.plain.where(sessions == session)
         by_session[session] = replace(by_session[session], plain=replace(plain, req_ids=gateway_ids(plain.req_ids)))
     return by_session
+
+
+def _split_drafts(drafts: DraftColumns, by_session: dict[int, BatchTokenIdOut]) -> None:
+    sessions = int64s(drafts.req_ids) >> REQ_ID_BITS
+    for session in np.unique(sessions).tolist():
+        of_session = drafts.where(sessions == session)
+        of_session = replace(of_session, req_ids=gateway_ids(of_session.req_ids))
+        by_session[session] = replace(by_session[session], drafts=of_session)
 
 
 def for_other_clock(timelines: Timelines) -> Timelines:

@@ -37,6 +37,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
     preferred_step_tokens: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
+    weight_read_tokens: float = 256.0  # that a step computes in the time in which it reads the weights
 
 
 class SlidingWindowKv(msgspec.Struct, frozen=True, tag="sliding_window"):
@@ -111,6 +112,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
     cpu_kv: CpuKvSize | None = None  # None: evicted KV is not kept in host memory
     kv_identity: KvIdentity | None = None  # None: it computes no KV
+    speculation: str = ""  # for the banner: "ngram of 3 to 4 tokens, up to 4 drafts a step"
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):

@@ -61,6 +61,8 @@ _REQUEST_S = (
 _REQUEST_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
 
+DEFAULT_DRAFTS = 4  # places of drafts that are exported as 0 from the start
+
 KV_TIERS = ("ram", "disk", "remote")
 
 METRICS = (
@@ -97,6 +99,16 @@ METRICS = (
     _counter("prompt_tokens_total", "Prompt tokens of admitted requests, including cached tokens."),
     _counter("generation_tokens_total", "Tokens generated."),
     _counter("forced_tokens_total", "Generated tokens that a grammar forced; they needed no sampling step."),
+    _counter("spec_decode_num_drafts_total", "With --speculative_config: steps of requests that had drafts."),
+    _counter("spec_decode_num_draft_tokens_total", "With --speculative_config: tokens that were drafted."),
+    _counter("spec_decode_num_accepted_tokens_total", "With --speculative_config: drafted tokens that were accepted."),
+    Metric(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        Kind.COUNTER,
+        "With --speculative_config: accepted tokens, by their place among the drafts of a step.",
+        label="position",
+        label_values=tuple(map(str, range(DEFAULT_DRAFTS))),
+    ),
     Metric(
         "request_success_total",
         Kind.COUNTER,

@@ -8,7 +8,7 @@ import msgspec
 
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.request import AbortByRequestId
-from lightserve.messages.step import NO_TOKENS, ReqFailed, Token, TokenColumns
+from lightserve.messages.step import NO_DRAFTS, NO_TOKENS, DraftColumns, ReqFailed, Token, TokenColumns
 
 
 class TextReq(msgspec.Struct, frozen=True):
@@ -57,6 +57,7 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     aborted: list[int] = []
     plain: TokenColumns = NO_TOKENS  # neither the first nor the last of their requests
     embeddings: list[EmbeddingOut] = []
+    drafts: DraftColumns = NO_DRAFTS  # of this step
 
     @property
     def tokens(self) -> list[TokenIdOut]:
@@ -161,6 +162,13 @@ QueryReply = Timelines | ProfileReply | AdapterReply  # goes through the detoken
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 
 
+class RequestDrafts(msgspec.Struct, frozen=True, array_like=True):
+    """The drafts of a request, from its first token to its last one."""
+
+    accepted: int
+    rejected: int
+
+
 class StrOut(msgspec.Struct, frozen=True, array_like=True):
     """A token with the text that it completes: "" while a character or a stop string may be incomplete."""
 
@@ -170,6 +178,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or string that ended it
     admission: Admission | None = None
+    drafts: RequestDrafts | None = None  # with the last token, if there were any
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):

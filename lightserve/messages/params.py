@@ -38,6 +38,10 @@ BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16384)]
 
+MAX_PREDICTION = 16384  # tokens; a worker keeps room for so many of each request
+
+Prediction = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_PREDICTION)]
+
 LengthDecay = tuple[Annotated[int, Meta(ge=0, le=INT32_MAX)], Annotated[float, Meta(ge=1, le=100)]]
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag", "prefix"]
@@ -116,6 +120,8 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     logprobs: TopCount | None = None  # of the sampled token, and of the top k tokens
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
+    speculative: bool = True  # steps may compute drafts of its next tokens, which never changes its text
+    prediction_ids: Prediction = ()  # what the client expects the output to resemble: drafts may come from there
 
     @property
     def is_greedy(self) -> bool:

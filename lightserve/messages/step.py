@@ -239,6 +239,45 @@ def joined_columns(parts: Sequence[TokenColumns]) -> TokenColumns:
     )
 
 
+class DraftColumns(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the drafts of a step, in columns: one number for each request that computed some."""
+
+    req_ids: Int64s = NO_INT64
+    proposed: Int32s = NO_INT32  # the others had no proposal
+    accepted: Int32s = NO_INT32
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.req_ids)
+
+    def where(self, is_chosen: npt.NDArray[np.bool_]) -> DraftColumns:
+        """Those of some of the requests."""
+        return DraftColumns(
+            int64s(self.req_ids)[is_chosen], int32s(self.proposed)[is_chosen], int32s(self.accepted)[is_chosen]
+        )
+
+    def rows(self) -> Iterable[tuple[int, int, int]]:
+        """Request, proposed and accepted drafts. Slower than the columns, and simpler."""
+        return zip(
+            int64s(self.req_ids).tolist(),
+            int32s(self.proposed).tolist(),
+            int32s(self.accepted).tolist(),
+            strict=True,
+        )
+
+
+NO_DRAFTS = DraftColumns()
+
+
+def joined_drafts(parts: Sequence[DraftColumns]) -> DraftColumns:
+    """The drafts of all parts as one, whose requests differ."""
+    return DraftColumns(
+        np.concatenate([NO_INT64, *(int64s(columns.req_ids) for columns in parts)]),
+        np.concatenate([NO_INT32, *(int32s(columns.proposed) for columns in parts)]),
+        np.concatenate([NO_INT32, *(int32s(columns.accepted) for columns in parts)]),
+    )
+
+
 class ReqFailed(msgspec.Struct, frozen=True):
     """A request that ends without (more) tokens. HTTP responds with ``status`` and ``message``."""
 
@@ -266,6 +305,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     embeddings: list[Embedding] = []
     plain: TokenColumns = NO_TOKENS
     launch_s: float = 0.0  # how long the worker took to launch it
+    drafts: DraftColumns = NO_DRAFTS
 
     @property
     def tokens(self) -> list[TokenOut]:
@@ -283,4 +323,5 @@ def joined_results(results: Sequence[StepResult]) -> StepResult:
         [embedding for result in results for embedding in result.embeddings],
         joined_columns([result.plain for result in results]),
         max(result.launch_s for result in results),
+        joined_drafts([result.drafts for result in results]),
     )

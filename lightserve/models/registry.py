@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
 
 ENTRY_POINTS = "lightserve.models"
+TRANSFORMERS_BACKEND = "lightserve.models.transformers_backend.model:TransformersTpPartModel"
 MODELS = {
     "Yi": "lightserve.models.llama.model:LlamaTpPartModel",
     "aquila": "lightserve.models.llama.model:LlamaTpPartModel",
@@ -156,8 +157,9 @@ def read_model_config(
     return replace(config, quantization=read_on_load_config(Path(quantization_config or "")))
 
 
-def get_model_class(model_type: str) -> type[TpPartBaseModel]:
-    path = _class_path(model_type)
+def get_model_class(model_type: str, is_of_transformers: bool = False) -> type[TpPartBaseModel]:
+    """``is_of_transformers``: transformers' modules compute the model, whatever it is."""
+    path = TRANSFORMERS_BACKEND if is_of_transformers else _class_path(model_type)
     module, _, name = path.partition(":")
     try:
         model_class: type[TpPartBaseModel] = getattr(import_module(module), name)

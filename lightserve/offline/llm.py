@@ -16,6 +16,7 @@ from lightserve.config.combinations import Setup, check_combinations
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.messages.int_arrays import int32s
+from lightserve.messages.output import RequestDrafts
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import ReqFailed, StepResult, TokenOut
 from lightserve.messages.worker_calls import LoraLoad
@@ -24,7 +25,7 @@ from lightserve.model_files.config.sampling_defaults import read_sampling_defaul
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
-from lightserve.models.registry import read_model_config
+from lightserve.models.served_config import read_served_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv.group_pools import make_group_pools
@@ -56,6 +57,7 @@ class StreamOut:
     top: list[tuple[int, float]] | None = None  # the most likely tokens and their logprobs, if requested
     error: str | None = None  # why it was aborted
     prompt: list[PromptToken] | None = None  # with the first token, if prompt_logprobs were requested
+    drafts: RequestDrafts | None = None  # with the last token, if there were any
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Generation:
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it was aborted
     prompt_logprobs: list[PromptToken] | None = None  # if requested
+    drafts: RequestDrafts | None = None  # None: there were none
 
 
 class LLM(PoolingMethods):
@@ -137,7 +140,7 @@ class LLM(PoolingMethods):
             if out.logprob is not None:
                 generation.logprobs.append(out.logprob)
                 generation.top_logprobs.append(out.top or [])
-            generation.finish_reason, generation.error = out.finish_reason, out.error
+            generation.finish_reason, generation.error, generation.drafts = out.finish_reason, out.error, out.drafts
             generation.prompt_logprobs = generation.prompt_logprobs or out.prompt
         return generations
 
@@ -308,6 +311,10 @@ class LLM(PoolingMethods):
         for embedding in result.embeddings:
             if self._scheduler.process_embedding(embedding.req_id) is not None:
                 self._results[embedding.req_id] = embedding.values
+        self._scheduler.observe_drafts(result.drafts)
+        for req_id, proposed, accepted in result.drafts.rows():
+            if req_id in self._open:
+                self._open[req_id].text.count_drafts(proposed, accepted)
         for _, outs in groupby(result.tokens, key=lambda out: out.req_id):
             tokens = self._scheduler.process_req(list(outs))
             if tokens is not None:
@@ -339,7 +346,16 @@ class LLM(PoolingMethods):
             else unpack_prompt_logprobs(req.prompt_ids.tolist(), token.prompt_logprobs)
         )
         stream.outs.append(
-            StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)
+            StreamOut(
+                stream.index,
+                token.id,
+                token.logprob,
+                text,
+                finish_reason,
+                token.top_logprobs,
+                prompt=prompt,
+                drafts=None if finish_reason is None else stream.text.drafts,
+            )
         )
 
 
@@ -353,8 +369,7 @@ class _OpenStream:
 
 
 def _check_combinations(worker: WorkerConfig, source: ModelSource) -> None:
-    hf = stored_as(source, worker.quantization, packed_by_default=False).hf_config()
-    model = read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
+    model = read_served_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
     config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     check_combinations(Setup(config, facts, is_offline=True))

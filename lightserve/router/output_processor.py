@@ -20,7 +20,7 @@ from lightserve.messages.output import (
     TokenIdOut,
 )
 from lightserve.messages.params import FinishReason, TextParams
-from lightserve.messages.step import Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
+from lightserve.messages.step import DraftColumns, Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.pinned_prefixes import PinnedPrefixes
@@ -73,6 +73,7 @@ class OutputProcessor:
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
         now = time.monotonic()
+        self._count_drafts(result.drafts)
         num_forced = self._scheduler.num_forced
         plain, others = self._process_plain(result.plain, now)
         others += result.detailed
@@ -82,9 +83,21 @@ class OutputProcessor:
         self._send_events()  # before the last token of a request, so that the dispatcher always knows where its KV is
         if outs or failed or self._aborted or embeddings or len(plain):
             self._to_detokenization.send(
-                BatchTokenIdOut(outs, failed=failed, aborted=self._aborted, plain=plain, embeddings=embeddings)
+                BatchTokenIdOut(
+                    outs,
+                    failed=failed,
+                    aborted=self._aborted,
+                    plain=plain,
+                    embeddings=embeddings,
+                    drafts=result.drafts,
+                )
             )
             self._aborted = []
+
+    def _count_drafts(self, drafts: DraftColumns) -> None:
+        if len(drafts):
+            self._scheduler.observe_drafts(drafts)
+            self.metrics.drafts(drafts)
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
         scheduler = self._scheduler

@@ -26,7 +26,10 @@ FIELDS = (
     "may_draft",  # 1: steps may compute drafts of its next tokens
     "has_drafted",  # 1: a step since its admission computes drafts
     "spare_slots",  # KV slots that it has for the tokens after ``planned_len``; drafts are written there
+    "draft_pause",  # decodes until the next draft is tried
+    "last_pause",  # the length of the last such pause; 0: a draft was accepted since
 )
+FIRST_ACCEPTANCE = 0.7  # of a request without drafts so far
 PLANNING = FIELDS.index("planned_drafts") + 1  # the fields up to here say what to plan
 
 
@@ -48,8 +51,11 @@ class ReqColumns:
             self.may_draft,
             self.has_drafted,
             self.spare_slots,
+            self.draft_pause,
+            self.last_pause,
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
+        self.acceptance: npt.NDArray[np.float64] = np.full(rows, FIRST_ACCEPTANCE)  # share of the drafts it reached
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
 
@@ -86,3 +92,4 @@ class ReqColumns:
         """The tails of both rows are empty."""
         self.values[:, row] = source.values[:, source_row]
         self.last_token_s[row] = source.last_token_s[source_row]
+        self.acceptance[row] = source.acceptance[source_row]

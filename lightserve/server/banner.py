@@ -75,6 +75,8 @@ def banner(
         rows["task"] = engine.pooling.summary
         if not engine.pooling.has_kv:
             del rows["KV pool"]
+    if engine.speculation:
+        rows["speculation"] = engine.speculation
     for group in engine.kv_groups:
         rows["KV pool"] += f"; {_summary(group)}"
     if model.sampling_defaults and engine.pooling is None:

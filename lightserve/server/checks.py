@@ -24,7 +24,7 @@ from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
-from lightserve.models.registry import read_model_config
+from lightserve.models.served_config import read_served_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
 from lightserve.utils import net
 from lightserve.utils.extras import install_command
@@ -35,6 +35,10 @@ logger = init_logger(__name__)
 FITTING_TIMEOUT_S = 60.0  # to import torch on a loaded machine
 OTLP_MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
 SHOWN = 3  # of the models that fit
+RUN_BY_TRANSFORMERS = (
+    "%s: model_type %r has no class here, so the modules of transformers compute it, slowly; --model_impl lightserve "
+    "refuses it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ def _check_model(
     worker = config.worker
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.request_len(worker.max_req_total_len)
+    if model.is_of_transformers and worker.model_impl == "auto":
+        logger.warning(RUN_BY_TRANSFORMERS, source.path, model.model_type)
     check_combinations(Setup(config, model_facts(worker, model, pooling)))
     check_ranks(worker, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
@@ -153,7 +159,7 @@ def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:
             f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
         )
     try:
-        return read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
+        return read_served_config(source, worker)
     except UnsupportedModelTypeError as error:
         raise ModelFilesError(f"{error}{_hint(source, worker)}") from error
     except ModelFilesError as error:

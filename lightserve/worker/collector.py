@@ -27,7 +27,16 @@ from torch import Tensor
 
 from lightserve.common.device import copy_to_host
 from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
-from lightserve.messages.step import ReqFailed, StepResult, Token, TokenColumns, TokenOut, joined_columns
+from lightserve.messages.step import (
+    NO_DRAFTS,
+    DraftColumns,
+    ReqFailed,
+    StepResult,
+    Token,
+    TokenColumns,
+    TokenOut,
+    joined_columns,
+)
 from lightserve.worker.batch.infer_batch import Sampled, SampledRow, StepUpdates, TokenOnlyRows, TokenUpdate
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.rpc import GetResult
@@ -38,23 +47,37 @@ from lightserve.worker.sampling.sampler import NONE_ALLOWED
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
 
 
+class VerifiedCounts(NamedTuple):
+    """Of each request at its first row of logits, int64 on the device."""
+
+    tokens: Tensor  # that it gets
+    proposed: Tensor  # drafts that the proposer had
+
+
+class HostCounts(NamedTuple):
+    """The same on the host."""
+
+    tokens: Int64Array
+    proposed: Int64Array
+
+
 class PendingStep:
     """A launched step."""
 
     def __init__(
-        self, tokens: Tensor, sampled: Sampled, logprobs: SampledLogprobs | None, counts: Tensor | None = None
+        self, tokens: Tensor, sampled: Sampled, logprobs: SampledLogprobs | None, drafts: VerifiedCounts | None = None
     ) -> None:
-        """``counts``: how many tokens each request gets, at its first row; None: one each."""
+        """``drafts``: how many tokens each request gets; None: one each."""
         self.sampled = sampled
         self.result: StepResult | None = None  # when it is collected
         self.error: BaseException | None = None  # if that failed
-        self._tokens = copy_to_host(tokens) if counts is None else copy_to_host(tokens, counts)
+        self._tokens = copy_to_host(tokens) if drafts is None else copy_to_host(tokens, *drafts)
         self._logprobs = logprobs
 
-    def token_ids(self) -> tuple[Int64Array, Int64Array | None]:
+    def token_ids(self) -> tuple[Int64Array, HostCounts | None]:
         """Wait for the sampled tokens. Return one per row, and the counts of tokens, if the step has drafts."""
-        tokens, *counts = self._tokens.tensors()
-        return tokens.numpy(), counts[0].numpy() if counts else None
+        tokens, *drafts = self._tokens.tensors()
+        return tokens.numpy(), HostCounts(*(counts.numpy() for counts in drafts)) if drafts else None
 
     def logprobs(self) -> dict[int, TopLogprobs]:
         return {} if self._logprobs is None else self._logprobs.by_row()
@@ -97,9 +120,9 @@ class StepCollector:
         return step
 
     def _result_of(self, step: PendingStep) -> StepResult:
-        (ids, step_counts), plain = step.token_ids(), step.sampled.plain
+        (ids, drafts), plain = step.token_ids(), step.sampled.plain
         with_details = OtherResults.of(step.sampled.with_details, ids, step.logprobs())
-        columns, last_ids = _plain_columns(plain, ids, step_counts)
+        columns, last_ids = _plain_columns(plain, ids, None if drafts is None else drafts.tokens)
         has_token = last_ids >= 0
         without = zip(plain.req_ids[~has_token].tolist(), last_ids[~has_token].tolist(), strict=True)
         failed = with_details.failed + [_failure(req_id, token_id) for req_id, token_id in without]
@@ -108,7 +131,7 @@ class StepCollector:
         columns = columns.where(has_token)
         if with_details.plain:
             columns = joined_columns([columns, TokenColumns.of(with_details.plain)])
-        return StepResult(with_details.detailed, failed, plain=columns)
+        return StepResult(with_details.detailed, failed, plain=columns, drafts=_draft_columns(plain, drafts))
 
 
 class OtherResults(NamedTuple):
@@ -159,6 +182,15 @@ def _plain_columns(plain: TokenOnlyRows, ids: Int64Array, counts: Int64Array | N
     rows = np.arange(counts.sum()) + np.repeat(plain.indices - np.cumsum(counts) + counts, counts)
     token_ids: Int32Array = ids[rows].astype(np.int32)
     return TokenColumns(plain.req_ids, token_ids, counts.astype(np.int32)), token_ids[np.cumsum(counts) - 1]
+
+
+def _draft_columns(plain: TokenOnlyRows, drafts: HostCounts | None) -> DraftColumns:
+    if drafts is None:
+        return NO_DRAFTS
+    computes = plain.drafts > 0
+    rows = plain.indices[computes]
+    accepted = drafts.tokens[rows] - 1
+    return DraftColumns(plain.req_ids[computes], drafts.proposed[rows].astype(np.int32), accepted.astype(np.int32))
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:

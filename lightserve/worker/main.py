@@ -75,6 +75,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             lora_slots=config.num_loras,
             cpu_kv=worker.cpu_kv,
             kv_identity=worker.kv_identity,
+            speculation="" if config.speculation is None else config.speculation.summary,
         )
     )
     launch = worker.launch if profiler is None else profiler.launch

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightserve.common.basemodel import Pooler
 from lightserve.common.device import copy_to_host
 from lightserve.common.device.base import AsyncCopy
+from lightserve.config import WorkerConfig
 from lightserve.errors import ModelFilesError
 from lightserve.messages.control import PoolingLimits
 from lightserve.messages.params import SamplingParams
@@ -31,7 +32,7 @@ NOT_FINITE = "numerical error: the result has numbers that are not finite"
 class PoolingWorker(ModelWorker):
     """A step passes batch, model, pooler and head. There is nothing to sample."""
 
-    def _init_steps(self, source: ModelSource) -> None:
+    def _init_steps(self, config: WorkerConfig, source: ModelSource) -> None:
         pooling = self._pooling_config
         self._runner = StepRunner(self.model, self._batch, self._platform)
         rows = self.model.req_manager.max_reqs + 1

@@ -34,7 +34,7 @@ class StepRunner:
     def __init__(self, model: TpPartBaseModel, batch: InferBatch, device: Device) -> None:
         self._model = model
         self._batch = batch
-        self._ranges = device.profile(model.device).graphs
+        self._ranges = device.profile(model.device).graphs if model.captures_graphs else None
         self._graphs: Graphs[StepShape, StepOut] | None = None
         # a graph would wait for other stages inside, and groups have steps of different shapes
         if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
@@ -184,9 +184,10 @@ class StepRunner:
 
     def _sample_parts(self, logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
         """Every rank finds the best of its tokens. The ranks exchange those, not their logits."""
-        tp, head = self._model.tp, self._model.pre_post_weight.lm_head
+        tp = self._model.tp
         if tp.size == 1:
             return ops.sample(logits, b_temperature, b_seed, b_position)
+        head = self._model.pre_post_weight.lm_head
         rank_best = ops.sample_part(logits[:, : head.count], b_temperature, b_seed, b_position, head.first_id)
         return ops.best_of_parts(tp.all_gather(rank_best).view(len(logits), tp.size, 2))
 

@@ -7,10 +7,12 @@ from itertools import accumulate
 
 import msgspec
 
+from lightserve.messages.int_arrays import int32s, int64s
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 
 PROMPT_LENGTHS = (16, 7, 100, 1)  # Triton compiles one kernel for 1, one for multiples of 16, one for other lengths
+DRAFT_PROMPT = 7
 NUM_DECODES = 2
 FIRST_POOL_TOKENS = 512  # the KV pool before its size is known: all warm-up requests fit
 FIRST_STATE_ROWS = len(PROMPT_LENGTHS)  # the same of recurrent states
@@ -42,6 +44,25 @@ def warm_up_steps(max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
     if reqs:
         yield from _generate(reqs)
         yield from _generate([_with_cached_prompt(reqs[0])])
+
+
+def draft_steps(num_drafts: int, max_len: int, pool_len: int) -> Iterator[Step]:
+    """Decodes with drafts, of a request whose text repeats itself. For a worker without requests."""
+    prompt, count = [0] * DRAFT_PROMPT, 1 + num_drafts
+    if not num_drafts or len(prompt) + 2 * count > min(max_len, pool_len):
+        return
+    req = NewReq(-1, int32s(prompt), SAMPLING[0], seed=0)
+    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req])
+    for begin in (len(prompt), len(prompt) + count):
+        slots = int32s(range(begin, begin + count))
+        yield Step(
+            [],
+            decode_ids=int64s([req.req_id]),
+            decode_slots=slots,
+            slot_counts=int32s([count]),
+            draft_counts=int32s([num_drafts]),
+        )
+    yield Step([], free=[req.req_id])
 
 
 def with_adapter(step: Step) -> Step:

@@ -16,12 +16,14 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
+from lightserve.messages.int_arrays import int64s
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
-from lightserve.models.registry import get_model_class, read_model_config
+from lightserve.models.registry import get_model_class
+from lightserve.models.served_config import read_served_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
@@ -41,7 +43,16 @@ from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
 from lightserve.worker.step_runner import StepOut, StepRunner
-from lightserve.worker.warm_up import FIRST_POOL_TOKENS, FIRST_STATE_ROWS, in_all_pools, warm_up_steps, with_adapter
+from lightserve.worker.warm_up import (
+    FIRST_POOL_TOKENS,
+    FIRST_STATE_ROWS,
+    draft_steps,
+    in_all_pools,
+    warm_up_steps,
+    with_adapter,
+)
+
+OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
 
 
 class ModelWorker:
@@ -61,9 +72,7 @@ class ModelWorker:
         is_packed = self._platform.keeps_gguf_packed(num_ranks)
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
-        self.model_config = read_model_config(
-            source.hf_config(), config.model_type, config.quantization, config.quantization_config
-        )
+        self.model_config = read_served_config(source, config)
         self._platform.check_head_dim(self.model_config.head_dim)
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
@@ -96,7 +105,7 @@ class ModelWorker:
         self.cpu_offload: CpuOffload | None = None
         self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
-        self._init_steps(source)
+        self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
     def add_cpu_offload(self, config: WorkerConfig, num_engines: int) -> None:
@@ -125,7 +134,7 @@ class ModelWorker:
         names = () if self.storage_tiers is None else self.storage_tiers.names
         return self.cpu_offload.size(self._parallel.tp.size * self._parallel.pp.size, names)
 
-    def _init_steps(self, source: ModelSource) -> None:
+    def _init_steps(self, config: WorkerConfig, source: ModelSource) -> None:
         """Create the parts that a step passes after the batch."""
         self._sampler = Sampler(
             self.model_config.vocab_size, self._device, self._batch.last_ids, self.model.gather_logits
@@ -133,7 +142,14 @@ class ModelWorker:
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
         self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
         self._runner = StepRunner(self.model, self._batch, self._platform)
-        self._drafts = DraftRunner(self.model, self._batch, self._runner)
+        self._drafts = DraftRunner(
+            self.model,
+            self._batch,
+            self._runner,
+            config.speculation,
+            # attention groups tell each other before a step how many tokens they have
+            may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
+        )
         self._collector = StepCollector()
 
     def _precision_summary(self, dtype: torch.dtype) -> str:
@@ -142,6 +158,8 @@ class ModelWorker:
         details = [] if quantization is None else [str(quantization)]
         if self._kv_dtype is not None:
             details.append(f"KV in {self._kv_dtype}")
+        if self.model_config.is_of_transformers:
+            details.append(OF_TRANSFORMERS)
         return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")
 
     def _load_model(
@@ -164,9 +182,10 @@ class ModelWorker:
             lora=lora_args(config),
             packed_input_bits=config.packed_input_bits,
             merged_adapter=merged_adapter(config),
+            source=source,
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
-            return get_model_class(self.model_config.model_type)(args)
+            return get_model_class(self.model_config.model_type, self.model_config.is_of_transformers)(args)
 
     def _resize_kv_pool(self, config: WorkerConfig) -> None:
         remedy = "lower max_total_token_num, max_state_rows or mem_fraction"
@@ -233,6 +252,8 @@ class ModelWorker:
     def _run_warm_up_steps(self) -> None:
         for step in self._warm_up_steps():
             self.run(step)
+        for step in draft_steps(self._drafts.num_drafts, self.max_req_total_len, self._smallest_pool):
+            self.run(in_all_pools(step, len(self.kv_groups), has_states=False))
         if self._batch.lora_slots:
             for step in self._warm_up_steps():
                 self.run(with_adapter(step))
@@ -240,9 +261,13 @@ class ModelWorker:
     def _warm_up_steps(self) -> Iterator[Step]:
         memory, max_reqs = self.model.mem_manager, self.model.req_manager.max_reqs
         max_reqs = min(max_reqs, memory.state_rows or max_reqs)
-        smallest = min([self.max_total_token_num, *memory.group_sizes])
-        for step in warm_up_steps(max_reqs, self.max_req_total_len, smallest):
+        for step in warm_up_steps(max_reqs, self.max_req_total_len, self._smallest_pool):
             yield in_all_pools(step, len(memory.group_sizes), has_states=bool(memory.state_rows))
+
+    @property
+    def _smallest_pool(self) -> int:
+        """In tokens."""
+        return min([self.max_total_token_num, *self.model.mem_manager.group_sizes])
 
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""
@@ -274,7 +299,7 @@ class ModelWorker:
         if not step.num_rows:
             self._runner.run_empty(group_tokens)
             return StepResult
-        packed = self._batch.pack(step, self._runner.captured_shape)
+        packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         if not self.model.pp.is_last:
             self._runner.run_stage(packed.inputs, packed.shape)
             return StepResult  # the last stage has the tokens
@@ -288,6 +313,7 @@ class ModelWorker:
         tokens, logprobs = self._sample(plan, out, masks)
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
+        self._drafts.record(out.columns, tokens)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
@@ -328,6 +354,8 @@ class ModelWorker:
         limit = new.sampling.thinking
         thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
         self._batch.add(new, self._grammars.start(new), thinking)
+        (req,) = self._batch.reqs_of(int64s([new.req_id]))
+        self._drafts.add(req)
 
     def _wait_for_tokens(self) -> None:
         """Wait for all steps in flight, and apply their tokens."""

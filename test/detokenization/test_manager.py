@@ -12,11 +12,13 @@ import pytest
 
 from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.ipc.channel import Receiver, Sender
+from lightserve.messages.int_arrays import int32s, int64s
 from lightserve.messages.output import (
     Admission,
     BatchStrOut,
     BatchTokenIdOut,
     MetricsSnapshot,
+    RequestDrafts,
     RouterStats,
     StrOut,
     TextReq,
@@ -27,7 +29,7 @@ from lightserve.messages.output import (
 )
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.request import REQ_ID_BITS, AbortReq, ToRouter
-from lightserve.messages.step import ReqFailed, Token
+from lightserve.messages.step import DraftColumns, ReqFailed, Token
 from test.real_model import smollm2_tokenizer
 from test.waiting import until
 
@@ -271,5 +273,27 @@ def test_a_last_token_that_is_not_an_end_token_stays_in_the_text(tmp_path: Path)
 
         assert detokenizer.text(0) == "yes no"
         assert detokenizer.text(1) == "yes"
+
+    check(scenario, tmp_path)
+
+
+def test_the_last_token_of_a_request_brings_its_drafts(tmp_path: Path) -> None:
+    """Also if a stop string ends it, which the router does not know."""
+
+    async def scenario(detokenizer: Detokenizer) -> None:
+        ids = detokenizer.tokenizer.encode("one two three", add_special_tokens=False)
+        detokenizer.send(new=[text_req(1, stop=("three",)), text_req(2)])
+        for place, token_id in enumerate(ids):
+            drafts = DraftColumns(int64s([1, 3]), int32s([4, 9]), int32s([place, 9]))
+            outs = [TokenIdOut(req_id, Token(token_id)) for req_id in (1, 2)]
+            detokenizer.inbox.send(BatchTokenIdOut(outs, drafts=drafts))
+        detokenizer.send(TokenIdOut(2, Token(ids[0]), FinishReason.LENGTH))
+
+        await until(lambda: sum(out.finish_reason is not None for out in detokenizer.outs()) == 2)
+
+        assert len(ids) == 3
+        last = {out.req_id: out.drafts for out in detokenizer.outs() if out.finish_reason is not None}
+        assert last == {1: RequestDrafts(0 + 1 + 2, 12 - 3), 2: None}
+        assert all(out.drafts is None for out in detokenizer.outs() if out.finish_reason is None)
 
     check(scenario, tmp_path)

@@ -119,13 +119,15 @@ INTRODUCTION = """\
 # Models
 
 Serve any model of this list with `--model_dir`. The column `model_type` is what the model's
-`config.json` says. To add one, see [adding_a_model.md](adding_a_model.md); what else is read from a
-model's folder or GGUF file is in [model_files.md](model_files.md).
+`config.json` says. A model that is not in it may be [run by transformers](transformers.md), slowly. To
+add one, see [adding_a_model.md](adding_a_model.md); what else is read from a model's folder or GGUF
+file is in [model_files.md](model_files.md).
 
 `python -m test.models.page` writes this page, and a test compares it. *Lines* are
 those of the model's file that are not blank. *Cases* are the shapes in which the model gives the
 logits of transformers, over prompts of 170 tokens in chunks, with a cached prefix, in decode steps,
-in half precision and on two ranks (`test/models/test_architectures.py`). *GGUF* names the
+in half precision and on two ranks (`test/models/test_architectures.py`). Compare a real one on your
+machine with [`lightserve parity`](transformers.md#compare-a-model-with-transformers). *GGUF* names the
 architectures of llama.cpp that are read. Every one of them embeds texts too, with `--task embed`.
 """
 NOTES = """\

@@ -23,6 +23,7 @@ from lightserve.common.basemodel import LogitRows
 from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.model_files.config.text_part import with_text_config
+from lightserve.parity.compare import row_errors
 from test.models.architectures import hybrid
 from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
@@ -95,7 +96,7 @@ def assert_same(
 ) -> None:
     """``min_share``: of the rows that must be within the tolerance."""
     largest = max(one.abs().max() for one in theirs)
-    errors = torch.cat([(our.float() - their).abs().amax(-1) for our, their in zip(ours, theirs, strict=True)])
+    errors = torch.cat([row_errors(our, their) for our, their in zip(ours, theirs, strict=True)])
     assert errors.isfinite().all()
     assert (errors <= TOLERANCE[dtype] * largest).float().mean() >= min_share
 

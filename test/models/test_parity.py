@@ -14,6 +14,7 @@ from lightserve.common import (
     triton_kernel,  # noqa: F401  registers its backend
 )
 from lightserve.common.basemodel import LogitRows
+from lightserve.parity.compare import compare_logits
 from test.models.session import Session
 from test.models.tiny import HF_CONFIGS, LLAMA, build_hf, build_ours, hf_logits
 
@@ -26,7 +27,7 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 1, 77, 23, 64, 11, 9, 30], [77, 2, 130], [64], 
 
 def assert_same(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> None:
     assert ours.isfinite().all()
-    assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+    assert compare_logits(ours, theirs).relative <= TOLERANCE[dtype]
 
 
 @pytest.fixture(params=["triton"] if ON_GPU else ["torch", "cpu"], autouse=True)

@@ -486,6 +486,14 @@ def _locate_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return new_slots, columns, reqs, lengths, table
 
 
+def _ngram_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    """The first text is the first columns, the second one more, and so on: 1, 2, 0, 1, 2, 0 ..."""
+    table = (torch.arange((tokens + 1) * 30, dtype=torch.int32, device=device) % 3).view(tokens + 1, 30)
+    rows = ints(list(range(tokens)), device)
+    texts = ops.DraftTexts(table, rows, torch.ones_like(rows), 3 + rows % 27)
+    return texts, (1, 30), ops.NgramSizes(2, 3, 5)
+
+
 def _route_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     spec = ops.RouteSpec(3, "sigmoid", groups=4, top_groups=2, group_score="top2", renormalize=True, scale=2.5)
     is_padding = torch.arange(tokens, device=device) % 4 == 3
@@ -593,6 +601,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "lora_linear": _lora_linear_args,
     "linear_int4": _linear_int4_args,
     "locate_tokens": _locate_args,
+    "ngram_drafts": _ngram_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,

@@ -10,7 +10,7 @@ from lightserve.messages.int_arrays import Int64Array
 from lightserve.messages.params import GrammarSpec, SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
-from lightserve.worker.collector import PendingStep, StepCollector
+from lightserve.worker.collector import HostCounts, PendingStep, StepCollector
 from lightserve.worker.sampling.grammar import GrammarOutput
 from lightserve.worker.worker import ModelWorker
 from test.waiting import DEADLINE_S
@@ -104,7 +104,7 @@ def test_a_step_that_fails_raises_for_the_thread_that_waits_for_it(
     token_ids = PendingStep.token_ids
     failing = worker._collector._pending[0]
 
-    def fail_once(step: PendingStep) -> tuple[Int64Array, Int64Array | None]:
+    def fail_once(step: PendingStep) -> tuple[Int64Array, HostCounts | None]:
         if step is failing:
             raise RuntimeError("out of memory")
         return token_ids(step)

@@ -22,7 +22,7 @@ from lightserve.router.kv.pool import KvPool
 from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.worker.batch.infer_batch import Sampled, TokenOnlyRows
 from lightserve.worker.batch.infer_req import InferReq
-from lightserve.worker.collector import PendingStep, StepCollector
+from lightserve.worker.collector import PendingStep, StepCollector, VerifiedCounts
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.verification import NO_DRAFT
 from lightserve.worker.worker import ModelWorker
@@ -79,7 +79,7 @@ class Drafting:
             worker._drafts.proposer = proposer
         tokens = worker.max_total_token_num
         pool = KvPool(tokens, make_group_pools(worker.kv_groups, tokens))
-        limits = replace(llm._scheduler.limits, num_drafts=NUM_DRAFTS)
+        limits = replace(llm._scheduler.limits, num_drafts=NUM_DRAFTS, weight_read_tokens=0.0)
         llm._scheduler = Scheduler(GroupScheduler(pool, limits))
         self.counts: Counter[int] = Counter()  # by the tokens that a request got in one step
         self.may_wait = False  # the worker may know tokens before the router does
@@ -226,12 +226,14 @@ def test_drafts_have_slots_of_the_windowed_pool_too(
 def test_a_request_without_a_token_after_its_drafts_fails() -> None:
     plain = TokenOnlyRows(int64s([0, 2]), int64s([4, 5]), int64s([1, 2]), int64s([40, 50]), drafts=int64s([1, 2]))
     tokens = torch.tensor([7, ops.NO_TOKEN, 8, 9, ops.NO_TOKEN])
+    verified = VerifiedCounts(torch.tensor([2, 0, 2, 0, 0]), torch.tensor([1, 0, 2, 0, 0]))
     collector = StepCollector()
 
-    result = collector.add(PendingStep(tokens, Sampled([], plain), None, torch.tensor([2, 0, 2, 0, 0])))()
+    result = collector.add(PendingStep(tokens, Sampled([], plain), None, verified))()
     (update,) = collector.take_updates()
 
     assert [failure.req_id for failure in result.failed] == [40]
     assert [(out.req_id, out.token.id) for out in result.tokens] == [(50, 8), (50, 9)]
     assert int32s(result.plain.counts).tolist() == [2]
+    assert list(result.drafts.rows()) == [(40, 1, 1), (50, 2, 1)]
     assert (update.plain_token_ids.tolist(), update.plain_counts.tolist()) == ([7, 0, 8, 9], [2, 2])

@@ -51,6 +51,9 @@ class TpPartBaseModel(LoadableModel):
     # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
     attends_to_shared_prefixes: ClassVar[bool] = True
 
+    # a step is a fixed sequence of kernels, which a graph can replay
+    captures_graphs: ClassVar[bool] = True
+
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:

@@ -28,6 +28,7 @@ from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.text_part import is_of_other_part, text_name
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
 from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.source import ModelSource
 
 # tensors of checkpoints that the model computes itself
 REDUNDANT = (
@@ -58,6 +59,7 @@ class ModelArgs:
     lora: LoraArgs | None = None  # None: the model takes no adapters
     packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
+    source: ModelSource | None = None  # the model's files, for a model that does not load them from ``checkpoint``
 
 
 class LoadableModel:

@@ -23,6 +23,10 @@ NATIVE = "cpu_native"
 KV_SHARE = 0.25  # of the free RAM: a laptop has other programs to run
 
 
+# A step of SmolLM2-135M takes 0.4 times longer for every token more: see docs/log/2026-11-18.md
+WEIGHT_READ_TOKENS = 1.5
+
+
 class CpuDevice(Device):
     name = "cpu"
     torch_type = "cpu"
@@ -45,7 +49,9 @@ class CpuDevice(Device):
         return Profile(
             name=self.name,
             multiprocessors=os.cpu_count() or 1,
-            step_limits=StepLimits(batch_max_tokens=2048, chunked_prefill_size=64),
+            step_limits=StepLimits(
+                batch_max_tokens=2048, chunked_prefill_size=64, weight_read_tokens=WEIGHT_READ_TOKENS
+            ),
         )
 
     def set_current(self, device: torch.device) -> None:

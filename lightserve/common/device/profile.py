@@ -110,7 +110,9 @@ def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
         name=name,
         multiprocessors=multiprocessors,
         shared_bytes=shared_bytes,
-        step_limits=StepLimits(limits.batch_max_tokens, chunk, sizes, limits.long_prompt_step_s),
+        step_limits=StepLimits(
+            limits.batch_max_tokens, chunk, sizes, limits.long_prompt_step_s, limits.weight_read_tokens
+        ),
         graphs=replace(
             graphs,
             tokens=tuple(sorted({*graphs.tokens[:2], *sizes})),  # the scheduler's sizes, and two for short prompts

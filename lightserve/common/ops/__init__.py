@@ -120,10 +120,13 @@ from lightserve.common.ops.state.causal_conv1d import ConvParams, causal_conv1d
 from lightserve.common.ops.state.gated_delta_rule import DeltaInputs, gated_delta_rule
 from lightserve.common.ops.state.mamba_scan import MambaInputs, MambaParams, mamba_scan
 from lightserve.common.ops.step import (
+    DraftTexts,
     LocatedTokens,
+    NgramSizes,
     StepReqs,
     StepTokens,
     locate_tokens,
+    ngram_drafts,
     place_tokens,
     vocab_embedding,
 )

@@ -47,7 +47,8 @@ class LinearSpec:
     adds_bias: bool = True  # on this rank; False: another rank adds it
     is_transposed: bool = False  # the checkpoint stores the weight as [in, out]
     is_vocab: bool = False  # the rows are tokens, and the method must also look them up (``embed``)
-    is_router: bool = False  # it chooses experts, how much of a shared one counts, or how much of a state stays
+    is_router: bool = False  # it chooses experts, or how much of a shared one counts
+    is_gate: bool = False  # it decides how much of a recurrent state stays
     scales_rows: bool = False  # rows are multiplied by factors after each load (``scale_rows``)
 
     @property

@@ -49,7 +49,9 @@ def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = N
 
 def _runs(spec: LinearSpec, quantization: QuantConfig) -> list[tuple[Scheme | None, LinearSpec]]:
     """The linear cut where the scheme of its parts changes."""
-    scheme_of = quantization.scheme_of_router if spec.is_router else quantization.scheme_of
+    scheme_of = quantization.scheme_of_gate if spec.is_gate else quantization.scheme_of
+    if spec.is_router:
+        scheme_of = quantization.scheme_of_router
     by_scheme = groupby(spec.parts, lambda linear_part: scheme_of(linear_part.prefix))
     return [(scheme, replace(spec, parts=tuple(parts))) for scheme, parts in by_scheme]
 

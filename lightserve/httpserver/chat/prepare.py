@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
@@ -14,6 +14,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.messages.params import MAX_PREDICTION
 
 Render = Callable[[ServerContext, ChatBody], Awaitable[tuple[str, list[int]]]]  # the prompt as text and as token ids
 
@@ -46,4 +47,18 @@ async def prepare_chat(
     grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
-    return PreparedChat([output.apply(prompt_request) for prompt_request in prompt_requests], output, log)
+    predicted = await _prediction_ids(context, body)
+    prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
+    return PreparedChat(prompt_requests, output, log)
+
+
+async def _prediction_ids(context: ServerContext, body: ChatBody) -> tuple[int, ...]:
+    """The tokens that the client expects; those beyond the limit are left out. (): no engine would use them."""
+    if body.prediction is None or not body.prediction.content or not context.drafts_tokens:
+        return ()
+    ids = await context.encode(body.prediction.content, add_special_tokens=False)
+    return tuple(ids[:MAX_PREDICTION])
+
+
+def _with_prediction(prompt_request: PromptRequest, ids: tuple[int, ...]) -> PromptRequest:
+    return replace(prompt_request, params=prompt_request.params.replace(prediction_ids=ids)) if ids else prompt_request

@@ -51,6 +51,8 @@ _PART = {
 }
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}, {"type": "null"}]}
 
+_PREDICTED = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+
 
 class ThinkingFields(Body):
     """The fields that limit reasoning, as vLLM, Qwen and others name them. The lowest of several values counts."""
@@ -162,6 +164,11 @@ def _join_parts(value: Any) -> Any:
     return PART_SEPARATOR.join(map(_part_text, value))
 
 
+def _join_predicted(value: Any) -> Any:
+    """Parts of a predicted text follow one another as they are."""
+    return "".join(map(_part_text, value)) if isinstance(value, list) else value
+
+
 def _part_text(content_part: Any) -> str:
     kind = content_part.get("type") if isinstance(content_part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
@@ -230,6 +237,13 @@ class Message(Body):
         return self
 
 
+class Prediction(Body):
+    """OpenAI's: a text that the output will probably resemble."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(_join_predicted), WithJsonSchema(_PREDICTED)]
+
+
 class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
@@ -241,6 +255,7 @@ class ChatBody(GenerationBody, TemplateFields):
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None  # with --speculative_config, drafts come from it too
 
     @property
     def echoed_text(self) -> str:

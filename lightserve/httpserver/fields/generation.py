@@ -135,6 +135,7 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     prompt_logprobs: TopLogprobs | None = None
     return_token_ids: bool | None = None  # of prompt and output
     return_tokens_as_token_ids: bool | None = None  # logprobs name a token "token_id:N"
+    speculative: bool | None = None  # false: no drafts of the next tokens; the text is the same
     use_beam_search: bool | None = None  # num_beams > 1 sets it too
     request_id: RequestId | None = None
     rid: RequestId | None = None  # the same, SGLang's name

@@ -27,6 +27,7 @@ PARAM_NAMES = {
     "frequency_penalty": "frequency_penalty",
     "watermark": "watermark",
     "ignore_eos": "ignore_eos",
+    "speculative": "speculative",
     "include_stop_str_in_output": "include_stop",
     "skip_special_tokens": "skip_special_tokens",
 }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
-from lightserve.messages.output import Admission
+from lightserve.messages.output import Admission, RequestDrafts
 from lightserve.messages.params import FinishReason
 from lightserve.utils.logger import fields, init_logger
 
@@ -70,6 +70,7 @@ class AccessLog:
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
         self.cached_tokens = 0
         self.generated_tokens = 0  # counted by the manager
+        self.drafts: RequestDrafts | None = None  # of all choices; None: there were none
         self.counts_output = True  # set by the route: False where max_tokens is 0
         self.is_generating = False  # set by the manager
         self.queue_s = 0.0
@@ -86,8 +87,15 @@ class AccessLog:
         log.arrived_s, log.owner = self.arrived_s, self.owner
         return log
 
+    def count_drafts(self, drafts: RequestDrafts | None) -> None:
+        """Of a choice that has ended."""
+        if drafts is not None:
+            before = self.drafts or RequestDrafts(0, 0)
+            self.drafts = RequestDrafts(before.accepted + drafts.accepted, before.rejected + drafts.rejected)
+
     def add(self, copy: AccessLog) -> None:
         """Count what a silent copy has counted."""
+        self.count_drafts(copy.drafts)
         self.cached_tokens += copy.cached_tokens
         self.queue_s = max(self.queue_s, copy.queue_s)
         self.first_token_s = copy.first_token_s if self.first_token_s is None else self.first_token_s

@@ -209,10 +209,13 @@ def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoicePar
         "total_tokens": log.prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
     }
+    details: JsonObject = {}
     if parsers:
-        reasoning_tokens = sum(parser.reasoning_tokens for parser in parsers)
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    return usage
+        details["reasoning_tokens"] = sum(parser.reasoning_tokens for parser in parsers)
+    if log.drafts is not None:
+        details["accepted_prediction_tokens"] = log.drafts.accepted
+        details["rejected_prediction_tokens"] = log.drafts.rejected
+    return usage | {"completion_tokens_details": details} if details else usage
 
 
 def message_fields(content: str | None, reasoning: str | None = None) -> JsonObject:

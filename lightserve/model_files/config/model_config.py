@@ -140,6 +140,7 @@ class ModelConfig:
     hf: Mapping[str, Any]  # the whole config.json, for fields that only one model reads
     quantization: QuantConfig | None = None  # None: the weights are plain floats
     multimodal_type: str | None = None  # of the whole model, if only its language model is served
+    is_of_transformers: bool = False  # transformers' modules compute it
 
     @classmethod
     def from_hf(cls, config_json: Mapping[str, Any]) -> ModelConfig:

@@ -49,6 +49,10 @@ class OnLoadConfig(QuantConfig):
         """Routers too, which are hardly any memory."""
         return self._named(module, default=None)
 
+    def scheme_of_gate(self, module: str) -> Scheme | None:
+        """As for routers."""
+        return self._named(module, default=None)
+
     def _named(self, module: str, default: OnLoadScheme | None) -> OnLoadScheme | None:
         return next((scheme for name, scheme in self.modules if is_listed(module, [name])), default)
 

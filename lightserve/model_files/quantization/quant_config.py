@@ -32,6 +32,10 @@ class QuantConfig(ABC):
         """As ``scheme_of``, for a router of experts or the gate of shared ones: no tool quantises them."""
         return None
 
+    def scheme_of_gate(self, module: str) -> Scheme | None:
+        """As ``scheme_of``, for a narrow linear that decides how much of a recurrent state stays."""
+        return self.scheme_of(module)
+
     def check_modules(self, modules: Iterable[str]) -> None:  # noqa: B027  most formats name no modules
         """Raises ModelFilesError if the config names something that is not among the modules of the model."""
 

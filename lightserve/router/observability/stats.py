@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightserve.messages.int_arrays import int32s
 from lightserve.messages.metrics import Recorder
 from lightserve.messages.output import MetricsSnapshot
+from lightserve.messages.step import DraftColumns
 
 
 class RouterMetrics:
@@ -15,6 +17,7 @@ class RouterMetrics:
         self._recorder = Recorder()
         self.values = self._recorder.values  # present values of counters and gauges, for the log
         self._ended = self._recorder.labelled["request_success_total"]
+        self._accepted_at = self._recorder.labelled["spec_decode_num_accepted_tokens_per_pos_total"]
         histograms = self._recorder.histograms
         self._first_token = histograms["time_to_first_token_seconds"]
         self._next_token = histograms["inter_token_latency_seconds"]
@@ -49,6 +52,17 @@ class RouterMetrics:
     def forced(self, count: int = 1) -> None:
         """So many of the tokens counted by ``next_tokens`` were forced by a grammar."""
         self.values["forced_tokens_total"] += count
+
+    def drafts(self, drafts: DraftColumns) -> None:
+        """What became of the drafts of a step."""
+        proposed, accepted = int32s(drafts.proposed), int32s(drafts.accepted)
+        self.values["spec_decode_num_drafts_total"] += int((proposed > 0).sum())
+        self.values["spec_decode_num_draft_tokens_total"] += int(proposed.sum())
+        self.values["spec_decode_num_accepted_tokens_total"] += int(accepted.sum())
+        for position in range(int(accepted.max(initial=0))):
+            name = str(position)
+            count = self._accepted_at.get(name, 0.0)
+            self._accepted_at[name] = count + int((accepted > position).sum())
 
     def finished(  # noqa: PLR0913  called once per request with plain numbers
         self,

@@ -8,6 +8,7 @@ import numpy as np
 
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.req_columns import ReqColumns
+from lightserve.router.scheduler.draft_policy import draft_cost, drafts_worth
 from lightserve.router.scheduler.limits import SchedulerLimits
 
 
@@ -35,6 +36,9 @@ def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, 
         return Decodes(rows)
     most = min(limits.num_drafts, limits.batch_max_tokens // len(rows) - 1)
     draft_counts = columns.max_drafts(rows, max(most, 0))
+    if draft_counts.any():
+        cost = draft_cost(len(rows), limits.weight_read_tokens)
+        draft_counts = np.minimum(draft_counts, drafts_worth(columns, rows, most, cost))
     slot_counts = columns.missing_slots(rows, draft_counts)
     if slot_counts.sum() > available:
         draft_counts = np.zeros_like(draft_counts)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, int64s
-from lightserve.messages.step import NewReq, Step, TokenColumns
+from lightserve.messages.step import DraftColumns, NewReq, Step, TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.fork_points import ForkPoints
 from lightserve.router.kv.pool import KvPool
@@ -24,6 +24,7 @@ from lightserve.router.req_queue import ReqQueue
 from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
+from lightserve.router.scheduler.draft_policy import draft_cost, observe_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.planner import PlannedStep, StepPlanner
@@ -162,6 +163,13 @@ class GroupScheduler:
         if len(counts):
             self.num_forced += int((known.counts - 1)[columns.has_drafted[rows] == 0].sum())
         return is_known
+
+    def observe_drafts(self, drafts: DraftColumns) -> None:
+        """Learn how many drafts its requests should have."""
+        rows = self.batch.rows_of(int64s(drafts.req_ids))
+        is_here = rows >= 0
+        cost = draft_cost(len(self.batch), self.limits.weight_read_tokens)
+        observe_drafts(self.batch.columns, rows[is_here], drafts.where(is_here), cost)
 
     def runs(self, req_ids: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these requests run."""

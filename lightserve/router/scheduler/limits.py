@@ -19,6 +19,7 @@ class SchedulerLimits:
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     max_step_s: float | None = None  # what a step with prompts and decodes may take; None: chunk_size decides
     num_drafts: int = 0  # tokens that the workers draft after the next one of a request; not by a pipeline
+    weight_read_tokens: float = 0.0  # what a draft costs: see draft_policy.py; 0: nothing
 
 
 def make_limits(
@@ -39,6 +40,8 @@ def make_limits(
         num_stages=worker.pp,
         token_ratio=router.router_token_ratio,
         long_prompt_step_s=_long_prompt_step_s(router, device) / worker.pp,
+        num_drafts=0 if worker.speculation is None else worker.speculation.num_speculative_tokens,
+        weight_read_tokens=device.weight_read_tokens,
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
     )
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.messages.params import FinishReason
-from lightserve.messages.step import ReqFailed, Step, TokenColumns, TokenOut
+from lightserve.messages.step import DraftColumns, ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler.group import GroupScheduler, GroupStep
 from lightserve.router.scheduler.limits import SchedulerLimits
@@ -177,6 +177,12 @@ class Scheduler:
             is_here = group.runs(int64s(tokens.req_ids))
             is_known[is_here] = group.process_plain(tokens.where(is_here))
         return is_known
+
+    def observe_drafts(self, drafts: DraftColumns) -> None:
+        """Learn from the drafts of a step how many the requests should have. Call it before their tokens end them."""
+        if len(drafts):
+            for group in self.groups:
+                group.observe_drafts(drafts)
 
     def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
         """These requests, which run, have got a token now. Returns the times since their last ones, and how often."""

@@ -31,11 +31,12 @@ from lightserve.worker.batch.retained_reqs import RetainedReqs
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
 from lightserve.worker.batch.state_rows import StateRows
 from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
+from lightserve.worker.batch.step_rows import StepRows
 from lightserve.worker.lora import write_groups
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.thinking import ThinkingBudget
-from lightserve.worker.speculation.draft_input import DraftCounts, DraftInput, draft_counts, ready_len, spread
+from lightserve.worker.speculation.draft_input import DraftInput, draft_counts, ready_len, spread
 
 # A step of few requests takes little longer than reading the weights, unless they share a lot. Another kernel in each
 # layer takes 0.1 ms in sum, in which an H200 reads 3,000 tokens of Llama-3-8B.
@@ -76,32 +77,6 @@ class StepUpdates(NamedTuple):
     plain: TokenOnlyRows
     plain_token_ids: Int32Array
     plain_counts: Int32Array = NO_INT32  # tokens of each request, if the step has drafts; empty: one
-
-
-class StepRows(NamedTuple):
-    """The requests of a step, in columns."""
-
-    rows: Int64Array  # of the batch
-    q_len: Int64Array  # tokens that the step computes
-    slots: Int32Array  # of all tokens; with drafts those that are new, or NO_SLOT
-    group_slots: tuple[Int32Array, ...]  # the same in each KV group that has a pool of tokens
-    token_ids: Int32Array  # the same, if the router knows them; otherwise empty
-    counts: DraftCounts | None = None  # if the step has drafts
-    state_rows: Int32Array = NO_INT32  # that the requests write, if the model has recurrent layers
-
-    def arranged(self, first: Int64Array) -> StepRows:
-        """In another order: these requests, which have one token each, come before the others."""
-        is_other = np.ones(len(self.rows), dtype=bool)
-        is_other[first] = False
-        order = np.concatenate((first, np.flatnonzero(is_other)))
-        first_tokens = (np.cumsum(self.q_len) - self.q_len)[first]
-        tokens = np.concatenate((first_tokens, np.flatnonzero(np.repeat(is_other, self.q_len))))
-        group_slots = tuple([slots[tokens] for slots in self.group_slots])
-        token_ids = self.token_ids[tokens] if len(self.token_ids) else self.token_ids
-        state_rows = self.state_rows[order] if len(self.state_rows) else self.state_rows
-        return StepRows(
-            self.rows[order], self.q_len[order], self.slots[tokens], group_slots, token_ids, state_rows=state_rows
-        )
 
 
 class PromptTargets(NamedTuple):
@@ -381,6 +356,10 @@ class InferBatch:
             slots = spread(slots, counts.slots, q_len)
             group_slots = [spread(of_group, counts.slots, q_len) for of_group in group_slots]
         return StepRows(rows, q_len, slots, tuple(group_slots), int32s(step.token_ids), counts, state_rows)
+
+    def reqs_of(self, req_ids: Int64Array) -> list[InferReq]:
+        """Requests of the batch by their ids."""
+        return list(map(self._reqs.__getitem__, req_ids.tolist()))
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._req_by_row.__getitem__, rows.tolist()))

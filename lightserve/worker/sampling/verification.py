@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NO_DRAFT = -1
+from lightserve.common.ops.step import NO_DRAFT as NO_DRAFT
 
 
 class Verified(NamedTuple):

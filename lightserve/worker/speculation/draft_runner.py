@@ -11,13 +11,19 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import to_device
+from lightserve.config.speculation import SpeculativeConfig
+from lightserve.messages.step import Step
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
+from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
+from lightserve.worker.collector import VerifiedCounts
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.verification import NO_DRAFT, verify
 from lightserve.worker.speculation.draft_input import DraftInput, DraftTensors
+from lightserve.worker.speculation.ngram import NgramProposer, without_missing_drafts
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
+from lightserve.worker.speculation.token_table import TokenTable
 from lightserve.worker.step_runner import StepOut, StepRunner
 
 
@@ -34,11 +40,47 @@ class DraftOut(NamedTuple):
 class DraftRunner:
     """No graph is captured of these steps: they are launched kernel by kernel."""
 
-    def __init__(self, model: TpPartBaseModel, batch: InferBatch, runner: StepRunner) -> None:
+    def __init__(
+        self,
+        model: TpPartBaseModel,
+        batch: InferBatch,
+        runner: StepRunner,
+        config: SpeculativeConfig | None = None,
+        may_leave_out: bool = False,
+    ) -> None:
+        """``config`` None: there are no drafts.
+
+        ``may_leave_out``: a step need not compute drafts without a proposal, because kernels end before Python goes on.
+        """
         self.proposer: Proposer = NoProposer()
         self._model = model
         self._batch = batch
         self._runner = runner
+        self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
+        self._table: TokenTable | None = None
+        self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
+        if config is not None:
+            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
+            self.proposer = ngram = NgramProposer(config, self._table)
+            self._ngram = ngram if may_leave_out else None
+
+    def add(self, req: InferReq) -> None:
+        """A request that enters the batch."""
+        if self._table is not None:
+            self._table.add(req)
+
+    def planned(self, step: Step) -> Step:
+        """The step as it is to be computed: on a CPU without the drafts that nobody proposes, which would cost time."""
+        if self._ngram is None or not len(step.draft_counts):
+            return step
+        return without_missing_drafts(step, self._batch, self._ngram)
+
+    @torch.inference_mode()
+    def record(self, columns: StepColumns, tokens: Tensor) -> None:
+        """What a step without drafts has sampled."""
+        if self._table is not None:
+            reqs, count = columns.reqs, len(tokens)
+            self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
 
     @torch.inference_mode()
     def run(
@@ -60,11 +102,8 @@ class DraftRunner:
         return DraftOut(StepOut(logits, tokens, columns), b_position, drafts_after, tensors, packed.drafts.max_drafts)
 
     @torch.inference_mode()
-    def verify(self, out: DraftOut, tokens: Tensor) -> Tensor:
-        """Accept drafts, and count them in the lengths of requests. ``tokens``: as they are sampled at last.
-
-        Returns how many tokens each request gets, at its first row of logits: ``[rows]`` int64.
-        """
+    def verify(self, out: DraftOut, tokens: Tensor) -> VerifiedCounts:
+        """Accept drafts, and count them in the lengths of requests. ``tokens``: as they are sampled at last."""
         reqs, tensors = out.step.columns.reqs, out.tensors
         first_rows = tensors.first_rows.long()
         counts, last_ids = verify(tokens, out.drafts_after, first_rows, out.max_drafts)
@@ -72,7 +111,13 @@ class DraftRunner:
         self._batch.last_ids.index_copy_(0, rows, last_ids)
         computed = tensors.q_len - tensors.draft_counts + counts.int() - 1
         self._batch.lengths.index_copy_(0, rows, reqs["ready_len"] + computed)
-        return torch.zeros_like(tokens).index_copy_(0, first_rows, counts)
+        if self._table is not None:
+            self._table.record(rows[tensors.logit_reqs.long()], out.b_position, tokens)
+        is_draft = (out.drafts_after != NO_DRAFT).long()
+        proposed = torch.zeros_like(counts).index_add_(0, tensors.logit_reqs.long(), is_draft)
+        return VerifiedCounts(
+            *(torch.zeros_like(tokens).index_copy_(0, first_rows, values) for values in (counts, proposed))
+        )
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
         """The input as the host would have made it, had it known the lengths."""

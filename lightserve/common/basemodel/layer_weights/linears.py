@@ -101,7 +101,7 @@ class Block:
 class ColumnWeight(LinearWeight):
     """Linears of the same input, computed in one matmul; their outputs are split over the ranks."""
 
-    _is_router: ClassVar[bool] = False  # of the LinearSpec
+    _is_gate: ClassVar[bool] = False  # of the LinearSpec
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ColumnWeight(LinearWeight):
             columns,
             has_bias=bias,
             is_transposed=is_transposed,
-            is_router=self._is_router,
+            is_gate=self._is_gate,
             scales_rows=scales_rows,
         )
         super().__init__(spec, context, takes_lora=True)
@@ -155,7 +155,7 @@ class ColumnWeight(LinearWeight):
 class GateColumnWeight(ColumnWeight):
     """Narrow linears whose outputs decide how much of a state stays. Only a checkpoint's own format quantises them."""
 
-    _is_router = True
+    _is_gate = True
 
 
 class RowWeight(LinearWeight):

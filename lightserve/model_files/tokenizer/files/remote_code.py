@@ -22,7 +22,7 @@ from lightserve.utils.extras import install_command
 
 def load_remote_code(folder: Path) -> tuple[Any, SpecialTokens]:
     """The backend of the folder's tokenizer (of the tokenizers library, or with its methods), and its roles."""
-    with _without_torch(), _errors_in_one_line(folder):
+    with without_torch(), _errors_in_one_line(folder):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
@@ -32,7 +32,8 @@ def load_remote_code(folder: Path) -> tuple[Any, SpecialTokens]:
 
 
 @contextmanager
-def _without_torch() -> Iterator[None]:
+def without_torch() -> Iterator[None]:
+    """Let transformers believe that there is no torch, unless the process has it."""
     if "torch" in sys.modules:
         yield
         return

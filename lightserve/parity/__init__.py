@@ -1,0 +1,1 @@
+"""`lightserve parity`: the same prompts through this engine and through transformers."""

@@ -1,0 +1,57 @@
+"""--speculative_config: what it takes, and what the errors say."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightserve.config import WorkerConfig
+from lightserve.config.parse import parse_server
+from lightserve.config.speculation import SpeculativeConfig
+from lightserve.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ('{"method": "ngram"}', SpeculativeConfig()),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5, "prompt_lookup_min": 3}',
+            SpeculativeConfig("ngram", 7, 5, 3),
+        ),
+        ('{"method": "ngram", "prompt_lookup_max": 1}', SpeculativeConfig(prompt_lookup_max=1, prompt_lookup_min=1)),
+        ('{"method": "ngram", "prompt_lookup_min": 9}', SpeculativeConfig(prompt_lookup_max=9, prompt_lookup_min=9)),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--speculative_config", "--speculative-config"])
+def test_the_fields_are_those_of_vllm(text: str, config: SpeculativeConfig, flag: str) -> None:
+    assert parse_server([flag, text]).worker.speculation == config
+
+
+def test_without_the_flag_there_are_no_drafts() -> None:
+    assert parse_server([]).worker.speculation is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"method": "eagle3"}', "the method 'eagle3' is not supported; supported: ngram"),
+        ("{}", "there is no method; supported: ngram"),
+        ('{"method": ["ngram"]}', r"the method \['ngram'\] is not supported"),
+        ("ngram", "it is not JSON"),
+        ("[]", "it must be a JSON object"),
+        ('{"method": "ngram", "num_speculative_token": 3}', "did you mean num_speculative_tokens?"),
+        ('{"method": "ngram", "model": "m"}', "there is no field 'model'"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', ">= 1.*num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": "3"}', "num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": 33}', "<= 32.*num_speculative_tokens"),
+        ('{"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}', r"prompt_lookup_min \(4\) is more"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_says_what_may_be_there(text: str, problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        WorkerConfig(speculative_config=text)
+
+
+def test_drafts_have_to_fit_into_a_step() -> None:
+    with pytest.raises(OptionError, match="num_speculative_tokens is 4, and a step has at most 4 tokens"):
+        WorkerConfig(speculative_config='{"method": "ngram"}', batch_max_tokens=4)

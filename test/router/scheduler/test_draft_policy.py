@@ -1,0 +1,90 @@
+"""Requests get the drafts that their acceptance is worth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightserve.messages.int_arrays import int32s, int64s
+from lightserve.messages.step import DraftColumns
+from lightserve.router.req_columns import ReqColumns
+from lightserve.router.scheduler.draft_policy import LONGEST_PAUSE, draft_cost, drafts_worth, observe_drafts
+
+MOST = 8
+ROW = np.array([2])
+
+
+def observe(columns: ReqColumns, proposed: int, accepted: int, cost: float) -> None:
+    observe_drafts(columns, ROW, DraftColumns(int64s([70]), int32s([proposed]), int32s([accepted])), cost)
+
+
+def worth(columns: ReqColumns, cost: float) -> int:
+    return int(drafts_worth(columns, ROW, MOST, cost).item())
+
+
+def decodes_and_drafts(columns: ReqColumns, cost: float, decodes: int) -> int:
+    """Drafts of so many decodes of a request that never gets one accepted."""
+    drafts = 0
+    for _ in range(decodes):
+        count = worth(columns, cost)
+        drafts += count
+        if count:
+            observe(columns, count, 0, cost)
+    return drafts
+
+
+@pytest.mark.parametrize(("decodes", "least", "most"), [(1, 0.02, 0.05), (64, 0.1, 0.3), (1000, 0.7, 0.9)])
+def test_drafts_cost_more_beside_many_decodes(decodes: int, least: float, most: float) -> None:
+    assert least < draft_cost(decodes, 256.0) < most
+
+
+def test_without_a_cost_every_request_has_all_drafts() -> None:
+    columns = ReqColumns(4)
+    observe(columns, MOST, 0, draft_cost(4, 0.0))
+
+    assert worth(columns, draft_cost(4, 0.0)) == MOST
+
+
+@pytest.mark.parametrize("cost", [0.03, 0.1, 0.4, 0.8])
+def test_a_request_that_never_repeats_itself_loses_little(cost: float) -> None:
+    """In the time of 20 decodes it finds out, and then it loses less than one in a hundred."""
+    columns = ReqColumns(4)
+
+    begin = decodes_and_drafts(columns, cost, 50)
+    decodes_and_drafts(columns, cost, 500)
+    later = decodes_and_drafts(columns, cost, 2000)
+
+    assert begin * cost < 5
+    assert later * cost < 0.01 * 2000
+
+
+@pytest.mark.parametrize("cost", [0.03, 0.1, 0.4])
+def test_all_drafts_come_back_when_a_request_begins_to_repeat_itself(cost: float) -> None:
+    columns = ReqColumns(4)
+    decodes_and_drafts(columns, cost, 1000)
+
+    counts = []
+    for _ in range(LONGEST_PAUSE + 40):
+        counts.append(worth(columns, cost))
+        if counts[-1]:
+            observe(columns, counts[-1], counts[-1], cost)
+
+    assert counts[-1] == MOST
+    assert 0 not in counts[LONGEST_PAUSE + 1 :]
+
+
+def test_a_cheap_draft_is_worth_more_than_an_expensive_one() -> None:
+    columns = ReqColumns(4)
+    for _ in range(20):
+        observe(columns, 2, 1, 0.03)  # half of those that are reached
+
+    assert [worth(columns, cost) for cost in (0.03, 0.2, 0.6)] == [5, 2, 1]
+
+
+def test_a_step_without_a_proposal_counts_as_a_refused_draft() -> None:
+    columns, other = ReqColumns(4), ReqColumns(4)
+
+    observe(columns, 0, 0, 0.5)
+    observe(other, 1, 0, 0.5)
+
+    assert columns.acceptance[ROW] == other.acceptance[ROW] < ReqColumns(4).acceptance[ROW]
