@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightserve.config import WorkerConfig
+from lightserve.config.option import changed_options
 from lightserve.config.parse import Parser, add_flags, config_from_args
 from lightserve.errors import LightserveError, OptionError, with_docs
 from lightserve.model_files.transformers_config import is_installed
@@ -90,6 +91,8 @@ def _run(args: Any) -> int:
 def _config(args: Any) -> WorkerConfig:
     """The flags of the worker, with one KV pool for all layers: logits are computed in slots of its beginning."""
     config = config_from_args(WorkerConfig, args)
+    if unusable := [name for name in changed_options(config) if name in OF_THE_SERVER]:
+        raise OptionError(f"--{unusable[0]}: parity compares the weights of a text model on one device; leave it out")
     pool_tokens = config.max_total_token_num or POOL_TOKENS
     return replace(
         config,

@@ -98,6 +98,7 @@ def test_a_model_that_transformers_runs_is_compared_too(capsys: pytest.CaptureFi
         ("", [], "wanted lines"),
         ("[[]]", [], "wanted lines, or a JSON list of texts or of lists of token ids"),
         ("a", ["--max_new_tokens", "0"], "max_new_tokens=0: must be at least 1"),
+        ("a", ["--load_format", "dummy"], "--load_format: parity compares the weights of a text model on one device"),
         ("a", ["--text", "/no/such/file"], "cannot be read"),
         ("a", ["--model_dir", "another"], "two models: "),
     ],

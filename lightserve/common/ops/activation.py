@@ -20,6 +20,10 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
+def softplus_of(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
 def _silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
@@ -35,6 +39,17 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 @op
 def silu(x: Tensor) -> Tensor:
     return _silu(x.float()).to(x.dtype)
+
+
+@op
+def gate(x: Tensor) -> Tensor:
+    """The sigmoid: what another tensor is multiplied by."""
+    return sigmoid(x.float()).to(x.dtype)
+
+
+@op
+def softplus(x: Tensor) -> Tensor:
+    return softplus_of(x.float()).to(x.dtype)
 
 
 @op
@@ -56,6 +71,20 @@ def gelu(x: Tensor) -> Tensor:
 @op
 def gelu_tanh(x: Tensor) -> Tensor:
     return _gelu_tanh(x.float()).to(x.dtype)
+
+
+@op
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """A square for positive x, an exponential for the others, and a linear part.
+
+    ``numbers`` ``[4]`` float32: the factors of the three, and the largest x of which the exponential is computed.
+    """
+    wide = x.float()
+    square, exponential, linear, largest = numbers.unbind()
+    curve = torch.where(
+        wide > 0, square * wide * wide, exponential * (torch.expm1(torch.minimum(wide, largest)) - wide)
+    )
+    return (curve + linear * wide).to(x.dtype)
 
 
 @op

@@ -127,3 +127,18 @@ def test_random_weights_need_a_config_only(tmp_path: Path, dtype: str) -> None:
 
     generated = llm.generate([LONG.other, [7, 8]], max_new_tokens=5, temperature=0, ignore_eos=True)
     assert [len(generation.token_ids) for generation in generated] == [5, 5]
+
+
+def test_drafts_do_not_change_the_text(tmp_path: Path) -> None:
+    save(CASES["helium"], tmp_path)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    prompts = [[5, 6, 7, 8] * 10, [9, 3, 4]]
+
+    texts = [
+        LLM(str(tmp_path), device="cpu", max_total_token_num=1024, **flags).generate(
+            prompts, max_new_tokens=30, temperature=0, ignore_eos=True
+        )
+        for flags in ({}, {"speculative_config": drafts})
+    ]
+
+    assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
