@@ -58,8 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": {"model_type": "mistral", **SHAPE, "sliding_window": 16},
     "latents": {"model_type": "deepseek_v2", **SHAPE, **LATENTS},
     "encoder": {"model_type": "bert", "architectures": ["BertModel"], **SHAPE, "layer_norm_eps": 1e-6},
-    "unknown": {"model_type": "helium", **SHAPE},
-    "unknown_classifier": {"model_type": "helium", "architectures": ["HeliumForSequenceClassification"], **SHAPE},
+    "unknown": {"model_type": "persimmon", **SHAPE},
+    "unknown_classifier": {"model_type": "persimmon", "architectures": ["PersimmonForSequenceClassification"], **SHAPE},
 }
 # of features that a model has; a pair of others is checked with a model that has experts
 MODEL_OF = {
