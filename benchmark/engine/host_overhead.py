@@ -1,9 +1,10 @@
 """What steps and long requests cost the router and a worker in Python: milliseconds of CPU time, and memory.
 
-    python -m benchmark.engine.host_overhead [--running 256 1000 2000] [--prefix 131072] [--steps 60]
+    python -m benchmark.engine.host_overhead [--running 256 1000 2000] [--prefix 131072] [--steps 60] [--has_states]
 
 It runs the real scheduler, reporter, messages, batch and collector in one process, without a model, on one thread, and
-prints medians. Two steps are in flight. Columns of a step:
+prints medians. Two steps are in flight. ``--has_states``: the steps are those of a model with recurrent layers. Columns
+of a step:
 
     plan, send          the router plans a step, and encodes it
     receive, pack       the worker decodes it, and makes the input of the device
@@ -29,9 +30,11 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.ipc.channel import make_decoder
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import RUN
+from lightserve.messages.control import StateKv
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Step
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.policy import make_policy
@@ -65,12 +68,17 @@ class EncodingSender:
 class Host:
     """A router and a worker in one process. ``times``: seconds of each part, of every step since it was cleared."""
 
-    def __init__(self, running: int, longest: int, pool: int, policy: str = "priority") -> None:
+    def __init__(
+        self, running: int, longest: int, pool: int, policy: str = "priority", has_states: bool = False
+    ) -> None:
         limits = SchedulerLimits(running, MAX_STEP_TOKENS, MAX_STEP_TOKENS)
-        self.scheduler = Scheduler(GroupScheduler(KvPool(pool), limits, make_policy(policy)))
+        groups = make_group_pools([StateKv(2 * running)] if has_states else [], pool)
+        self.scheduler = Scheduler(GroupScheduler(KvPool(pool, groups), limits, make_policy(policy)))
         self.times: dict[str, list[float]] = defaultdict(list)
         self._output_processor = OutputProcessor(self.scheduler, EncodingSender())  # type: ignore[arg-type]
         self._batch = InferBatch(ReqManager(running, longest, CPU), pool, CPU)
+        if has_states:
+            self._batch.enable_states()
         self._sampler = Sampler(VOCAB_SIZE, CPU, self._batch.last_ids, gather=lambda local: local)
         self._collector = StepCollector()
         self._in_flight: deque[GetResult] = deque()
@@ -159,20 +167,20 @@ def random_prompt(rng: np.random.Generator, length: int) -> Any:
     return rng.integers(0, VOCAB_SIZE, length, dtype=np.int32)
 
 
-def decoding(running: int, steps: int, rng: np.random.Generator, extra: int = 0) -> Host:
+def decoding(running: int, steps: int, rng: np.random.Generator, extra: int = 0, has_states: bool = False) -> Host:
     """A host with ``running`` requests that decode, and room for ``extra`` more."""
     most = PROMPT_LEN + steps + EXTRA
-    host = Host(running + extra, most, (running + extra) * most)
+    host = Host(running + extra, most, (running + extra) * most, has_states=has_states)
     for req_id in range(running):
         host.add(req_id, random_prompt(rng, PROMPT_LEN), steps + EXTRA)
     host.settle()
     return host
 
 
-def print_steps(running: list[int], steps: int) -> None:
+def print_steps(running: list[int], steps: int, has_states: bool) -> None:
     print(f"{'running':>8}" + "".join(f"{part:>9}" for part in PARTS) + f"{'plan+report':>13}{'pack+collect':>13}")
     for count in running:
-        host = decoding(count, steps, np.random.default_rng(0))
+        host = decoding(count, steps, np.random.default_rng(0), has_states=has_states)
         for _ in range(steps):
             host.step()
         parts = "".join(f"{ms:9.3f}" for ms in host.ms(*PARTS))
@@ -260,9 +268,10 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1000, 2000])
     parser.add_argument("--prefix", type=int, default=131_072, help="tokens of the long prompts")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--has_states", action="store_true", help="of a model with recurrent layers")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print_steps(args.running, args.steps)
+    print_steps(args.running, args.steps, args.has_states)
     print_admissions(args.running, args.steps)
     print_long_prefix(args.prefix, 12)
     print_blocked(args.prefix, args.running[0], args.steps)

@@ -32,6 +32,7 @@ class ModelFacts:
     has_experts: bool = False
     has_windows: bool = False  # layers with a sliding window
     has_windowed_pool: bool = False  # these layers may get a KV pool of their own
+    has_states: bool = False  # recurrent layers
     is_of_transformers: bool = False  # transformers' modules compute it
 
 
@@ -134,6 +135,12 @@ def _kv_dtype(setup: Setup) -> str:
     return "" if setup.model is None or setup.model.kv_dtype is None else f"--kv_dtype {setup.model.kv_dtype}"
 
 
+def _states(setup: Setup) -> str:
+    """Of a process that computes."""
+    is_on = setup.model is not None and setup.model.has_states and not setup.config.cluster.is_gateway
+    return f"a {setup.model.model_type} model, which has recurrent layers" if is_on and setup.model else ""
+
+
 def _windowed_pool(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_windowed_pool and not setup.config.cluster.is_gateway
@@ -150,7 +157,7 @@ DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.wor
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
 KV_RAM = _above("worker", "kv_ram_gb", 0)
-MAX_WINDOWED = _above("worker", "max_windowed_token_num", 0)
+MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
 PINNED_PREFIXES = _set("router", "pinned_prefixes")
 NULL_WORKER, PROFILE_DIR = _set("launch", "null_worker"), _set("launch", "profile_dir")
@@ -168,6 +175,8 @@ LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
 WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
+STATES = Feature("states", _states)
+NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
 
@@ -250,6 +259,13 @@ TABLE = (
     Conflict(KV_RAM, WINDOWED_POOL, "KV of windows is not kept in host memory", _NO_WINDOWS),
     Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(PINNED_PREFIXES, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
+    Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
+    Conflict(SPECULATION, STATES, "states cannot be taken back to accepted drafts", "leave out --speculative_config"),
+    Conflict(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
+    Conflict(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
+    Conflict(KV_RAM, STATES, "states are not kept in host memory", "leave out --kv_ram_gb"),
+    Conflict(ROLES, STATES, "states cannot be sent", "start engines without roles"),
+    Conflict(PINNED_PREFIXES, STATES, "states cannot be pinned", "leave out --pinned_prefixes"),
 )
 FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.first, row.second)}.values())
 

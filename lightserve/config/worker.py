@@ -145,6 +145,13 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
         at_least=0,
     )
+    max_state_rows: int | None = option(
+        None,
+        "rows of memory for the states of recurrent layers: each running request needs one, and the prefix cache keeps "
+        "others; default: two for each of --running_max_req_size or more, if they fit into half of the memory for KV",
+        group=FlagGroup.COMPUTATION,
+        at_least=2,
+    )
     kv_ram_gb: float = option(
         0.0,
         "GiB of host memory for prefixes that the prefix cache evicts; a prompt that has one loads it, if that is "

@@ -48,6 +48,16 @@ class SlidingWindowKv(msgspec.Struct, frozen=True, tag="sliding_window"):
     kept_tokens: int  # tokens of a running request that keep their KV, up to the last one
 
 
+class StateKv(msgspec.Struct, frozen=True, tag="state"):
+    """The states of recurrent layers: a row for each running request, and rows that cached prefixes keep."""
+
+    size: int  # rows
+    block: int = 1  # chunks of prompts end at multiples of so many tokens: --deterministic
+
+
+KvGroupSize = SlidingWindowKv | StateKv
+
+
 class PoolingLimits(msgspec.Struct, frozen=True):
     """What a model computes instead of text."""
 
@@ -97,7 +107,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     step_limits: StepLimits = StepLimits(2048)
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
     launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
-    kv_groups: tuple[SlidingWindowKv, ...] = ()  # with pools of their own beside that of max_total_token_num
+    kv_groups: tuple[KvGroupSize, ...] = ()  # with pools of their own beside that of max_total_token_num
     pooling: PoolingLimits | None = None  # None: the model generates text
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
     cpu_kv: CpuKvSize | None = None  # None: evicted KV is not kept in host memory

@@ -74,10 +74,16 @@ METRICS = (
     Metric(
         "kv_group_used_slots",
         Kind.GAUGE,
-        "Slots in use of a KV group's pool, as layers with a sliding window may have.",
+        "Slots in use of a KV group's pool, as layers with a sliding window or a recurrent state may have.",
         label="kv_group",
     ),
     Metric("kv_group_slots", Kind.GAUGE, "All slots of a KV group's pool.", label="kv_group"),
+    Metric(
+        "kv_group_kept_slots",
+        Kind.GAUGE,
+        "Slots of a KV group's pool that only cached prefixes have.",
+        label="kv_group",
+    ),
     Metric(
         "attention_group_requests_running",
         Kind.GAUGE,
@@ -121,6 +127,12 @@ METRICS = (
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("prefix_cache_evicted_tokens_total", "Tokens evicted from the prefix cache to free slots of the KV pool."),
+    Metric(
+        "kv_group_evicted_slots_total",
+        Kind.COUNTER,
+        "Slots of a KV group's pool that cached prefixes lost to requests.",
+        label="kv_group",
+    ),
     *(
         Metric(name, kind, help, label="tier", label_values=KV_TIERS)
         for name, kind, help in (

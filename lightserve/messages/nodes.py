@@ -39,6 +39,7 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     store_port: int  # on node 0, where the ranks find each other; a node replaces it by a port of its own
     max_total_token_num: int | None = None  # None: as in the node's own flags
     max_windowed_token_num: int | None = None
+    max_state_rows: int | None = None
 
 
 class ConnectRank(msgspec.Struct, frozen=True, tag=True):

@@ -28,8 +28,8 @@ from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, 
 from lightserve.models.served_config import read_served_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
 from lightserve.offline.pooling import PoolingMethods
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, ReqTokens, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch

@@ -28,6 +28,11 @@ class ChunkBoundaries:
         if any(self._end_around(end) != end for end in self._ends):
             raise ValueError(f"a chunk cannot end inside of a span: {self._ends}, {self._spans}")
 
+    def with_ends(self, ends: Iterable[int]) -> ChunkBoundaries:
+        """Chunks end at these positions too, except inside of spans."""
+        allowed = {end for end in ends if self._end_around(end) == end}
+        return ChunkBoundaries({*self._ends, *allowed}, self._spans)
+
     def __bool__(self) -> bool:
         return bool(self._ends or self._spans)
 
@@ -52,6 +57,17 @@ class ChunkBoundaries:
         if number < len(self._spans) and self._spans[number][0] < position:
             return self._span_ends[number]
         return position
+
+
+def in_blocks(prompt_len: int, total_len: int, block: int) -> ChunkBoundaries:
+    """So that a token is computed in the same way in any step.
+
+    Chunks are whole blocks of the prompt. The last block, which may be shorter, is a chunk of its own. Output tokens of
+    a request that was preempted are computed again one by one, like the first time.
+    """
+    last = max(prompt_len - 1, 0) // block * block
+    spans = [(begin, min(begin + block, prompt_len)) for begin in range(0, last + 1, block)]
+    return ChunkBoundaries([last, *range(prompt_len, total_len)], spans)
 
 
 NO_BOUNDARIES = ChunkBoundaries()

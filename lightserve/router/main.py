@@ -15,10 +15,10 @@ from lightserve.links.endpoint import EngineEndpoint
 from lightserve.messages.cluster import ToEngine
 from lightserve.messages.control import Drain, Drained, EngineInfo, HttpProcessLost, NewWorkers, Ready, WorkersLost
 from lightserve.messages.request import ToRouter
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import RemoteKvSource
-from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog

@@ -111,6 +111,8 @@ class OutputProcessor:
         for groups in zip(*(pool.groups for pool in pools), strict=True):  # one KV group of all attention groups
             used, size = sum(group.used for group in groups), sum(group.size for group in groups)
             self.metrics.set_kv_group_load(groups[0].name, used, size)
+            num_kept, num_evicted = sum(group.num_kept for group in groups), sum(group.num_evicted for group in groups)
+            self.metrics.set_kv_group_cache(groups[0].name, num_kept, num_evicted)
         for step_part in (step_part for group in scheduler.groups for step_part in group.parts):
             step_part.report(self.metrics)
         self._send_events()

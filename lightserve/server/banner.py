@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lightserve.config import ClusterConfig, HttpConfig
-from lightserve.messages.control import EngineInfo, StartupPhase
+from lightserve.messages.control import EngineInfo, KvGroupSize, StartupPhase, StateKv
 from lightserve.server.checks import ModelInfo
 from lightserve.utils.logger import fields, init_logger, is_json
 from lightserve.utils.terminal import CLEAR_LINE, Style
@@ -78,13 +78,19 @@ def banner(
     if engine.speculation:
         rows["speculation"] = engine.speculation
     for group in engine.kv_groups:
-        rows["KV pool"] += f"; {group.size:,} in layers with a window of {group.window:,} tokens"
+        rows["KV pool"] += f"; {_summary(group)}"
     if model.sampling_defaults and engine.pooling is None:
         rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"
     for role, parts in phases.items():
         if parts:
             rows[role] = ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in parts)
     return rows
+
+
+def _summary(group: KvGroupSize) -> str:
+    if isinstance(group, StateKv):
+        return f"states of {group.size:,} requests and prefixes"
+    return f"{group.size:,} in layers with a window of {group.window:,} tokens"
 
 
 def _add_cluster(rows: dict[str, str], cluster: ClusterConfig) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lightserve.config import ServerConfig
+from lightserve.config import ServerConfig, WorkerConfig
 from lightserve.ipc.process import ChildConfig
-from lightserve.messages.control import EngineInfo
+from lightserve.messages.control import EngineInfo, StateKv
 from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.remote_rank import RemoteRank
@@ -79,10 +79,7 @@ class EngineProcesses:
         """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
         config = self._config
         if self.engine is not None:
-            size = self.engine.max_total_token_num
-            windowed_size = sum(group.size for group in self.engine.kv_groups)
-            worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
-            config = replace(config, worker=worker)
+            config = replace(config, worker=_with_sizes(config.worker, self.engine))
         with contextlib.ExitStack() as exits:
             store = exits.enter_context(_store_socket()) if config.cluster.nnodes > 1 else None
             for rank in range(config.worker.num_ranks):
@@ -104,10 +101,14 @@ class EngineProcesses:
         self.workers.append(await self._group.start_child(role, module, child_config, worker_env(config)))
 
     async def _start_remote(self, config: ServerConfig, rank: int, store: socket.socket) -> None:
-        sizes: tuple[int | None, int | None] = (None, None)
+        start = StartRank(rank, self.generation, store.getsockname()[1])
         if self.engine is not None:  # a replacement
-            sizes = (config.worker.max_total_token_num, config.worker.max_windowed_token_num)
-        start = StartRank(rank, self.generation, store.getsockname()[1], *sizes)
+            start = msgspec.structs.replace(
+                start,
+                max_total_token_num=config.worker.max_total_token_num,
+                max_windowed_token_num=config.worker.max_windowed_token_num,
+                max_state_rows=config.worker.max_state_rows,
+            )
         node = config.node_of(rank)
         role = self._role(f"model worker {rank} on node {node}")
         worker = await RemoteRank.start_at(self._child_config().path(NODES_SOCKET), role, node, start)
@@ -198,6 +199,18 @@ class EngineProcesses:
 
     def _child_config(self) -> ChildConfig:
         return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)
+
+
+def _with_sizes(config: WorkerConfig, engine: EngineInfo) -> WorkerConfig:
+    """The memory of the first workers."""
+    states = [group.size for group in engine.kv_groups if isinstance(group, StateKv)]
+    windows = [group.size for group in engine.kv_groups if not isinstance(group, StateKv)]
+    return replace(
+        config,
+        max_total_token_num=engine.max_total_token_num,
+        max_windowed_token_num=sum(windows),
+        max_state_rows=sum(states) or None,
+    )
 
 
 def _store_socket() -> socket.socket:

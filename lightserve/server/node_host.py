@@ -167,8 +167,12 @@ class NodeHost:
         config = self._config
         worker = config.worker
         if start.max_total_token_num is not None:  # a replacement
-            sizes = (start.max_total_token_num, start.max_windowed_token_num)
-            worker = replace(worker, max_total_token_num=sizes[0], max_windowed_token_num=sizes[1])
+            worker = replace(
+                worker,
+                max_total_token_num=start.max_total_token_num,
+                max_windowed_token_num=start.max_windowed_token_num,
+                max_state_rows=start.max_state_rows,
+            )
         child_config = ChildConfig(
             replace(config, worker=worker),
             self._run_dir,

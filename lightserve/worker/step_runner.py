@@ -103,7 +103,7 @@ class StepRunner:
     def _forward(
         self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
     ) -> tuple[Tensor, StepColumns]:
-        columns = columns_of(inputs, shape)
+        columns = self._columns(inputs, shape)
         return self.logits(self.model_input(columns, shape), prompts), columns
 
     def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:
@@ -125,8 +125,11 @@ class StepRunner:
 
     def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
         """Of all tokens of a step, for a model that computes no text."""
-        columns = columns_of(to_device(inputs, self._model.device), shape)
+        columns = self._columns(to_device(inputs, self._model.device), shape)
         return self._model.hidden_states(self.model_input(columns, shape))
+
+    def _columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
+        return columns_of(inputs, shape, has_states=self._batch.states is not None)
 
     def model_input(self, columns: StepColumns, shape: StepShape) -> ModelInput:
         """Write the slots of the step's tokens to ``req_to_token``, and find the tokens that were sampled last."""
@@ -152,6 +155,7 @@ class StepRunner:
             is_prefill=shape.has_prompts,
             kv_groups=self._group_inputs(tokens, columns, attn),
             lora=_lora_rows(columns, shape),
+            states=_state_batch(columns, shape),
             group_tokens=shape.group_tokens,
         )
 
@@ -186,6 +190,12 @@ class StepRunner:
         head = self._model.pre_post_weight.lm_head
         rank_best = ops.sample_part(logits[:, : head.count], b_temperature, b_seed, b_position, head.first_id)
         return ops.best_of_parts(tp.all_gather(rank_best).view(len(logits), tp.size, 2))
+
+
+def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
+    if columns.states is None:
+        return None
+    return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
 
 
 def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:

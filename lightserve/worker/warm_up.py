@@ -15,6 +15,7 @@ PROMPT_LENGTHS = (16, 7, 100, 1)  # Triton compiles one kernel for 1, one for mu
 DRAFT_PROMPT = 7
 NUM_DECODES = 2
 FIRST_POOL_TOKENS = 512  # the KV pool before its size is known: all warm-up requests fit
+FIRST_STATE_ROWS = len(PROMPT_LENGTHS)  # the same of recurrent states
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(
@@ -69,11 +70,26 @@ def with_adapter(step: Step) -> Step:
     return msgspec.structs.replace(step, new=[msgspec.structs.replace(req, lora_slot=0) for req in step.new])
 
 
-def in_all_pools(step: Step, num_groups: int) -> Step:
-    """A step of a worker with so many KV groups that have pools, where its tokens have the same slots."""
-    new = [msgspec.structs.replace(req, group_slots=(req.cached_slots,) * num_groups) for req in step.new]
+def in_all_pools(step: Step, num_groups: int, has_states: bool) -> Step:
+    """A step of a worker with so many KV groups that have pools of tokens, where its tokens have the same slots.
+
+    If the worker ``has_states``, each request has a row of its own.
+    """
+    new = [
+        msgspec.structs.replace(req, group_slots=(req.cached_slots,) * num_groups + _first_rows(req, has_states))
+        for req in step.new
+    ]
     slots = [slot for row in step.rows for slot in row.slots]
-    return msgspec.structs.replace(step, new=new, group_slots=(slots,) * num_groups)
+    rows = ([_state_row(row.req_id) for row in step.rows],) * has_states
+    return msgspec.structs.replace(step, new=new, group_slots=(slots,) * num_groups + rows)
+
+
+def _first_rows(req: NewReq, has_states: bool) -> tuple[list[int], ...]:
+    return ([_state_row(req.req_id)] if len(req.cached_slots) else [],) * has_states
+
+
+def _state_row(req_id: int) -> int:
+    return -1 - req_id
 
 
 def _generate(reqs: list[NewReq]) -> Iterator[Step]:

@@ -15,7 +15,7 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.messages.control import CpuKvSize, PoolingLimits, SlidingWindowKv, StepLimits
+from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
 from lightserve.messages.int_arrays import int64s
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
@@ -32,6 +32,7 @@ from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offloa
 from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
 from lightserve.worker.kv.size import kv_size
+from lightserve.worker.kv.state_size import DETERMINISTIC_BLOCK
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.rpc import GetResult
@@ -42,7 +43,14 @@ from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
 from lightserve.worker.step_runner import StepOut, StepRunner
-from lightserve.worker.warm_up import FIRST_POOL_TOKENS, draft_steps, in_all_pools, warm_up_steps, with_adapter
+from lightserve.worker.warm_up import (
+    FIRST_POOL_TOKENS,
+    FIRST_STATE_ROWS,
+    draft_steps,
+    in_all_pools,
+    warm_up_steps,
+    with_adapter,
+)
 
 OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
 
@@ -88,6 +96,10 @@ class ModelWorker:
         traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
         self._profile = for_model(self._platform.profile(self._device), traits)
         self._batch.lora_slots = config.num_loras
+        self._state_block = DETERMINISTIC_BLOCK if config.deterministic else 1
+        if self.model.model_kv_layout.states:
+            self.model.set_kv_size(FIRST_POOL_TOKENS, state_rows=FIRST_STATE_ROWS)
+            self._batch.enable_states()
         self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
         self._parallel = parallel
         self.cpu_offload: CpuOffload | None = None
@@ -176,7 +188,8 @@ class ModelWorker:
             return get_model_class(self.model_config.model_type, self.model_config.is_of_transformers)(args)
 
     def _resize_kv_pool(self, config: WorkerConfig) -> None:
-        with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
+        remedy = "lower max_total_token_num, max_state_rows or mem_fraction"
+        with explain_out_of_memory(remedy if self._batch.states else "lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(*kv_size(config, self.model, self._platform, self._launch_every_kernel))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
         self._batch.group_padding_slots = self.model.mem_manager.group_padding_slots
@@ -198,10 +211,11 @@ class ModelWorker:
         return self.model.mem_manager.size
 
     @property
-    def kv_groups(self) -> tuple[SlidingWindowKv, ...]:
-        """Those with KV pools of their own: the layers with a window may be one."""
-        window = self.model.model_kv_layout.window or 1
-        return tuple(SlidingWindowKv(size, window, kept_tokens(window)) for size in self.model.mem_manager.group_sizes)
+    def kv_groups(self) -> tuple[KvGroupSize, ...]:
+        """Those with pools of their own: the layers with a window may be one, and recurrent layers are the last."""
+        window, memory = self.model.model_kv_layout.window or 1, self.model.mem_manager
+        windows = [SlidingWindowKv(size, window, kept_tokens(window)) for size in memory.group_sizes]
+        return (*windows, *([StateKv(memory.state_rows, self._state_block)] if memory.state_rows else []))
 
     @property
     def pooling_limits(self) -> PoolingLimits | None:
@@ -236,14 +250,24 @@ class ModelWorker:
         self._runner.launch_every_shape()
 
     def _run_warm_up_steps(self) -> None:
-        sizes = self.max_total_token_num, *self.model.mem_manager.group_sizes
-        for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
-            self.run(in_all_pools(step, len(self.kv_groups)))
-        for step in draft_steps(self._drafts.num_drafts, self.max_req_total_len, min(sizes)):
-            self.run(in_all_pools(step, len(self.kv_groups)))
+        for step in self._warm_up_steps():
+            self.run(step)
+        for step in draft_steps(self._drafts.num_drafts, self.max_req_total_len, self._smallest_pool):
+            self.run(in_all_pools(step, len(self.kv_groups), has_states=False))
         if self._batch.lora_slots:
-            for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
-                self.run(with_adapter(in_all_pools(step, len(self.kv_groups))))
+            for step in self._warm_up_steps():
+                self.run(with_adapter(step))
+
+    def _warm_up_steps(self) -> Iterator[Step]:
+        memory, max_reqs = self.model.mem_manager, self.model.req_manager.max_reqs
+        max_reqs = min(max_reqs, memory.state_rows or max_reqs)
+        for step in warm_up_steps(max_reqs, self.max_req_total_len, self._smallest_pool):
+            yield in_all_pools(step, len(memory.group_sizes), has_states=bool(memory.state_rows))
+
+    @property
+    def _smallest_pool(self) -> int:
+        """In tokens."""
+        return min([self.max_total_token_num, *self.model.mem_manager.group_sizes])
 
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""

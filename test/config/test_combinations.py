@@ -52,11 +52,21 @@ LATENTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
+RECURRENT = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+    "full_attention_interval": 2,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "experts": {"model_type": "qwen3_moe", **SHAPE, **EXPERTS},
     "dense": {"model_type": "llama", **SHAPE},
     "windows": {"model_type": "mistral", **SHAPE, "sliding_window": 16},
     "latents": {"model_type": "deepseek_v2", **SHAPE, **LATENTS},
+    "recurrent": {"model_type": "qwen3_next", **SHAPE, **EXPERTS, **RECURRENT},
     "encoder": {"model_type": "bert", "architectures": ["BertModel"], **SHAPE, "layer_norm_eps": 1e-6},
     "unknown": {"model_type": "persimmon", **SHAPE},
     "unknown_classifier": {"model_type": "persimmon", "architectures": ["PersimmonForSequenceClassification"], **SHAPE},
@@ -66,8 +76,10 @@ MODEL_OF = {
     "latent_attention": "latents",
     "no_experts": "dense",
     "no_kv_cache": "encoder",
+    "no_states": "experts",
     "no_windows": "experts",
     "pooling": "encoder",
+    "states": "recurrent",
     "transformers": "unknown",
     "windowed_pool": "windows",
 }
@@ -122,6 +134,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "kv_ram_gb": {"kv_ram_gb": 1},
         "listen": listen,
         "lora": {"max_loras": 2},
+        "max_state_rows": {"max_state_rows": 64},
         "max_windowed_token_num": {"max_windowed_token_num": 64},
         "merge_lora": {"merge_lora": folder / "adapter"},
         "more_than_two_ranks": {"tp": 4},

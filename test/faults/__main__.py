@@ -29,12 +29,14 @@ from test.faults.cases import (
     GROUP_CASES,
     STAGE_CASES,
     START_CASES,
+    STATE_CASES,
     TIER_CASES,
     adapters,
     disaggregation,
     groups,
     kv_tiers,
     stages,
+    states,
 )
 from test.faults.resource_snapshot import HAS_GPU
 from test.faults.server_pool import NULL_WORKER, ServerPool
@@ -88,6 +90,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
             outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(GROUP_CASES, groups.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(STATE_CASES, states.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:

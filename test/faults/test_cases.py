@@ -18,12 +18,14 @@ from test.faults.cases import (
     GROUP_CASES,
     STAGE_CASES,
     START_CASES,
+    STATE_CASES,
     TIER_CASES,
     adapters,
     disaggregation,
     groups,
     kv_tiers,
     stages,
+    states,
 )
 from test.faults.server_pool import ServerPool
 from test.faults.start_case import StartCase
@@ -63,6 +65,12 @@ def stage_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 @pytest.fixture(scope="module")
 def group_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(groups.worker_flags(tmp_path_factory.mktemp("groups"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def state_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(states.worker_flags(tmp_path_factory.mktemp("states"))) as pool:
         yield pool
 
 
@@ -120,6 +128,11 @@ def test_a_fault_of_a_pipeline_stage_causes_its_reaction(stage_server_pool: Serv
 @pytest.mark.parametrize("case", [param(case) for case in GROUP_CASES])
 def test_a_fault_of_an_attention_group_causes_its_reaction(group_server_pool: ServerPool, case: Case) -> None:
     case.run(group_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in STATE_CASES])
+def test_a_fault_beside_recurrent_states_causes_its_reaction(state_server_pool: ServerPool, case: Case) -> None:
+    case.run(state_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in START_CASES])

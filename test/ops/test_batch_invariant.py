@@ -29,7 +29,8 @@ PAIRS = [
     pytest.param(ops.batch_invariant("triton"), torch.float16, marks=pytest.mark.gpu),
     pytest.param(ops.batch_invariant("triton"), torch.bfloat16, marks=pytest.mark.gpu),
 ]
-ACTIVATIONS = [name for name in ops.OPS if name.startswith(("gelu", "relu", "silu")) and not name.endswith("quantize")]
+ALIKE = ("gelu", "relu", "silu", "softplus")
+ACTIVATIONS = ["gate", *(name for name in ops.OPS if name.startswith(ALIKE) and not name.endswith("quantize"))]
 each_backend = pytest.mark.parametrize(("backend", "dtype"), PAIRS)
 
 

@@ -11,7 +11,7 @@ from lightserve.messages.step import StepRow
 from lightserve.router.kv.group_pool import KvGroupPool
 from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.sliding_window import SlidingWindowPool
-from test.router.state_pool import StatePool
+from lightserve.router.kv.state_pool import StatePool
 
 
 class WorkerReq(Protocol):

@@ -17,8 +17,8 @@ from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step, StepResult
 from lightserve.offline.llm import LLM, Generation
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
-from lightserve.router.kv.sliding_window import make_group_pools
 from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.worker.batch.infer_batch import Sampled, TokenOnlyRows
 from lightserve.worker.batch.infer_req import InferReq

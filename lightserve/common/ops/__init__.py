@@ -1,6 +1,7 @@
 """The operators that models call. Backends implement them."""
 
 from lightserve.common.ops.activation import (
+    gate,
     gelu,
     gelu_and_mul,
     gelu_tanh,
@@ -10,6 +11,7 @@ from lightserve.common.ops.activation import (
     relu2_and_mul,
     silu,
     silu_and_mul,
+    softplus,
     xielu,
 )
 from lightserve.common.ops.attention import (

@@ -20,6 +20,10 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
+def softplus_of(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
 def _silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
@@ -35,6 +39,17 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 @op
 def silu(x: Tensor) -> Tensor:
     return _silu(x.float()).to(x.dtype)
+
+
+@op
+def gate(x: Tensor) -> Tensor:
+    """The sigmoid: what another tensor is multiplied by."""
+    return sigmoid(x.float()).to(x.dtype)
+
+
+@op
+def softplus(x: Tensor) -> Tensor:
+    return softplus_of(x.float()).to(x.dtype)
 
 
 @op

@@ -33,6 +33,8 @@ _NOT_IN_VLLM = {
     "kv_pinned_tokens",
     "kv_group_used_slots",
     "kv_group_slots",
+    "kv_group_kept_slots",
+    "kv_group_evicted_slots_total",
     "attention_group_requests_running",
     "attention_group_kv_used_tokens",
     "forced_tokens_total",

@@ -51,6 +51,16 @@ class KvGroupPool(ABC):
         """Slots that requests hold."""
 
     @property
+    @abstractmethod
+    def num_kept(self) -> int:
+        """Slots of cached tokens that no request holds."""
+
+    @property
+    @abstractmethod
+    def num_evicted(self) -> int:
+        """Slots that cached tokens have lost so far because requests needed them."""
+
+    @property
     def available(self) -> int:
         """How many tokens the next step can compute."""
         return UNLIMITED
@@ -77,8 +87,18 @@ class KvGroupPool(ABC):
         """How many tokens of this cached prefix a request can take, so that its next token can be computed."""
 
     @abstractmethod
-    def attach(self, req: Req, tokens: Slots) -> None:
-        """A request takes this cached prefix, which is usable, and holds what its next token needs of it."""
+    def attach(self, req: Req, tokens: Slots, matched_len: int) -> None:
+        """A request takes this cached prefix, which is usable, and holds what its next token needs of it.
+
+        ``matched_len``: its tokens that are cached, though it cannot use all of them.
+        """
+
+    def keep_at(self, req: Req, length: int) -> int | None:
+        """Another request waits for these first tokens of a running one.
+
+        Returns how many must be planned before it can use them; None: any number is useful.
+        """
+        return None
 
     @abstractmethod
     def enter(self, req: Req) -> None:
@@ -105,11 +125,11 @@ class KvGroupPool(ABC):
         """A request holds nothing any more."""
 
     @abstractmethod
-    def add_cached(self, req: Req, tokens: Slots, begin: int) -> None:
+    def add_cached(self, req: Req, tokens: Slots, begin: int, is_leaving: bool = False) -> None:
         """These first tokens of a request are cached: they get its slots, unless they have some.
 
         Those before ``begin`` were cached by others. Those after it may be too: then the request has computed them
-        again.
+        again. ``is_leaving``: the request is released next.
         """
 
     @abstractmethod

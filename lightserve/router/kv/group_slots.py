@@ -24,6 +24,7 @@ class GroupSlots:
         self._token: Slots = np.full(size, NONE, dtype=np.int32)  # cached token of each slot
         self._slot_of: Slots = np.full(num_tokens, NONE, dtype=np.int32)  # the reverse
         self._unheld = SlotQueue(size)  # slots of cached tokens that no request holds
+        self.num_evicted = 0  # slots that cached tokens have lost to requests
 
     @property
     def size(self) -> int:
@@ -56,6 +57,7 @@ class GroupSlots:
             self._slot_of[self._token[evicted]] = NONE
             self._token[evicted] = NONE
             self._slots.free(evicted)
+            self.num_evicted += len(evicted)
         new = self._slots.alloc(count)
         self._holders[new] = 1
         return new
@@ -80,11 +82,19 @@ class GroupSlots:
         self._unheld.push(unheld[is_cached])
         self._slots.free(unheld[~is_cached])
 
-    def add_cached(self, tokens: Slots, given: Slots) -> None:
-        """These tokens are in the prefix cache, and have their KV in these slots. A token keeps the slot it has."""
+    def num_holders(self, slot: int) -> int:
+        """Requests that hold this slot."""
+        return self._holders.item(slot)
+
+    def add_cached(self, tokens: Slots, given: Slots) -> bool:
+        """These tokens are in the prefix cache, and have their KV in these slots. A token keeps the slot it has.
+
+        Returns whether all of them have got the given slots.
+        """
         is_new = (self._slot_of[tokens] == NONE) & (self._token[given] == NONE)
         self._slot_of[tokens[is_new]] = given[is_new]
         self._token[given[is_new]] = tokens[is_new]
+        return bool(is_new.all())
 
     def remove_cached(self, tokens: Slots) -> None:
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
@@ -101,7 +111,11 @@ class GroupSlots:
 
         A slot may be given twice: a step can take one that the step before it filled.
         """
-        tokens = self._token[np.unique(slots)]
+        self.forget(np.unique(slots))
+
+    def forget(self, slots: Slots) -> None:
+        """Cached tokens lose these slots, which differ."""
+        tokens = self._token[slots]
         self.remove_cached(tokens[tokens != NONE])
 
 

@@ -106,6 +106,17 @@ class KvPool:
             return self._cache.match_len(cacheable(req), req.salt)
         return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
+    def keep_at(self, req: Req, length: int) -> int | None:
+        """Another request waits for these first tokens of a running one.
+
+        Returns how many must be planned before it can use them; None: any number is useful.
+        """
+        for group in self.groups:
+            needed = group.keep_at(req, length)
+            if needed is not None:
+                return needed
+        return None
+
     def _usable_len(self, tokens: Slots) -> int:
         """How many tokens of a cached prefix a request can take: every group can continue from there."""
         usable, before = len(tokens), -1
@@ -154,14 +165,15 @@ class KvPool:
         """
         if not req.shares_prefix:
             return
-        ids = cacheable(req)
+        ids, matched_len = cacheable(req), 0
         if self.groups:
-            ids = ids[: self.cached_len(req)]
+            cached = self._cache.find_slots(ids, req.salt)
+            ids, matched_len = ids[: self._usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
         for group in self.groups:
-            group.attach(req, slots)
+            group.attach(req, slots, matched_len)
 
     def fits_groups(self, req: Req, step_tokens: int) -> bool:
         """Whether the groups have room for this request too. ``step_tokens``: the most of a step."""
@@ -211,10 +223,12 @@ class KvPool:
         if known > cached_len:
             ids = req.token_ids[:known]
             _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
-            self._cache_groups(req, ids, cached_len)
+            self._cache_groups(req, ids, cached_len, is_leaving=True)
             self._notify_inserted(req, ids, cached_len)
             self._free(spare)
             cached_len = known
+        elif known:
+            self._cache_groups(req, req.token_ids[:known], cached_len, is_leaving=True)
         self._free(req.slots[cached_len:])
         if req.node is not None:
             self._cache.unlock(req.node)
@@ -252,13 +266,13 @@ class KvPool:
         for group, of_group in zip(self.groups, group_slots, strict=True):
             group.invalidate(of_group)
 
-    def _cache_groups(self, req: Req, ids: Ids, begin: int) -> None:
+    def _cache_groups(self, req: Req, ids: Ids, begin: int, is_leaving: bool = False) -> None:
         """The first tokens of the request are cached. Its own are from ``begin`` on, or others had cached them too."""
         if not self.groups:
             return
         tokens = self._cache.find_slots(ids, req.salt)
         for group in self.groups:
-            group.add_cached(req, tokens, begin)
+            group.add_cached(req, tokens, begin, is_leaving)
 
     def _free(self, slots: Slots) -> None:
         if not len(slots):

@@ -37,9 +37,12 @@ class SlidingWindowPool(KvGroupPool):
         self.kept_tokens = figures.kept_tokens  # a request holds the slots of so many last tokens
         self._needed = max(figures.window - 1, 1)  # tokens before a token that its window reaches
         self._num_tokens = num_tokens
+        self._evicted_before = 0
+        self.slots = GroupSlots(figures.size, num_tokens)
         self.reset()
 
     def reset(self) -> None:
+        self._evicted_before += self.slots.num_evicted
         self.slots = GroupSlots(self.figures.size, self._num_tokens)
         self._reqs: dict[Req, ReqSlots] = {}
 
@@ -57,6 +60,14 @@ class SlidingWindowPool(KvGroupPool):
     @property
     def used(self) -> int:
         return self.slots.used
+
+    @property
+    def num_kept(self) -> int:
+        return self.slots.num_unheld
+
+    @property
+    def num_evicted(self) -> int:
+        return self._evicted_before + self.slots.num_evicted
 
     @property
     def available(self) -> int:
@@ -82,7 +93,7 @@ class SlidingWindowPool(KvGroupPool):
         long_enough = np.flatnonzero(ends - begins >= self._needed)
         return int(ends[long_enough[-1]] if len(long_enough) else ends[0])
 
-    def attach(self, req: Req, tokens: Slots) -> None:
+    def attach(self, req: Req, tokens: Slots, matched_len: int) -> None:
         begin = max(len(tokens) - self._needed, 0)
         lost = np.full(begin, NONE, dtype=np.int32)
         self._reqs[req] = ReqSlots(GrowingArray(np.concatenate((lost, self.slots.hold(tokens[begin:])))), begin)
@@ -121,7 +132,7 @@ class SlidingWindowPool(KvGroupPool):
         del self._reqs[req]
         self.slots.free(slots)
 
-    def add_cached(self, req: Req, tokens: Slots, begin: int) -> None:
+    def add_cached(self, req: Req, tokens: Slots, begin: int, is_leaving: bool = False) -> None:
         begin = max(begin, self._begin.item(req.row))
         self.slots.add_cached(tokens[begin:], self._flush(req).view[begin : len(tokens)])
 
@@ -162,8 +173,3 @@ class SlidingWindowPool(KvGroupPool):
             self._begin[rows] += 1
             released.append(self._leaving.take(rows))
         return np.concatenate(released)
-
-
-def make_group_pools(groups: Sequence[SlidingWindowKv], num_tokens: int) -> list[KvGroupPool]:
-    """The pools of an engine's KV groups, beside a pool of ``num_tokens``."""
-    return [SlidingWindowPool(figures, num_tokens) for figures in groups]

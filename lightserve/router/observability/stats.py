@@ -120,6 +120,11 @@ class RouterMetrics:
         self._recorder.labelled["kv_group_slots"][name] = total_slots
         self.values["kv_cache_usage_perc"] = max(self.values["kv_cache_usage_perc"], used_slots / total_slots)
 
+    def set_kv_group_cache(self, name: str, kept_slots: int, evicted_slots: int) -> None:
+        """Slots that only cached prefixes have, and how many these have lost so far."""
+        self._recorder.labelled["kv_group_kept_slots"][name] = kept_slots
+        self._recorder.labelled["kv_group_evicted_slots_total"][name] = evicted_slots
+
     def set_groups(self, loads: Sequence[tuple[int, int]]) -> None:
         """Running requests and used KV tokens of each attention group."""
         for group, (running, used_tokens) in enumerate(loads):

@@ -78,9 +78,16 @@ class PrefixWaits:
         enough = self._batch.pool.cached_len(req) + MIN_PENDING_PREFIX_TOKENS
         for candidate in candidates:
             if have_common_prefix(req.prompt_ids, candidate.prompt_ids, enough):
-                needed = common_len(req.prompt_ids, candidate.prompt_ids) - MIN_PENDING_PREFIX_TOKENS + 1
-                return self._waits.setdefault((candidate.req_id, needed), Wait())
+                needed = self._needed(req, candidate)
+                if candidate.planned_len < needed:
+                    return self._waits.setdefault((candidate.req_id, needed), Wait())
         return None
+
+    def _needed(self, req: Req, candidate: Req) -> int:
+        """How many tokens of the other request must be planned. Recurrent layers keep their states there."""
+        common = common_len(req.prompt_ids, candidate.prompt_ids)
+        needed = self._batch.pool.keep_at(candidate, min(common, len(req.prompt_ids) - 1))
+        return common - MIN_PENDING_PREFIX_TOKENS + 1 if needed is None else needed
 
     def wake(self) -> None:
         """Let requests come back whose prefixes are cached now, or are not computed any more."""

@@ -14,18 +14,29 @@ from lightserve.common import ops
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
-from lightserve.messages.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
+from lightserve.messages.int_arrays import (
+    NO_INT32,
+    NO_INT64,
+    GrowingArray,
+    Int32Array,
+    Int32s,
+    Int64Array,
+    int32s,
+    int64s,
+)
 from lightserve.messages.step import NewReq, Step
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.retained_reqs import RetainedReqs
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
+from lightserve.worker.batch.state_rows import StateRows
 from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
+from lightserve.worker.batch.step_rows import StepRows
 from lightserve.worker.lora import write_groups
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.thinking import ThinkingBudget
-from lightserve.worker.speculation.draft_input import DraftCounts, DraftInput, draft_counts, ready_len, spread
+from lightserve.worker.speculation.draft_input import DraftInput, draft_counts, ready_len, spread
 
 # A step of few requests takes little longer than reading the weights, unless they share a lot. Another kernel in each
 # layer takes 0.1 ms in sum, in which an H200 reads 3,000 tokens of Llama-3-8B.
@@ -66,28 +77,6 @@ class StepUpdates(NamedTuple):
     plain: TokenOnlyRows
     plain_token_ids: Int32Array
     plain_counts: Int32Array = NO_INT32  # tokens of each request, if the step has drafts; empty: one
-
-
-class StepRows(NamedTuple):
-    """The requests of a step, in columns."""
-
-    rows: Int64Array  # of the batch
-    q_len: Int64Array  # tokens that the step computes
-    slots: Int32Array  # of all tokens; with drafts those that are new, or NO_SLOT
-    group_slots: tuple[Int32Array, ...]  # the same in each KV group that has a pool
-    token_ids: Int32Array  # the same, if the router knows them; otherwise empty
-    counts: DraftCounts | None = None  # if the step has drafts
-
-    def arranged(self, first: Int64Array) -> StepRows:
-        """In another order: these requests, which have one token each, come before the others."""
-        is_other = np.ones(len(self.rows), dtype=bool)
-        is_other[first] = False
-        order = np.concatenate((first, np.flatnonzero(is_other)))
-        first_tokens = (np.cumsum(self.q_len) - self.q_len)[first]
-        tokens = np.concatenate((first_tokens, np.flatnonzero(np.repeat(is_other, self.q_len))))
-        group_slots = tuple([slots[tokens] for slots in self.group_slots])
-        token_ids = self.token_ids[tokens] if len(self.token_ids) else self.token_ids
-        return StepRows(self.rows[order], self.q_len[order], self.slots[tokens], group_slots, token_ids)
 
 
 class PromptTargets(NamedTuple):
@@ -162,9 +151,14 @@ class InferBatch:
         self.shares_prefixes = shares_prefixes
         self._has_kv = has_kv
         self.lora_slots = 0  # on the device
+        self.states: StateRows | None = None  # None: no layer is recurrent
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
         self.lengths = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int32, device=device)  # the same
+
+    def enable_states(self) -> None:
+        """The model has recurrent layers: the last KV group of every step has the rows of their states."""
+        self.states = StateRows(self._req_manager.max_reqs)
 
     def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
@@ -186,9 +180,13 @@ class InferBatch:
         )
         req.cache_len = len(cached)
         req.leading_slots[: len(cached)] = cached
+        group_slots: Sequence[Int32s] = new.group_slots
+        if self.states is not None:
+            *group_slots, held = group_slots
+            self.states.enter(row, int32s(held))
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
-            for table, slots in zip(self.group_req_to_token, new.group_slots, strict=True):
+            for table, slots in zip(self.group_req_to_token, group_slots, strict=True):
                 self._add_to_group(table[row], len(cached), int32s(slots))
         self._enter(req)
 
@@ -332,6 +330,8 @@ class InferBatch:
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
         for view, slots in zip(columns.group_slots, step_rows.group_slots, strict=True):
             view[:count] = slots
+        if self.states is not None and columns.states is not None:
+            self.states.pack(columns.states, rows, q_len, step_rows.state_rows)
 
         drafts = None if step_rows.counts is None else DraftInput.planned(step_rows.counts, rows, q_len, self.columns)
         self.columns.cache_len[rows] += q_len if drafts is None else q_len - drafts.drafts
@@ -344,13 +344,18 @@ class InferBatch:
         q_len = np.ones(len(req_ids), dtype=np.int64)
         q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
         slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
-        group_slots = tuple([int32s(of_group) for of_group in step.group_slots])
+        group_slots = [int32s(of_group) for of_group in step.group_slots]
+        state_rows = NO_INT32
+        if self.states is not None:
+            *group_slots, state_rows = group_slots
         counts = draft_counts(step, rows, self.columns)
         if counts is not None:
+            if self.states is not None:
+                raise ValueError("a model with recurrent layers cannot take drafts back; the router planned some")
             q_len += counts.drafts
             slots = spread(slots, counts.slots, q_len)
-            group_slots = tuple(spread(of_group, counts.slots, q_len) for of_group in group_slots)
-        return StepRows(rows, q_len, slots, group_slots, int32s(step.token_ids), counts)
+            group_slots = [spread(of_group, counts.slots, q_len) for of_group in group_slots]
+        return StepRows(rows, q_len, slots, tuple(group_slots), int32s(step.token_ids), counts, state_rows)
 
     def reqs_of(self, req_ids: Int64Array) -> list[InferReq]:
         """Requests of the batch by their ids."""
@@ -428,4 +433,5 @@ class InferBatch:
 
     @property
     def _padding(self) -> Padding:
-        return Padding(self._req_manager.padding_row, self.padding_slot, self.group_padding_slots)
+        has_states = self.states is not None
+        return Padding(self._req_manager.padding_row, self.padding_slot, self.group_padding_slots, has_states)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.worker.batch.shared_prefixes import MAX_GROUPS
+from lightserve.worker.batch.state_rows import StateColumns
 
 GROUP_FIELDS = 4  # of int32: see ops.AttnBatch.shared_prefixes
 ALIGNED = 4  # every column begins at a multiple of 16 bytes: Triton compiles a kernel again for one that does not
@@ -48,7 +49,8 @@ class Padding(NamedTuple):
 
     row: int  # of req_to_token
     slot: int  # of the KV cache
-    group_slots: tuple[int, ...] = ()  # of each KV group that has a pool
+    group_slots: tuple[int, ...] = ()  # of each KV group that has a pool of tokens
+    has_states: bool = False  # the model has recurrent layers; padding reads and writes no row
 
 
 class Column(NamedTuple):
@@ -84,12 +86,13 @@ class StepColumns(NamedTuple):
     tokens: dict[str, Any]  # column name: [tokens]
     reqs: dict[str, Any]  # column name: [requests]
     groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] int32 of shared prefixes, if the shape has them
-    group_slots: tuple[Any, ...] = ()  # [tokens] int32 of each KV group that has a pool
+    group_slots: tuple[Any, ...] = ()  # [tokens] int32 of each KV group that has a pool of tokens
     lora_rows: Any = None  # [tokens] int32 of ops.LoraRows, if the shape has them
     lora_groups: Any = None  # [3, groups] int32 of ops.LoraRows, if the shape has them
+    states: StateColumns | None = None  # if the model has recurrent layers
 
 
-def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
+def columns_of(inputs: np.ndarray | Tensor, shape: StepShape, has_states: bool = False) -> StepColumns:
     tokens, first = _views(inputs, 0, TOKEN_COLUMNS, shape.tokens)
     reqs, first = _views(inputs, first, REQ_COLUMNS, shape.requests)
     groups = None
@@ -102,21 +105,32 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
         first += _aligned(shape.tokens)
         lora_groups = inputs[first : first + 3 * shape.lora_groups].reshape(3, shape.lora_groups)
         first += _aligned(3 * shape.lora_groups)
+    states = None
+    if has_states:
+        starts, width = _aligned(shape.requests + 1), _aligned(shape.requests)
+        begins = [(first, shape.requests + 1), *((first + starts + i * width, shape.requests) for i in range(2))]
+        states = StateColumns(*(inputs[begin : begin + count] for begin, count in begins))
+        first += starts + 2 * width
     group_slots = tuple(
         [inputs[begin : begin + shape.tokens] for begin in range(first, len(inputs), _aligned(shape.tokens))]
     )
-    return StepColumns(tokens, reqs, groups, group_slots, lora_rows, lora_groups)
+    return StepColumns(tokens, reqs, groups, group_slots, lora_rows, lora_groups, states)
 
 
 def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
     """The input of a step that computes only padding, and its columns, where values can be written."""
     in_groups = len(padding.group_slots) * _aligned(shape.tokens)
-    inputs = np.zeros(_input_size(shape) + in_groups, dtype=np.int32)
-    columns = columns_of(inputs, shape)
+    in_states = _aligned(shape.requests + 1) + 2 * _aligned(shape.requests) if padding.has_states else 0
+    inputs = np.zeros(_input_size(shape) + in_states + in_groups, dtype=np.int32)
+    columns = columns_of(inputs, shape, padding.has_states)
     for slots, slot in zip(columns.group_slots, padding.group_slots, strict=True):
         slots[:] = slot
     if columns.lora_groups is not None:
         columns.lora_groups[0] = ops.NO_LORA
+    if columns.states is not None:
+        columns.states.read_row[:] = columns.states.write_row[:] = ops.NO_ROW
+        if not shape.has_prompts:  # padding requests have one token each; otherwise none
+            columns.states.start[:] = np.arange(shape.requests + 1)
     for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):
         for name, _, default in declared:
             if callable(default):
@@ -163,7 +177,7 @@ def _words(dtype: str) -> int:
 
 
 def _input_size(shape: StepShape) -> int:
-    """Integers in the input of a step, without the slots of KV groups."""
+    """Integers in the input of a step, without those of KV groups."""
     tokens = sum(_words(column.dtype) for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
     reqs = sum(_words(column.dtype) for column in REQ_COLUMNS) * _aligned(shape.requests)
     groups = MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0

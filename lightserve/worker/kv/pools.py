@@ -34,6 +34,7 @@ def _own_least(value: int) -> int:
 class KvSizes(NamedTuple):
     tokens: int  # in the pool of all tokens
     groups: tuple[int, ...] = ()  # tokens in the pool of each KV group that has one: of the layers with a window
+    state_rows: int = 0  # of recurrent layers
 
 
 def kept_tokens(window: int) -> int:

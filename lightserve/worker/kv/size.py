@@ -12,6 +12,7 @@ from lightserve.errors import ServerError
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.batch.step_input import StepShape
 from lightserve.worker.kv.pools import KvSizes, WindowedSizing, tokens_in
+from lightserve.worker.kv.state_size import state_rows
 from lightserve.worker.step_runner import StepRunner
 
 # Memory beside the logits of a step: the sampler's copies of them in float32, and what captured steps keep. It is more
@@ -39,7 +40,9 @@ def kv_size(
     sizing = _windowed_sizing(config, model, platform)
     if config.max_total_token_num is not None:
         tokens = config.max_total_token_num
-        return KvSizes(tokens) if sizing is None else sizing.for_tokens(tokens)
+        sizes = KvSizes(tokens) if sizing is None else sizing.for_tokens(tokens)
+        memory = platform.kv_budget(model.device, config.mem_fraction)
+        return sizes._replace(state_rows=state_rows(config, model, memory))
     largest_step = partial(_largest_step, config, model, platform)
 
     def launch_all() -> None:
@@ -51,6 +54,8 @@ def kv_size(
     logits = COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size
     peak += logits if peak and model.spec.has_lm_head and model.pp.is_last else 0
     budget = max(platform.kv_budget(model.device, config.mem_fraction) - peak, 0)
+    rows = state_rows(config, model, budget)
+    budget = max(budget - rows * model.kv_layout.bytes_per_state_row, 0)
     if sizing is None:
         fits = model.args.parallel.min_of_engine(tokens_in(budget, model.kv_layout.bytes_per_token), model.device)
         sizes = KvSizes(min(fits, MAX_SLOTS))
@@ -59,10 +64,12 @@ def kv_size(
     fits = sizes.tokens
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
+        states = f" and {rows} states (max_state_rows)" if rows else ""
         raise ServerError(
-            f"after the weights, memory holds {fits} tokens of KV, fewer than one request of {max_len}; {remedy}"
+            f"after the weights{states}, memory holds {fits} tokens of KV, fewer than one request of {max_len}; "
+            f"{remedy}"
         )
-    return sizes
+    return sizes._replace(state_rows=rows)
 
 
 def _windowed_sizing(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> WindowedSizing | None:
@@ -88,6 +95,8 @@ def _step_tokens(config: WorkerConfig, model: TpPartBaseModel, platform: Device)
 def _largest_step(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> None:
     """A step with the most tokens and the most requests. It computes padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
+    if model.mem_manager.state_rows:
+        batch.enable_states()
     tokens = _step_tokens(config, model, platform)
     decodes = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)

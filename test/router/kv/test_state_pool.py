@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from lightserve.messages.control import SlidingWindowKv
+from lightserve.router.kv import state_pool
+from lightserve.router.kv.state_pool import StatePool
 from test.router.scheduler.test_scheduler import Server, make, make_req, truth
-from test.router.state_pool import StatePool
 
 CHUNK = 32
 
@@ -27,13 +28,83 @@ def states_of(server: Server) -> StatePool:
     return pool
 
 
-def test_a_prefix_is_continued_where_a_chunk_ended() -> None:
+def test_the_same_prompt_continues_before_its_last_token() -> None:
     server = server_of(state_rows=20)
     server.run([make_req(0, prompt(100), 1)])
 
-    for number, length in enumerate([100, 99, 70, 31], start=1):
+    server.run([same := make_req(1, prompt(100), 5), longer := make_req(2, [*prompt(100), 1, 2], 5)])
+
+    assert (same.cached_len, longer.cached_len) == (99, 100)  # the request has ended at 100
+    assert all(req.output_ids == truth(req.prompt_ids, req.seed, 5) for req in (same, longer))
+
+
+def test_the_second_request_with_a_prefix_keeps_the_state_that_the_third_continues() -> None:
+    server = server_of(state_rows=20)
+    system = prompt(70)
+    server.run([make_req(0, [*system, *prompt(50, 2000)], 1)])
+
+    server.run([second := make_req(1, [*system, *prompt(50, 3000)], 1)])
+    server.run([third := make_req(2, [*system, *prompt(50, 4000)], 1)])
+
+    assert (second.cached_len, third.cached_len) == (0, 70)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_come_at_once_compute_what_they_have_in_common_once(depth: int) -> None:
+    server = server_of(state_rows=40, depth=depth)
+    system = prompt(150)
+    reqs = [make_req(i, [*system, *prompt(20, 2000 * i)], 1) for i in range(8)]
+
+    server.run(reqs)
+
+    assert sorted(req.cached_len for req in reqs) == [0] + [150] * 7
+    assert server.worker.computed == 150 + 8 * 20
+
+
+def test_a_long_prompt_keeps_a_state_every_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_pool, "INTERVAL", 100)
+    server = server_of(state_rows=20)
+    server.run([make_req(0, prompt(350), 1)])
+
+    for number, length in enumerate([340, 240, 99], start=1):
         server.run([req := make_req(number, [*prompt(length), 1, 2], 1)])
-        assert req.cached_len == max(end for end in (0, 32, 64, 96, 100) if end <= length)
+        assert req.cached_len == length // 100 * 100
+
+
+def test_a_short_prompt_takes_one_step() -> None:
+    server = server_of(state_rows=20)
+
+    server.run([make_req(0, prompt(20), 1)])
+
+    assert sum(map(bool, server.steps)) == 1
+
+
+def test_kept_states_leave_room_for_all_running_requests() -> None:
+    """As many requests run at once as there are rows, also if each would keep the row that it writes next to."""
+    server = server_of(state_rows=6)
+    server.run([make_req(i, prompt(40, 1000 * i), 1) for i in range(20)])
+    assert states_of(server).num_kept == 6
+
+    server.run([make_req(100 + i, prompt(40, 50_000 + 1000 * i), 30) for i in range(6)])
+
+    assert max(map(len, server.steps)) == 6
+    assert server.scheduler.num_preemptions == 0
+    assert states_of(server).num_evicted >= 6
+    server.assert_idle()
+
+
+def test_the_state_that_was_used_last_is_evicted_last() -> None:
+    server = server_of(state_rows=4)
+    first, second = prompt(40), prompt(40, 2000)
+    server.run([make_req(0, first, 1)])
+    server.run([make_req(1, second, 1)])
+    server.run([make_req(2, first, 1)])
+
+    server.run([make_req(3, prompt(40, 3000), 1)])  # its rows were those of the second
+
+    pool = server.scheduler.only_group.pool
+    assert pool.cached_len(make_req(4, first, 1)) == 39
+    assert pool.cached_len(make_req(5, second, 1)) == 0
 
 
 def test_the_next_turn_of_a_chat_continues_the_state_of_the_last_answer() -> None:
@@ -48,7 +119,7 @@ def test_the_next_turn_of_a_chat_continues_the_state_of_the_last_answer() -> Non
 
 
 def test_a_prefix_whose_states_were_evicted_keeps_its_kv_and_is_computed_again() -> None:
-    server = server_of(state_rows=4)
+    server = server_of(state_rows=2)
     server.run([make_req(0, prompt(100), 1)])
     server.run([make_req(1, prompt(200, 5000), 1)])  # takes all rows
 
@@ -120,14 +191,15 @@ def test_no_prefix_keeps_a_state_that_may_have_seen_accepted_drafts() -> None:
 def test_a_prefix_is_continued_where_all_groups_can() -> None:
     """The window of the end has its slots, but a state was kept only where its window has lost them."""
     server = server_of(state_rows=20, windowed=SlidingWindowKv(size=100, window=8, kept_tokens=12))
-    server.run([make_req(0, prompt(100), 1)])
+    server.run([make_req(0, prompt(64), 1)])
+    server.run([make_req(1, prompt(100), 1)])
     pool = server.scheduler.only_group.pool
     window, states = pool.groups
     tokens = pool._cache.find_slots(np.array(prompt(100), dtype=np.int32))
     states.remove_cached(tokens[99:])
-    assert [group.usable_len(tokens) for group in pool.groups] == [100, 96]
+    assert [group.usable_len(tokens) for group in pool.groups] == [100, 99]
 
-    window.remove_cached(tokens[90:96])
+    window.remove_cached(tokens[92:93])
 
-    assert window.usable_len(tokens[:96]) == 90
+    assert window.usable_len(tokens[:99]) == 92
     assert pool.cached_len(make_req(1, [*prompt(100), 1])) == 64

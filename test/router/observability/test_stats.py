@@ -113,6 +113,17 @@ def test_the_usage_is_that_of_the_fuller_pool() -> None:
     assert metrics.snapshot().values["kv_cache_usage_perc"] == 0.25
 
 
+def test_a_kv_group_shows_what_cached_prefixes_keep_and_have_lost() -> None:
+    metrics = RouterMetrics()
+
+    for evicted in (3, 7):
+        metrics.set_kv_group_cache("state", kept_slots=20, evicted_slots=evicted)
+
+    labelled = metrics.snapshot().labelled
+    assert labelled["kv_group_kept_slots"] == {"state": 20}
+    assert labelled["kv_group_evicted_slots_total"] == {"state": 7}
+
+
 def work(metrics: RouterMetrics, prompt_tokens: int, output_tokens: int) -> None:
     metrics.admitted(queue_s=0.0, prompt_tokens=prompt_tokens, cached_tokens=prompt_tokens // 4)
     metrics.next_tokens(itl_s=0.01, count=output_tokens)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.messages.step import Step
-from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries, Span
+from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries, Span, in_blocks
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from test.router.scheduler.test_scheduler import Server, beside_a_stream, make, make_req, truth
@@ -180,3 +180,26 @@ def test_short_prompts_fill_what_a_boundary_leaves_of_a_step() -> None:
 
     assert step is not None
     assert [(row.req_id, len(row.slots)) for row in step.chunks] == [(0, 10), (1, 50)]
+
+
+@pytest.mark.parametrize(("prompt_len", "total_len"), [(1, 1), (64, 64), (65, 65), (200, 200), (200, 207)])
+def test_chunks_in_blocks_are_the_same_however_many_tokens_a_step_has(prompt_len: int, total_len: int) -> None:
+    boundaries = in_blocks(prompt_len, total_len, 64)
+    last = (prompt_len - 1) // 64 * 64
+
+    for most in (64, 70, 150, 1000):
+        ends, end = [], 0
+        while end < total_len:
+            count = boundaries.longest_chunk(end, min(most, total_len - end))
+            assert count > 0
+            end += count
+            ends.append(end)
+        assert all(end % 64 == 0 for end in ends if end <= last)
+        assert [end for end in ends if end > last] == list(range(prompt_len, total_len + 1))
+        assert last == 0 or last in ends
+
+
+def test_ends_inside_of_a_span_are_left_out() -> None:
+    boundaries = ChunkBoundaries(spans=[(10, 20)]).with_ends([5, 15, 20])
+
+    assert [boundaries.longest_chunk(begin, 100) for begin in (0, 5, 20)] == [5, 15, 100]

@@ -19,13 +19,14 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
-from lightserve.messages.control import CpuKvSize, SlidingWindowKv
+from lightserve.messages.control import CpuKvSize, SlidingWindowKv, StateKv
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import RemoteKvSource
-from lightserve.router.kv.sliding_window import make_group_pools
+from lightserve.router.kv.state_pool import StatePool
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
@@ -35,7 +36,6 @@ from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_
 from test.router.kv.tiers.test_tiers import Disk, FakeStorageClient
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import make_req, truth
-from test.router.state_pool import StatePool
 
 EVENTS = 400
 MOST_TURNS = 20_000  # after the last event: more are a request that does not end
@@ -95,7 +95,11 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
     loras.loaded |= set(range(NUM_ADAPTERS))
     policy = make_policy(rng.choice(list(POLICIES)))
     windows = [SlidingWindowKv(rng.choice([300, 600]), window, kept_tokens=window + 20) for window in traits.windows]
-    states = [StatePool(rng.choice([2, 4, 10, 30]), size)] if traits.has_states else []
+    states = (
+        [StatePool(StateKv(rng.choice([2, 4, 10, 30]), block=rng.choice([1, 1, 16])), size)]
+        if traits.has_states
+        else []
+    )
     pool = KvPool(size, [*make_group_pools(windows, size), *states])
     return Scheduler(GroupScheduler(pool, limits, policy, loras=loras))
 

@@ -16,15 +16,17 @@ from hypothesis import given, settings, strategies as st
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.ipc.codec import encode
-from lightserve.messages.control import SlidingWindowKv, StepLimits
+from lightserve.messages.control import SlidingWindowKv, StateKv, StepLimits
 from lightserve.messages.int_arrays import Int32s, int32s, int64s
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
 from lightserve.messages.step import ForkPrefix, NewReq, Step, Token, TokenOut
 from lightserve.router.kv.group_pool import KvGroupPool
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.group_slots import NONE, GroupSlots
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.radix_cache import RadixNode
-from lightserve.router.kv.sliding_window import SlidingWindowPool, make_group_pools
+from lightserve.router.kv.sliding_window import SlidingWindowPool
+from lightserve.router.kv.state_pool import StatePool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits, make_limits
@@ -33,7 +35,6 @@ from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
 from test.router.group_memory import memory_of
 from test.router.processing import process_tokens
-from test.router.state_pool import StatePool
 
 EOS = 7
 ROOT = 0
@@ -419,7 +420,7 @@ def make_group(
 ) -> GroupScheduler:
     """With a pool of recurrent state too, if it has ``state_rows``."""
     defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    states = [StatePool(state_rows, num_slots)] if state_rows else []
+    states = [StatePool(StateKv(state_rows), num_slots)] if state_rows else []
     pool = KvPool(num_slots, [*windows_of(windowed, num_slots), *states])
     return GroupScheduler(pool, SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
 

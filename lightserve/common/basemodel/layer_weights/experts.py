@@ -127,7 +127,7 @@ class MoeFfnWeight(FfnWeight):
     def _shared(self, x: Tensor, shared: GatedFfnWeight) -> Tensor:
         """What the shared experts add, without the parts of other ranks."""
         out = shared.partial_forward(x)
-        return out if self.shared_gate is None else out * self.shared_gate.mm(x).sigmoid()
+        return out if self.shared_gate is None else out * ops.gate(self.shared_gate.mm(x))
 
 
 def _route_spec(moe: MoeSpec) -> ops.RouteSpec:

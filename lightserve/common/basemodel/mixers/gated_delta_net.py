@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, GateColumnWeight, RowWeight
@@ -24,7 +23,6 @@ from lightserve.common.basemodel.mixers.mixer import (
     check_heads,
 )
 from lightserve.common.kv.layout import StateTensor
-from lightserve.common.ops.activation import sigmoid
 from lightserve.errors import ModelFilesError
 
 if TYPE_CHECKING:
@@ -125,13 +123,13 @@ class GatedDeltaWeight(MixerWeight):
     def _delta_inputs(self, qkv: Tensor, b: Tensor, a: Tensor) -> ops.DeltaInputs:
         keys, v = self._parts(qkv, self._num_heads * self._mixer.value_dim)
         q, k = self._parts(keys, keys.shape[1] // 2)
-        log_decay = self.decay_rates.tensor * F.softplus(a.float() + self.dt_bias.tensor)
+        log_decay = self.decay_rates.tensor * ops.softplus(a.float() + self.dt_bias.tensor)
         return ops.DeltaInputs(
             q.reshape(len(q), -1, self._mixer.key_dim),
             k.reshape(len(k), -1, self._mixer.key_dim),
             v.reshape(len(v), -1, self._mixer.value_dim),
             log_decay,
-            beta=sigmoid(b.float()),
+            beta=ops.gate(b.float()),
         )
 
     @staticmethod

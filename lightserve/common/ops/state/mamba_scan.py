@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from lightserve.common.ops.activation import softplus_of
 from lightserve.common.ops.registry import op
 from lightserve.common.ops.state.batch import StateBatch
 from lightserve.common.ops.state.linear_scan import LinearScan, scan_by_token
@@ -32,7 +32,7 @@ class MambaParams(NamedTuple):
 
     def steps(self, dt: Tensor) -> tuple[Tensor, Tensor]:
         """The step sizes and the logs of their decays, ``[tokens, heads]`` in float32."""
-        step = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limits)
+        step = softplus_of(dt.float() + self.dt_bias.float()).clamp(*self.dt_limits)
         return step, step * self.a.float()
 
 

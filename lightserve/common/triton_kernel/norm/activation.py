@@ -20,6 +20,11 @@ TWO_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
 def activate(x, FUNCTION: tl.constexpr):
     if FUNCTION == "silu":
         return x * tl.sigmoid(x)
+    if FUNCTION == "gate":
+        return tl.sigmoid(x)
+    if FUNCTION == "softplus":
+        small = tl.exp(-tl.abs(x))
+        return tl.maximum(x, 0.0) + tl.where(small < 1e-3, small - 0.5 * small * small, tl.log(1 + small))
     if FUNCTION == "relu":
         return tl.maximum(x, 0.0)
     if FUNCTION == "relu2":
@@ -62,6 +67,16 @@ def _launch(op: str, x: Tensor, function: str, is_gated: bool) -> Tensor:
 @ops.silu.impl("triton")
 def silu(x: Tensor) -> Tensor:
     return _launch("silu", x, "silu", is_gated=False)
+
+
+@ops.gate.impl("triton")
+def gate(x: Tensor) -> Tensor:
+    return _launch("gate", x, "gate", is_gated=False)
+
+
+@ops.softplus.impl("triton")
+def softplus(x: Tensor) -> Tensor:
+    return _launch("softplus", x, "softplus", is_gated=False)
 
 
 @ops.relu.impl("triton")

@@ -91,7 +91,7 @@ def make_cpu_offload(
     """None without --kv_ram_gb."""
     if not config.kv_ram_gb:
         return None
-    if memory.group_sizes:
+    if memory.group_sizes or memory.state_rows:
         raise RuntimeError("a host tier with a second KV pool passed the table of combinations")
     device = memory.buffers[0].device
     own_bytes = int(config.kv_ram_gb * 2**30 / num_engines / config.num_ranks)

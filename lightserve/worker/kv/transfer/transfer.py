@@ -248,7 +248,7 @@ def readable_memory(transport: str) -> ReadableMemory | None:
 
 def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvTransfer:
     """``identity``: of what computes the KV, and of its layout."""
-    if memory.group_sizes:
+    if memory.group_sizes or memory.state_rows:
         raise RuntimeError("a role with a second KV pool passed the table of combinations")
     sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)

@@ -182,7 +182,7 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         rows = input.flatten(-2)
         if self.spec.has_output_gate:
             assert infer_state.output_gate is not None
-            rows = rows * infer_state.output_gate.sigmoid()
+            rows = rows * ops.gate(infer_state.output_gate)
         if layer_weight.o_norm is not None:
             rows = layer_weight.o_norm.norm(rows)
         return layer_weight.o_proj.mm(rows)

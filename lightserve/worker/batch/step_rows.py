@@ -1,0 +1,36 @@
+"""The requests of a step and what the router says of them, before they are packed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
+from lightserve.worker.speculation.draft_input import DraftCounts
+
+
+class StepRows(NamedTuple):
+    """The requests of a step, in columns."""
+
+    rows: Int64Array  # of the batch
+    q_len: Int64Array  # tokens that the step computes
+    slots: Int32Array  # of all tokens; with drafts those that are new, or NO_SLOT
+    group_slots: tuple[Int32Array, ...]  # the same in each KV group that has a pool of tokens
+    token_ids: Int32Array  # the same, if the router knows them; otherwise empty
+    counts: DraftCounts | None = None  # if the step has drafts
+    state_rows: Int32Array = NO_INT32  # that the requests write, if the model has recurrent layers
+
+    def arranged(self, first: Int64Array) -> StepRows:
+        """In another order: these requests, which have one token each, come before the others."""
+        is_other = np.ones(len(self.rows), dtype=bool)
+        is_other[first] = False
+        order = np.concatenate((first, np.flatnonzero(is_other)))
+        first_tokens = (np.cumsum(self.q_len) - self.q_len)[first]
+        tokens = np.concatenate((first_tokens, np.flatnonzero(np.repeat(is_other, self.q_len))))
+        group_slots = tuple([slots[tokens] for slots in self.group_slots])
+        token_ids = self.token_ids[tokens] if len(self.token_ids) else self.token_ids
+        state_rows = self.state_rows[order] if len(self.state_rows) else self.state_rows
+        return StepRows(
+            self.rows[order], self.q_len[order], self.slots[tokens], group_slots, token_ids, state_rows=state_rows
+        )
