@@ -33,7 +33,7 @@ class Served(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Its prompts come in chunks of 16 tokens."""
     folder = tmp_path_factory.mktemp("model")
-    hf = save_with_tokenizer(replace(CASES["vaultgemma"]), folder)
+    hf = save_with_tokenizer(replace(CASES["nanochat"]), folder)
     flags = ("--device", "cpu", "--max_total_token_num", "2048", "--batch_max_tokens", "16")
     with running_server(folder / "log", "--model_dir", str(folder), *flags) as server:
         yield Served(server, hf)
@@ -68,8 +68,8 @@ def streamed_text(served: Served, **fields: Any) -> str:
 def test_the_server_says_whose_modules_compute_and_that_they_are_slow(served: Served) -> None:
     log = served.server.log
 
-    assert "model_type 'vaultgemma' has no class here, so the modules of transformers compute it, slowly" in log
-    assert "VaultGemmaForCausalLM in float32 (by the modules of transformers: slow, without fused kernels and" in log
+    assert "model_type 'nanochat' has no class here, so the modules of transformers compute it, slowly" in log
+    assert "NanoChatForCausalLM in float32 (by the modules of transformers: slow, without fused kernels and" in log
 
 
 def test_greedy_text_is_that_of_transformers_also_from_the_prefix_cache_and_streamed(served: Served) -> None:

@@ -68,8 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "latents": {"model_type": "deepseek_v2", **SHAPE, **LATENTS},
     "recurrent": {"model_type": "qwen3_next", **SHAPE, **EXPERTS, **RECURRENT},
     "encoder": {"model_type": "bert", "architectures": ["BertModel"], **SHAPE, "layer_norm_eps": 1e-6},
-    "unknown": {"model_type": "helium", **SHAPE},
-    "unknown_classifier": {"model_type": "helium", "architectures": ["HeliumForSequenceClassification"], **SHAPE},
+    "unknown": {"model_type": "persimmon", **SHAPE},
+    "unknown_classifier": {"model_type": "persimmon", "architectures": ["PersimmonForSequenceClassification"], **SHAPE},
 }
 # of features that a model has; a pair of others is checked with a model that has experts
 MODEL_OF = {

@@ -230,7 +230,7 @@ def test_channels_that_do_not_divide_are_refused() -> None:
         ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not mamba_expand . hidden_size, 96"),
         ("nemotron_h", {"hybrid_override_pattern": "M-E*-M"}, "layer type 'moe' is not supported"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported for nemotron_h"),
-        ("nemotron_h", {"mlp_hidden_act": "xielu"}, "mlp_hidden_act 'xielu' is not supported for nemotron_h"),
+        ("nemotron_h", {"mlp_hidden_act": "mish"}, "mlp_hidden_act 'mish' is not supported for nemotron_h"),
         ("lfm2", {"layer_types": ["conv"] * 3 + ["mlp"]}, "layer type 'mlp' is not supported"),
         ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for lfm2"),
     ],

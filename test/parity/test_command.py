@@ -84,7 +84,7 @@ def test_half_precision_is_compared_with_float32(capsys: pytest.CaptureFixture[s
 def test_a_model_that_transformers_runs_is_compared_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_with_tokenizer(CASES["mimo_v2_flash"], tmp_path)
 
-    code, out = run(capsys, str(tmp_path), "--max_new_tokens", "4")
+    code, out = run(capsys, str(tmp_path), "--model_impl", "transformers", "--max_new_tokens", "4")
 
     assert code == 0, out
     assert "by the modules of transformers" in out

@@ -63,9 +63,9 @@ def test_an_unknown_model_type_names_the_supported_ones_and_why_transformers_can
 
 
 def test_model_impl_lightserve_refuses_what_has_no_class_here(tmp_path: Path) -> None:
-    message = refusal(tmp_path, {"model_type": "helium", **SMALL}, model_impl="lightserve")
+    message = refusal(tmp_path, {"model_type": "nanochat", **SMALL}, model_impl="lightserve")
 
-    assert message.startswith("model_type 'helium' is not supported; supported: ")
+    assert message.startswith("model_type 'nanochat' is not supported; supported: ")
 
 
 def test_code_of_the_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_requests_are_as_long_as_one_rope_serves(tmp_path: Path) -> None:
         json.dumps({"model_type": "helium", **SMALL, "head_dim": 8, "rope_parameters": LONGROPE})
     )
 
-    config = read_served_config(resolve(str(tmp_path), needs_weights=False), WorkerConfig())
+    config = read_served_config(resolve(str(tmp_path), needs_weights=False), WorkerConfig(model_impl="transformers"))
 
     assert config.request_len(None) == 64
     with pytest.raises(ModelFilesError, match="max_req_total_len=65, but the model supports 64 tokens; lower it"):

@@ -1,4 +1,4 @@
-"""Tiny random models of architectures that only transformers has, as folders."""
+"""Tiny random models that transformers computes, as folders. nanochat has no class here."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ LATENTS = {
 }
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES = {
+    "nanochat": Case("nanochat", {**SMALL, "final_logit_softcapping": 3.0}),
     "helium": Case("helium", {**SMALL, "head_dim": 8}),
     "ernie4_5_moe": Case("ernie4_5_moe", {**SMALL, **EXPERTS, "moe_num_experts": 4, "moe_k": 2, "head_dim": 16}),
     # keys of 20 numbers, values of 10
