@@ -43,7 +43,6 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: TpPartBaseModel) -> ModelCost:
-        config = model.config
         layers = [layer.stored_size() for layer in model.layer_weights]
         head = model.pre_post_weight.lm_head.stored_size()
         return cls(
@@ -51,7 +50,7 @@ class ModelCost:
             layer_params=sum(size.num_weights for size in layers),
             head_params=head.num_weights,
             kv_token_bytes=model.kv_layout.bytes_per_token,
-            pair_flops=4 * config.num_layers * config.num_heads // model.tp.size * config.head_dim,
+            pair_flops=sum(4 * spec.num_heads // model.tp.size * spec.head_dim for spec in model.layer_specs),
         )
 
     def floor_s(self, work: Work, ceilings: Ceilings) -> float:

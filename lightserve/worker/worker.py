@@ -73,7 +73,7 @@ class ModelWorker:
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
-        self._platform.check_head_dim(self.model_config.head_dim)
+        self._platform.check_head_dim(max(self.model_config.head_dims))
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)

@@ -135,3 +135,39 @@ def test_a_layer_in_two_state_groups_is_refused() -> None:
 def test_a_state_without_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match="a state needs a shape of positive sizes"):
         StateTensor((3, 0), BF16)
+
+
+SHARED = KvLayout((KvGroup((0, 2), 1, 8, 8, BF16, window=4), KvGroup((1,), 2, 8, 8, BF16)), readers=((3, 1), (4, 2)))
+
+
+@pytest.mark.parametrize("group_sizes", [(), (6,)])
+def test_a_layer_that_reads_the_cache_of_another_takes_no_memory(group_sizes: tuple[int, ...]) -> None:
+    manager = MemoryManager(4, SHARED, CPU, group_sizes)
+
+    assert [buffer.shape[0] for buffer in manager.buffers] == [2, 1]
+    assert [manager.layer(layer).data_ptr() for layer in (3, 4)] == [manager.layer(i).data_ptr() for i in (1, 2)]
+    assert [manager.pool_of(layer) for layer in (3, 4)] == [manager.pool_of(layer) for layer in (1, 2)]
+    assert [SHARED.group_of(layer) for layer in (3, 4)] == list(reversed(SHARED.groups))
+    assert SHARED.num_layers == 3
+
+
+def test_a_reader_has_the_scales_of_its_source() -> None:
+    group = KvGroup((0,), 1, 8, 8, torch.int8, torch.float32)
+
+    manager = MemoryManager(4, KvLayout((group,), readers=((1, 0),)), CPU)
+
+    scales = [manager.scales(layer) for layer in (0, 1)]
+    assert scales[0] is not None
+    assert scales[0] is scales[1]
+
+
+def test_a_part_of_the_layers_keeps_its_readers() -> None:
+    assert SHARED.of_layers([0, 2, 4]).readers == ((4, 2),)
+    with pytest.raises(ValueError, match=r"layer 3 cannot read the KV of layer 1; layers with KV: \[0, 2\]"):
+        SHARED.of_layers([0, 2, 3])
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (3, 5)])
+def test_a_reader_without_a_source_is_refused(pair: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"layer {pair[0]} cannot read the KV of layer {pair[1]}"):
+        KvLayout(SHARED.groups, readers=(pair,))

@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": SHAPE,
     "gemma2": SHAPE,
     "gemma3_text": SHAPE,
+    "gemma4_text": SHAPE,
+    "gemma4_unified_text": SHAPE,
     "gpt2": GPT,
     "gpt_bigcode": GPT,
     "gpt_neox": WITHOUT_KV_HEADS,

@@ -49,6 +49,10 @@ FAMILIES = {
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3, text only",
     "gemma3_text": "Gemma 3 270M, 1B",
+    "gemma4": "Gemma 4 E2B, E4B, 26B-A4B, 31B, text only",
+    "gemma4_text": "language model of Gemma 4",
+    "gemma4_unified": "Gemma 4 12B, text only",
+    "gemma4_unified_text": "language model of Gemma 4 12B",
     "glm": "GLM-4-9B, GLM-Edge",
     "glm4": "GLM-4-0414, GLM-Z1",
     "glm4_moe": "GLM-4.5, 4.6",
@@ -161,6 +165,10 @@ NOTES = """\
   the short factors for them. `--max_req_total_len 4096` gives the logits of transformers.
 - `minicpm`: MiniCPM 4 attends sparsely from `dense_len` tokens on (8,192 in its files). That is its
   longest request here.
+- `gemma4`: images, audio and video are refused, and their tensors are not loaded. Layers that share
+  the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
+  layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the
+  4.6 billion weights of E2B) is split over the ranks of `--tp`.
 - `nemotron_h`: files with experts, such as those of Nemotron 3, are refused: their experts have no
   gate. Steps are limited by `time_step_limit`, as in NVIDIA's code; transformers limits them by
   `time_step_min`.
@@ -239,6 +247,9 @@ def _layer_features(spec: LayerSpec) -> Iterator[str]:
             "qk norm": spec.qk_norm,
             "parallel halves": spec.is_parallel,
             "post norms": spec.names.att_post_norm,
+            "shared KV": spec.kv_source is not None,
+            "K = V": not spec.has_v_proj,
+            "per-layer inputs": spec.config.count_or_0("hidden_size_per_layer_input"),
             "sub norms": spec.names.o_norm,
         }.items()
         if is_set

@@ -27,9 +27,10 @@ FIRST = [(37 * i + i * i // 7) % 131 for i in range(50)]
 OTHER = [(11 * i + 3) % 131 for i in range(40)]
 QUANTIZED = "llama"  # also computed with weights that are quantised while they are loaded
 # tied heads, windows in some layers, layers of other shapes or halves, learned positions, parallel halves, norms behind
-# halves, latents, experts beside dense layers, states
+# halves, latents, experts beside dense layers, states, heads of two sizes
 KINDS = ["gemma2", "cohere2", "gpt2", "falcon-7b", "olmo2", "nemotron-nas", "deepseek_v3", "qwen3_moe-dense", "gpt_oss"]
-KINDS += ["qwen3_next", "nemotron_h"]
+KINDS += ["qwen3_next", "nemotron_h", "gemma4_text-experts"]
+ALL = [name for name, case in CASES.items() if case.divides_among_stages]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def save_models(folder: Path, names: list[str]) -> dict[str, Tensor]:
 
 @pytest.mark.tp
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [KINDS, pytest.param(list(CASES), marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("names", [KINDS, pytest.param(ALL, marks=pytest.mark.long)], ids=["some", "all"])
 def test_two_stages_give_the_logits_of_one_rank(names: list[str], tmp_path: Path) -> None:
     """Many architectures in one test, because the processes take longer to start than to compute."""
     expected = save_models(tmp_path, [*names, f"{QUANTIZED}@int8"])

@@ -97,6 +97,37 @@ def test_the_result_is_that_of_the_definition(
     assert_close(out, ops.experts(wide(x), ids, weights, in_float32(params)), dtype)
 
 
+def test_a_gated_gelu_is_that_of_torch() -> None:
+    gate, up = torch.linspace(-9, 9, 200), randn(200)
+
+    torch.testing.assert_close(ops.GATED_GELU_TANH(gate, up), F.gelu(gate, approximate="tanh") * up)
+
+
+@each_backend_and_dtype(ops.experts)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_with_a_gated_gelu_give_the_result_of_the_definition(
+    backend: str, dtype: torch.dtype, tokens: int
+) -> None:
+    device = device_of(backend)
+    x = randn(tokens, 48, dtype=dtype, device=device) * 2
+    params = replace(experts_params(6, 48, 40, dtype, device), activation=ops.GATED_GELU_TANH)
+    ids, weights = choose(tokens, 6, 2, device)
+
+    out = ops.experts.impls[backend](x, ids, weights, params)
+
+    assert_close(out, ops.experts(wide(x), ids, weights, in_float32(params)), dtype)
+
+
+def test_the_activation_of_grouped_products_is_that_of_the_others() -> None:
+    device = device_of("triton")
+    gate_up, ids = randn(6, 140, device=device) * 3, torch.tensor([[0], [1], [2], [0], [1], [2]], device=device)
+    pairs = torch.arange(6, device=device)
+
+    out = _grouped_experts.activate_pairs(gate_up, None, ids.int(), pairs.int(), ops.GATED_GELU_TANH)
+
+    torch.testing.assert_close(out, ops.GATED_GELU_TANH(gate_up[:, ::2], gate_up[:, 1::2]))
+
+
 @pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.experts)])
 @pytest.mark.parametrize("tokens", [1, 2, 30])
 def test_padding_is_routed_nowhere_and_becomes_0(backend: str, tokens: int) -> None:

@@ -14,7 +14,7 @@ def angles(tokens: int, half: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @each_backend_and_dtype(ops.rotary)
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1), (3, 0)])
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 10), (2, 1), (96, 24)])
 def test_rotary_turns_queries_and_keys_and_leaves_the_tail(
     backend: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, half: int

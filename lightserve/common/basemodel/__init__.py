@@ -18,7 +18,7 @@ from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_te
 )
 from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight, SinksWeight
 from lightserve.common.basemodel.layer_weights.experts import ExpertsWeight, MoeFfnWeight
-from lightserve.common.basemodel.layer_weights.ffn import FfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import PLAIN as PLAIN_ACTIVATIONS, FfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import (
     Block,
@@ -79,6 +79,7 @@ from lightserve.common.quantization import (
 from lightserve.model_files.config.model_config import ModelConfig, RopeConfig
 
 __all__ = [
+    "PLAIN_ACTIVATIONS",
     "BaseLayerInfer",
     "Block",
     "CheckpointTensor",

@@ -83,7 +83,7 @@ class TpPartBaseModel(LoadableModel):
         """What layers store: keys and values of each token, in groups of layers with the same heads, and states."""
         layers: dict[tuple[int, int, int | None], list[int]] = {}
         for spec in self.layer_specs:
-            if not spec.has_attention or not spec.is_causal:
+            if not spec.has_attention or not spec.is_causal or spec.kv_source is not None:
                 continue
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
@@ -92,7 +92,9 @@ class TpPartBaseModel(LoadableModel):
             KvGroup(tuple(numbers), heads, dim, dim, dtype, scale_dtype, window)
             for (heads, dim, window), numbers in layers.items()
         )
-        return KvLayout(tuple(groups), state_groups(self.layer_specs, self.tp.size, self.args.dtype))
+        sources = ((spec.layer_num, spec.kv_source) for spec in self.layer_specs)
+        readers = tuple((layer, source) for layer, source in sources if source is not None)
+        return KvLayout(tuple(groups), state_groups(self.layer_specs, self.tp.size, self.args.dtype), readers)
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.spec, self.tp)

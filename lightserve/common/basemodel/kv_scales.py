@@ -51,7 +51,8 @@ class KvScales:
     def of_layer(self, spec: LayerSpec, tp: RankGroup) -> Tensor:
         """``[2 * kv_heads]`` of this rank, keys first, in float32."""
         ones = torch.ones(spec.num_kv_heads)
-        parts = [self._found.get((spec.layer_num, kind), ones) for kind in ("k", "v")]
+        layer = spec.layer_num if spec.kv_source is None else spec.kv_source
+        parts = [self._found.get((layer, kind), ones) for kind in ("k", "v")]
         heads = tp.part_of(spec.num_kv_heads)
         return torch.cat([scales.expand(spec.num_kv_heads)[heads] for scales in parts])
 

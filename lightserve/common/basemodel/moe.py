@@ -39,6 +39,7 @@ class MoeSpec:
     experts_bias: bool = False
     shared_size: int = 0  # of the shared experts together; 0: there are none
     has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
+    is_beside_ffn: bool = False  # the layer has its feed-forward too, and adds what both return
     has_shared_apart: bool = False  # they are stored in another format than the others
 
     @property

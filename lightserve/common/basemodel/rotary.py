@@ -44,6 +44,13 @@ def _default_frequencies(rope: RopeConfig, dim: int, max_len: int = 0) -> Tensor
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2).float() / dim)
 
 
+def _proportional_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
+    """The first ones are those of a whole head, and the others 0."""
+    frequencies = _default_frequencies(rope, dim) / rope.factor
+    frequencies[int(rope.partial_rotary_factor * dim // 2) :] = 0
+    return frequencies
+
+
 def _linear_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
     return _default_frequencies(rope, dim) / rope.factor
 
@@ -115,6 +122,7 @@ _FREQUENCIES: dict[str, Callable[[RopeConfig, int, int], Tensor]] = {
     "linear": _linear_frequencies,
     "llama3": _llama3_frequencies,
     "longrope": _longrope_frequencies,
+    "proportional": _proportional_frequencies,
     "yarn": _yarn_frequencies,
 }
 _ATTENTION_FACTORS = {"longrope": _longrope_attention_factor, "yarn": _yarn_attention_factor}

@@ -121,6 +121,8 @@ class LayerSpec:
     scale: float  # of the products of queries and keys
     query_scale: QueryScale | None = None  # a factor that grows with the position
     is_causal: bool = True  # a token sees no later one; False: the layer has no KV cache
+    kv_source: int | None = None  # it has no keys, values and KV cache of its own, but reads those of this layer
+    has_v_proj: bool = True  # False: the values are computed from what the projection of the keys returns
     window: int | None = None  # tokens that a query sees, its own included; not causal: on each side
     softcap: float | None = None
     has_sinks: bool = False
@@ -163,26 +165,29 @@ class LayerSpec:
     @property
     def num_weights(self) -> int:
         """Roughly, of all linears."""
-        ffn = self._ffn_weights if self.moe is None else self.moe.num_weights(self.hidden_size)
-        return self._mixer_weights + ffn
+        experts = 0 if self.moe is None else self.moe.num_weights(self.hidden_size)
+        return self._mixer_weights + self._ffn_weights + experts
 
     @property
     def active_weights(self) -> int:
         """Those of them that one token is multiplied with."""
-        if self.moe is None:
-            return self.num_weights
-        return self._mixer_weights + self.moe.active_weights(self.hidden_size)
+        experts = 0 if self.moe is None else self.moe.active_weights(self.hidden_size)
+        return self._mixer_weights + self._ffn_weights + experts
 
     @property
     def _mixer_weights(self) -> int:
         """Of attention or mixer."""
         if self.mixer is not None:
             return self.mixer.num_weights(self.hidden_size)
-        heads = (3 if self.has_output_gate else 2) * self.num_heads + 2 * self.num_kv_heads
+        kv_projs = 0 if self.kv_source is not None else 1 + self.has_v_proj
+        heads = (3 if self.has_output_gate else 2) * self.num_heads + kv_projs * self.num_kv_heads
         return heads * self.head_dim * self.hidden_size
 
     @property
     def _ffn_weights(self) -> int:
+        """Of the feed-forward that every token uses, without shared experts."""
+        if self.moe is not None and not self.moe.is_beside_ffn:
+            return 0
         return (3 if self.is_gated else 2) * self.intermediate_size * self.hidden_size
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
@@ -191,7 +196,10 @@ class LayerSpec:
 
     def check_tp(self, size: int) -> None:
         """Check that ``size`` ranks can split the layer."""
-        for width in (self.intermediate_size,) if self.moe is None else self.moe.widths:
+        widths = () if self.moe is None else self.moe.widths
+        if self.moe is None or self.moe.is_beside_ffn:
+            widths += (self.intermediate_size,)
+        for width in widths:
             LayerShape(self.num_heads, self.num_kv_heads, width).check_tp(size)
         if self.mixer is not None:
             self.mixer.check_tp(size)

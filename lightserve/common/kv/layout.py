@@ -126,15 +126,22 @@ class KvLayout:
     """The layers of a rank that store KV, each in one group, and those that store states, each in one group.
 
     A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no KV
-    group. A layer may have a KV group and a state group.
+    group, and neither has one that reads the cache of another layer. A layer may have a KV group and a state group.
     """
 
     groups: tuple[KvGroup, ...]
     states: tuple[StateGroup, ...] = ()
+    readers: tuple[tuple[int, int], ...] = ()  # a layer without a cache of its own, and the layer whose cache it reads
 
     def __post_init__(self) -> None:
         _check_layers(self.groups, "KV")
         _check_layers(self.states, "state")
+        with_kv = {layer for group in self.groups for layer in group.layers}
+        for reader, source in self.readers:
+            if reader in with_kv or source not in with_kv:
+                raise ValueError(
+                    f"layer {reader} cannot read the KV of layer {source}; layers with KV: {sorted(with_kv)}"
+                )
 
     @classmethod
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> KvLayout:
@@ -144,7 +151,8 @@ class KvLayout:
     def of_layers(self, layers: Iterable[int]) -> KvLayout:
         """Only these layers."""
         wanted = set(layers)
-        return KvLayout(_parts(self.groups, wanted), _parts(self.states, wanted))
+        readers = tuple(pair for pair in self.readers if pair[0] in wanted)
+        return KvLayout(_parts(self.groups, wanted), _parts(self.states, wanted), readers)
 
     @property
     def num_layers(self) -> int:
@@ -170,4 +178,6 @@ class KvLayout:
         return max((group.window for group in self.groups if group.window is not None), default=None)
 
     def group_of(self, layer_num: int) -> KvGroup | None:
-        return next((group for group in self.groups if layer_num in group.layers), None)
+        """The group of the cache that a layer reads."""
+        source = dict(self.readers).get(layer_num, layer_num)
+        return next((group for group in self.groups if source in group.layers), None)

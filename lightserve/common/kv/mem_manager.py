@@ -5,10 +5,14 @@ The router tracks who uses a slot or a row (router/kv/slots.py).
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from lightserve.common.kv.layout import KvGroup, KvLayout
+
+Value = TypeVar("Value")
 
 
 class MemoryManager:
@@ -31,7 +35,7 @@ class MemoryManager:
         self.group_sizes = group_sizes
         self.layout = layout
         windowed = [group for group in layout.groups if group_sizes and group.window is not None]
-        self._pool_of = {layer: 0 for group in windowed for layer in group.layers}
+        self._pool_of = self._with_readers({layer: 0 for group in windowed for layer in group.layers})
         # one per group, [layers, slots, *token_shape]; for plain keys and values [layers, slots, 2 * kv_heads, dim]
         self.buffers = [
             torch.empty(len(group.layers), self._slots(group), *group.token_shape, dtype=group.dtype, device=device)
@@ -45,8 +49,8 @@ class MemoryManager:
             for i, group in enumerate(layout.groups)
             if group.scale_dtype is not None
         }
-        self._layers = self._by_layer(dict(enumerate(self.buffers)))
-        self._scales = self._by_layer(self.scale_buffers)
+        self._layers = self._with_readers(self._by_layer(dict(enumerate(self.buffers))))
+        self._scales = self._with_readers(self._by_layer(self.scale_buffers))
         # for each group its tensors, [layers, rows, *shape]
         self.state_buffers = [
             tuple(
@@ -58,6 +62,11 @@ class MemoryManager:
         self._states: dict[int, tuple[Tensor, ...]] = {}
         for state_group, buffers in zip(layout.states, self.state_buffers, strict=True):
             self._states |= zip(state_group.layers, zip(*buffers, strict=True), strict=True)
+
+    def _with_readers(self, by_layer: dict[int, Value]) -> dict[int, Value]:
+        """Also for the layers that read the cache of another one."""
+        readers = self.layout.readers
+        return by_layer | {layer: by_layer[source] for layer, source in readers if source in by_layer}
 
     def _slots(self, group: KvGroup) -> int:
         """With the slot of padding."""

@@ -24,6 +24,7 @@ from lightserve.common.ops.attention import (
     write_kv,
 )
 from lightserve.common.ops.experts import (
+    GATED_GELU_TANH,
     MAX_EXPERTS,
     NO_EXPERT,
     ExpertsParams,

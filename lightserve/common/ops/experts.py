@@ -6,6 +6,7 @@ the pairs of padding rows, and pairs of experts that another rank holds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,19 +55,26 @@ class RouteSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatedSilu:
-    """``(up + up_offset) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``+-limit``.
+    """``(up + up_offset) * gate * sigmoid(alpha * (gate + cubic * gate**3))``.
 
-    The defaults are the usual gated SiLU. gpt-oss has alpha 1.702, limit 7 and offset 1.
+    Gate is at most ``limit`` and up within ``+-limit``. The defaults are the usual gated SiLU. gpt-oss has alpha 1.702,
+    limit 7 and offset 1. The tanh form of GELU (``GATED_GELU_TANH``) is this with a cubic term.
     """
 
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+    cubic: float = 0.0
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + self.up_offset) * gate * sigmoid(self.alpha * gate)
+        argument = gate + self.cubic * gate**3 if self.cubic else gate
+        return (up + self.up_offset) * gate * sigmoid(self.alpha * argument)
+
+
+# 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
+GATED_GELU_TANH = GatedSilu(alpha=2 * math.sqrt(2 / math.pi), cubic=0.044715)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

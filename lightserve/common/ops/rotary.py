@@ -30,7 +30,8 @@ class RotaryAngles(NamedTuple):
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate ``[tokens, heads, dim]`` in place by each token's angles, ``[tokens, rotary_dim / 2]`` in float32.
 
-    Element i is paired with element i + rotary_dim / 2; elements past rotary_dim stay as they are.
+    Element i is paired with element i + rotary_dim / 2; elements past rotary_dim stay as they are. ``k`` may have no
+    heads.
     """
     half = cos.shape[-1]
     c, s = cos[:, None, :], sin[:, None, :]

@@ -165,6 +165,51 @@ def gemma3(hf: Fields) -> dict[str, Any]:
     return rope | windows_except_every(6)(hf)
 
 
+def gemma4(hf: Fields) -> dict[str, Any]:
+    """Layers that see all tokens have other heads, and layers without keys and values may be twice as wide.
+
+    Published files have fields for these heads, and files that transformers saves today a table for each such layer.
+    """
+    types = hf.get("layer_types") or windows_except_every(6)(hf).get("layer_types")
+    if not isinstance(types, list) or not types:
+        return {}  # ModelConfig refuses it
+    if hf.get("layer_types") is None:
+        types[-1] = "full_attention"
+    shapes = [_gemma4_shape(hf, layer, kind) for layer, kind in enumerate(types)]
+    width, readers = hf.get("intermediate_size"), hf.get("num_kv_shared_layers")
+    widths = [width] * len(types)
+    if hf.get("use_double_wide_mlp") and isinstance(width, int) and isinstance(readers, int) and readers < len(types):
+        widths[len(types) - readers :] = [2 * width] * readers
+    return {
+        "layer_types": types,
+        "rope_parameters": hf.get("rope_parameters") or _GEMMA4_ROPE,
+        "num_experts": hf.get("num_experts") if hf.get("enable_moe_block") else None,
+        "head_dim_per_layer": [head_dim for head_dim, _ in shapes],
+        "num_key_value_heads_per_layer": [kv_heads for _, kv_heads in shapes],
+        "intermediate_size_per_layer": widths,
+    }
+
+
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+def _gemma4_shape(hf: Fields, layer: int, kind: Any) -> tuple[Any, Any]:
+    """The size of a head, and the number of KV heads."""
+    head_dim, kv_heads = hf.get("head_dim"), hf.get("num_key_value_heads")
+    tables = hf.get("per_layer_config")
+    if isinstance(tables, dict):
+        table = tables.get(str(layer))
+        table = table if isinstance(table, dict) else {}
+        return table.get("head_dim", head_dim), table.get("num_key_value_heads", kv_heads)
+    if kind != "full_attention":
+        return head_dim, kv_heads
+    global_heads = hf.get("num_global_key_value_heads") if hf.get("attention_k_eq_v") else None
+    return hf.get("global_head_dim") or 512, global_heads or kv_heads
+
+
 def gpt_bigcode(hf: Fields) -> dict[str, Any]:
     return {"num_key_value_heads": 1 if hf.get("multi_query", True) else hf.get("num_attention_heads")}
 

@@ -12,7 +12,7 @@ from lightserve.model_files.config.layer_shapes import LayerShape, per_layer
 from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.quantization import QuantConfig, read_quant_config
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "proportional", "yarn")
 # Phi-3's first name for longrope; positions of Qwen-VL in three axes, which are the same for text
 ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # A config.json with larger values is damaged. These limits refuse it before anything of that size is built.
@@ -59,8 +59,8 @@ class RopeConfig:
     trained_len: int = 1  # max_position_embeddings
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many numbers of a head rotate."""
-        return int(head_dim * self.partial_rotary_factor)
+        """How many numbers of a head rotate. In a proportional rope all do, some of them by an angle of 0."""
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def factors(self, max_len: int) -> tuple[float, ...]:
         """longrope: of every frequency. Requests longer than the trained length need the long factors.
@@ -86,7 +86,7 @@ class RopeConfig:
         name, beta = "original_max_position_embeddings", "llama_4_scaling_beta"
         original = _count({name: hf.get(name) or rope.get(name) or max_position}, name, most=MAX_POSITION)
         is_given = bool(hf.get(name) or rope.get(name))
-        if rope_type != "default" and not rope.get("factor") and not is_given:
+        if rope_type not in ("default", "proportional") and not rope.get("factor") and not is_given:
             raise ModelFilesError(f"config.json: rope type {rope_type!r} needs a factor")
         config = cls(
             rope_type=rope_type,
@@ -179,9 +179,10 @@ class ModelConfig:
             raise ModelFilesError(
                 f"config.json: hidden_size {self.hidden_size} does not divide among {self.num_heads} heads"
             )
-        if int(self.head_dim * self.rope.partial_rotary_factor) % 2:
-            raise ModelFilesError(f"config.json: head_dim {self.head_dim} is odd, and rotary positions need pairs")
-        if self.rope.rope_type == "dynamic" and int(self.head_dim * self.rope.partial_rotary_factor) == 2:
+        for head_dim in {*self.head_dims}:
+            if self.rope.rotary_dim(head_dim) % 2:
+                raise ModelFilesError(f"config.json: head_dim {head_dim} is odd, and rotary positions need pairs")
+        if self.rope.rope_type == "dynamic" and self.rope.rotary_dim(self.head_dim) == 2:
             raise ModelFilesError("config.json: a dynamic rope needs more than one rotary pair")
         self.rope.check_factors(self.head_dim)
 
@@ -193,6 +194,11 @@ class ModelConfig:
         columns = [self._of_layers(key, default) for key, default in keys.items()]
         shapes = [LayerShape(*shape) for shape in zip(*columns, strict=True)]
         return [shape.without_attention() if self.is_recurrent(i) else shape for i, shape in enumerate(shapes)]
+
+    @property
+    def head_dims(self) -> list[int]:
+        """Of every layer."""
+        return self._of_layers("head_dim", self.head_dim)
 
     def _of_layers(self, key: str, default: int) -> list[int]:
         key = per_layer(key)

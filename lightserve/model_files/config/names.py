@@ -41,8 +41,8 @@ COMMON_NAMES = {
     "activation_function": "hidden_act",
     "hidden_activation": "hidden_act",
 }
-# null in the file is a value of these fields: no window, or as many KV heads as heads
-NULL_IS_A_VALUE = {"num_key_value_heads", "sliding_window"}
+# null in the file is a value of these fields: no window, no inputs of layers, or as many KV heads as heads
+NULL_IS_A_VALUE = {"hidden_size_per_layer_input", "num_key_value_heads", "sliding_window"}
 # where one of the older fields is in the file, the newer one has no default
 OLDER_FIELDS = {"rope_parameters": frozenset({"rope_theta", "rope_scaling"})}
 
@@ -90,6 +90,21 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
+}
+_GEMMA4 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
 }
 _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
@@ -192,6 +207,15 @@ MODELS = {
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
+    "gemma4_text": ConfigNames(
+        {"top_k_experts": "num_experts_per_tok"},
+        {**_GEMMA4, "hidden_size_per_layer_input": 256},
+        config_derived.gemma4,
+    ),
+    "gemma4_unified_text": ConfigNames(
+        defaults={**_GEMMA4, "max_position_embeddings": 262_144, "sliding_window": 1024},
+        derived=config_derived.gemma4,
+    ),
     "glm": ConfigNames(defaults=_GLM),
     "glm4": ConfigNames(defaults=_GLM),
     # heads of any number: hidden_size need not divide among them

@@ -11,6 +11,8 @@ TEXT_CONFIG = "text_config"
 # model_type of the whole model: as which model_type its language model is served, if text_config does not say
 TEXT_TYPES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "kimi_k25": "deepseek_v3",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
@@ -29,7 +31,10 @@ SERVED_AS = {
     "qwen3_vl_moe_text": "qwen3_vl_moe",
 }
 # prefixes of the tensors of the other parts, with or without ``model.`` before them
-OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.")
+OTHER_PARTS = (
+    *("visual.", "vision_tower.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
+    *("multi_modal_projector.", "mm_projector."),
+)
 
 
 def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from lightserve.model_files.pooling.sentence_transformers import SentenceTransfo
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 Pooling = Literal["cls", "mean", "last", "max"]
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "nomic_bert", "modernbert"})
+# whose tokens see later ones, in Gemma 4: those of an image, or all
+GEMMA4_BIDIRECTIONAL = {"vision": False, "all": True}
 # classes of decoders without a head for text; others of that name, such as ChatGLMModel, generate
 EMBEDDERS = frozenset(
     {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel"}
@@ -192,6 +194,8 @@ def _is_causal(hf: Mapping[str, Any]) -> bool:
         return False
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         value = hf.get(key)
+        if isinstance(value, str):
+            value = GEMMA4_BIDIRECTIONAL.get(value, value)
         if value is not None and not isinstance(value, bool):
             raise ModelFilesError(f"config.json: {key} is {str(value)[:100]!r}, wanted true or false; correct it")
         if value is (not causal):

@@ -30,7 +30,11 @@ SMALL = {
     "max_position_embeddings": MAX_LEN,
 }
 IMAGE_TEXT_TYPES = {*TEXT_TYPES, "mistral4"}  # transformers lists them in this class
-QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+# near 1: small norms of queries and keys make all scores alike, and small factors hide the layers before
+ABOUT_ONE = (
+    *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
+    *("layer_scalar", "router.scale", "per_expert_scale"),
+)
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -48,6 +52,7 @@ class Case:
     convert: Callable[[Json, Tensors], tuple[Json, Tensors]] | None = None
     adapt_oracle: Callable[[Any], Any] | None = None
     divides_among_ranks: bool = True
+    divides_among_stages: bool = True  # of a pipeline
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,8 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
     hf = hf.float().eval()
     for name, weight in hf.state_dict().items():  # parameters, and buffers that a checkpoint has
         weight.normal_(std=0.15)
-        if any(norm in name for norm in QK_NORMS):
-            weight.add_(1)  # small norms of queries and keys make all scores alike, which hides errors
+        if any(part in name for part in ABOUT_ONE):
+            weight.add_(1)
         if name.endswith("A_log"):
             weight.sub_(3)  # slow decays: an error in a state shows many tokens later
         weight.copy_(weight.to(dtype))

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from test.models.architectures import dense_a, dense_b, dense_c, hybrid, latent, llama_like, moe, moe_b, vision_language
+from test.models.architectures import (
+    dense_a,
+    dense_b,
+    dense_c,
+    gemma4,
+    hybrid,
+    latent,
+    llama_like,
+    moe,
+    moe_b,
+    vision_language,
+)
 
-MODULES = dense_a, dense_b, dense_c, hybrid, latent, llama_like, moe, moe_b, vision_language
+MODULES = dense_a, dense_b, dense_c, gemma4, hybrid, latent, llama_like, moe, moe_b, vision_language
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}

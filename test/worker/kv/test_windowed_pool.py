@@ -34,6 +34,16 @@ SMALL = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**SMALL, "num_hidden_layers": 3, "head_dim": 16, "sliding_window_pattern": 3},
     "mistral": {**SMALL, "num_hidden_layers": 2},  # all layers have the window
+    "gemma4_text": {  # layers that read the caches of others, in both pools
+        **SMALL,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "vocab_size_per_layer_input": 131,
+        "hidden_size_per_layer_input": 8,
+    },
     "gpt_oss": {**SMALL, "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 KEPT = WINDOW - 1 + 64

@@ -95,7 +95,8 @@ class DecoderLayerWeight(TransformerLayerWeight):
             scales_rows=self._keys_to_scale is not None,
         )
         self.q_norm = qk_norm_weight(f"{at}.{names.q_norm}", spec.num_heads, spec, context)
-        self.k_norm = qk_norm_weight(f"{at}.{names.k_norm}", spec.num_kv_heads, spec, context)
+        has_keys = spec.kv_source is None
+        self.k_norm = qk_norm_weight(f"{at}.{names.k_norm}", spec.num_kv_heads, spec, context) if has_keys else None
         self.sinks = SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
         self.o_proj = RowWeight(
             f"{at}.{names.o}", width, hidden, context, bias=spec.o_bias, is_transposed=is_transposed
@@ -177,7 +178,7 @@ def _o_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:
 
 
 def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:
-    if spec.moe is not None:
+    if spec.moe is not None and not spec.moe.is_beside_ffn:
         return MoeFfnWeight(spec, spec.moe, context)
     return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
 
@@ -193,7 +194,8 @@ def _qkv(spec: LayerSpec) -> list[Block]:
     if spec.has_rope_pairs:
         maps[:2] = [pairs_to_halves(maps[i], heads[i], spec.rotary_dim) for i in range(2)]
     blocks = zip(prefixes, heads, maps, strict=True)
-    return [Block(f"{spec.prefix}.{name}", count, spec.head_dim, rows) for name, count, rows in blocks]
+    linears = [Block(f"{spec.prefix}.{name}", count, spec.head_dim, rows) for name, count, rows in blocks]
+    return linears[:1] if spec.kv_source is not None else linears if spec.has_v_proj else linears[:2]
 
 
 def _qkv_rows(spec: LayerSpec) -> list[RowMap]:

@@ -20,6 +20,9 @@ from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import ExpertsSpec, are_alike
 from lightserve.errors import ModelFilesError, ServerError
 
+# of a layer: what its experts compute between their linears
+EXPERT_ACTIVATIONS = {"silu": ops.GatedSilu(), "gelu_tanh": ops.GATED_GELU_TANH}
+
 
 class ExpertsWeight(Weight):
     """The experts of a layer. Every rank has a part of each, or, with expert parallel, some of them as a whole."""
@@ -89,10 +92,8 @@ class MoeFfnWeight(FfnWeight):
     has_experts = True
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
-        moe = _with_shared_apart(spec, moe)
+        moe = _with_shared_apart(spec, _with_activation(spec, moe))
         at, names, hidden = spec.prefix, moe.names, spec.hidden_size
-        if spec.activation != "silu":
-            raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: silu")
         if spec.names.down_norm is not None:
             raise ModelFilesError(f"{spec.config.model_type}: experts with a norm before down are not supported")
         self._tp = context.tp
@@ -128,6 +129,16 @@ class MoeFfnWeight(FfnWeight):
         """What the shared experts add, without the parts of other ranks."""
         out = shared.partial_forward(x)
         return out if self.shared_gate is None else out * ops.gate(self.shared_gate.mm(x))
+
+
+def _with_activation(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
+    """The layer's activation in its experts, unless the model gives them one of their own."""
+    if spec.activation not in EXPERT_ACTIVATIONS:
+        known = ", ".join(EXPERT_ACTIVATIONS)
+        raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: {known}")
+    if moe.activation != ops.GatedSilu():
+        return moe
+    return replace(moe, activation=EXPERT_ACTIVATIONS[spec.activation])
 
 
 def _route_spec(moe: MoeSpec) -> ops.RouteSpec:

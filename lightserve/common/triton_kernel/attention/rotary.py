@@ -32,7 +32,8 @@ def _rotary_kernel(
     sin = tl.load(sin_ptr + token * sin_token_stride + cols, mask=cols < HALF, other=0.0)
 
     rotate(q_ptr + token * q_token_stride, None, None, 0.0, cos, sin, cols, Q_HEADS, DIM, HALF)
-    rotate(k_ptr + token * k_token_stride, None, None, 0.0, cos, sin, cols, K_HEADS, DIM, HALF)
+    if K_HEADS > 0:
+        rotate(k_ptr + token * k_token_stride, None, None, 0.0, cos, sin, cols, K_HEADS, DIM, HALF)
 
 
 @ops.rotary.impl("triton")

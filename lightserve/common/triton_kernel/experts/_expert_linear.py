@@ -52,11 +52,14 @@ class PairBlocks:
 
 
 @triton.jit
-def gated_silu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+def gated_silu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, CUBIC: tl.constexpr):
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return (up + UP_OFFSET) * gate * tl.sigmoid(ALPHA * gate)
+    argument = gate
+    if CUBIC != 0:
+        argument += CUBIC * gate * gate * gate
+    return (up + UP_OFFSET) * gate * tl.sigmoid(ALPHA * argument)
 
 
 @triton.jit
@@ -91,6 +94,7 @@ def store_pairs(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
 ):
     """Store ``acc`` ``[rows of the weight, pairs]`` of this program, after bias and activation."""
     BLOCK_N: tl.constexpr = acc.shape[0]
@@ -101,7 +105,7 @@ def store_pairs(
         acc += bias.to(tl.float32)[:, None]
     if IS_GATED:
         gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
-        acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET)
+        acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
     PARTS: tl.constexpr = 2 if IS_GATED else 1
     width = out_size // PARTS
     out_cols = (tl.program_id(0) * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS))[:, None]
@@ -127,6 +131,7 @@ def _expert_linear_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -149,7 +154,7 @@ def _expert_linear_kernel(
         x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_in, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=is_weight_row[:, None] & is_in, other=0.0)
         acc = tl.dot(weight, x.T, acc=acc, input_precision="ieee")
-    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET)
+    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET, CUBIC)
 
 
 def expert_linear(
@@ -188,6 +193,7 @@ def expert_linear(
         ALPHA=shape.alpha,
         LIMIT=shape.limit,
         UP_OFFSET=shape.up_offset,
+        CUBIC=shape.cubic,
         IS_EVEN=in_size % block_k == 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

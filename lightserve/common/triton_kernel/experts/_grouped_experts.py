@@ -41,6 +41,7 @@ def _activate_pairs_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -53,7 +54,7 @@ def _activate_pairs_kernel(
         gate_up += tl.load(bias_ptr + expert * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     gate, up = tl.split(gate_up.reshape(BLOCK, 2))
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gated = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET)
+    gated = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
     tl.store(out_ptr + row * width + cols, gated, mask=cols < width)
 
 
@@ -93,6 +94,7 @@ def activate_pairs(gate_up: Tensor, bias: Tensor | None, ids: Tensor, pairs: Ten
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         UP_OFFSET=activation.up_offset,
+        CUBIC=activation.cubic,
         BLOCK=BLOCK,
     )
     return out

@@ -143,6 +143,7 @@ def _quantized_expert_linear_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
     KIND: tl.constexpr,
     NUMBERS: tl.constexpr,  # of a byte
     GROUP: tl.constexpr,
@@ -195,7 +196,7 @@ def _quantized_expert_linear_kernel(
         acc *= _load_scales(scales_ptr + at, is_weight_row, KIND)
         if offsets_ptr is not None:
             acc += tl.load(offsets_ptr + at, mask=is_weight_row, other=0.0) * x_sum
-    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET)
+    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET, CUBIC)
 
 
 def block_k_of(weight: QuantizedWeight, most: int) -> int:
@@ -270,6 +271,7 @@ def quantized_expert_linear(
         ALPHA=shape.alpha,
         LIMIT=shape.limit,
         UP_OFFSET=shape.up_offset,
+        CUBIC=shape.cubic,
         KIND=KINDS[type(weight)],
         NUMBERS=weight.codes_per_byte,
         GROUP=weight.group_size,
