@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 FUZZ_EXAMPLES, FUZZ_EXAMPLES_LONG = 15, 3000
-HISTORIES, HISTORIES_LONG = 100, 1000
+HISTORIES, HISTORIES_LONG = 50, 1000
 INTERPRETED_SHARE = 12  # all of them would take minutes
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -120,6 +120,8 @@ def _sample_interpreted(config: pytest.Config, items: list[pytest.Item]) -> None
 
 
 def _backend_of(item: pytest.Item) -> str:
+    if item.get_closest_marker("interpreted"):
+        return "triton"
     callspec = getattr(item, "callspec", None)
     backend = callspec.params.get("backend") if callspec else None
     return backend if isinstance(backend, str) else ""

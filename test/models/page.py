@@ -21,9 +21,12 @@ from test.models.architectures.cases import CASES
 
 FAMILIES = {
     "Yi": "Yi",
+    "apertus": "Apertus",
     "aquila": "Aquila 2",
     "arcee": "Arcee AFM",
     "baichuan": "Baichuan 1 and 2",
+    "bailing_moe": "Ling 1, 1.5, Ring",
+    "bailing_moe_v2": "Ling 2, Ring 2",
     "bert": "BERT, MiniLM, bge, e5",
     "bitnet": "BitNet without quantization_config",
     "bloom": "BLOOM, BLOOMZ",
@@ -31,11 +34,17 @@ FAMILIES = {
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B",
     "cohere": "Command R, R+, Aya",
     "cohere2": "Command R7B, Command A",
+    "cwm": "CWM",
     "deci": "DeciLM",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1",
+    "dots1": "dots.llm1",
+    "ernie4_5": "ERNIE 4.5 0.3B",
+    "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "exaone4": "EXAONE 4",
+    "exaone_moe": "K-EXAONE",
     "falcon": "Falcon, Falcon 2",
+    "flex_olmo": "FlexOlmo",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3, text only",
@@ -52,14 +61,23 @@ FAMILIES = {
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE",
     "granitemoehybrid": "Granite 4",
+    "helium": "Helium",
+    "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
+    "hunyuan_v1_moe": "Hunyuan A13B",
+    "hy_v3": "Hy3",
+    "hyperclovax": "HyperCLOVA X SEED Think",
     "internlm": "InternLM",
     "internlm2": "InternLM 2, 2.5",
     "internlm3": "InternLM 3",
+    "jais2": "Jais 2",
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "lfm2": "LFM 2, 2.5",
     "llama": "Llama 1 to 3, SmolLM 2",
+    "mellum": "Mellum 2",
+    "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
+    "minicpm3": "MiniCPM 3",
     "minimax_m2": "MiniMax M2",
     "ministral": "Ministral 8B",
     "ministral3": "Ministral 3",
@@ -97,10 +115,13 @@ FAMILIES = {
     "roberta": "RoBERTa",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM 3",
+    "solar_open": "Solar Open",
     "stablelm": "StableLM 2, 3B, 12B",
     "starcoder2": "StarCoder 2",
+    "vaultgemma": "VaultGemma",
     "xlm-roberta": "XLM-RoBERTa, bge-m3, multilingual-e5",
     "xverse": "XVERSE",
+    "youtu": "Youtu-LLM",
 }
 # models that are served as another one when they come from a GGUF file
 GGUF_NAMES = {
@@ -140,8 +161,13 @@ NOTES = """\
   the short factors for them. `--max_req_total_len 4096` gives the logits of transformers.
 - `minicpm`: MiniCPM 4 attends sparsely from `dense_len` tokens on (8,192 in its files). That is its
   longest request here.
+- `nemotron_h`: files with experts, such as those of Nemotron 3, are refused: their experts have no
+  gate. Steps are limited by `time_step_limit`, as in NVIDIA's code; transformers limits them by
+  `time_step_min`.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
-  `quantization_config` says. They are refused."""
+  `quantization_config` says. They are refused.
+- `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
+  a fifth more memory."""
 ENCODER_INTRODUCTION = """\
 
 ## Encoders

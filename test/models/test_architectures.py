@@ -22,7 +22,7 @@ from lightserve.common import (
 from lightserve.common.basemodel import LogitRows
 from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
-from lightserve.model_files.config.text_part import with_text_config
+from lightserve.models.registry import read_model_config
 from lightserve.parity.compare import row_errors
 from test.models.architectures import hybrid
 from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
@@ -116,7 +116,7 @@ def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype
     is_hybrid = name in hybrid.CASES
     tiny = build(hybrid.with_all_experts(CASES[name]) if is_hybrid else CASES[name], dtype)
 
-    has_experts = "num_experts_per_tok" in with_text_config(tiny.config_json)
+    has_experts = read_model_config(tiny.config_json, None).experts_name is not None
     ours, theirs = all_logits(tiny, SHORT, dtype=dtype), expected_logits(tiny, SHORT)
     assert_same(ours, theirs, dtype, MOST_ROWS if has_experts else 1.0)
 

@@ -25,15 +25,20 @@ TINY = {
 NEED_MORE_FIELDS = {
     "deepseek_v2",
     "deepseek_v3",
+    "flex_olmo",
     "glm4_moe_lite",
     "gptj",
     "granitemoe",
+    "hunyuan_v1_moe",
     "kimi_k2",
     "kimi_k25",
+    "mimo_v2_flash",
+    "minicpm3",
     "mistral4",
     "mixtral",
     "nemotron-nas",
     "olmoe",
+    "youtu",
 }
 
 
@@ -46,8 +51,8 @@ def refuse(fields: dict[str, Any], message: str) -> None:
 def test_an_unknown_activation_is_refused(model_type: str) -> None:
     heads = {"num_key_value_heads": 2, "head_dim": 8}
     refuse(
-        {"model_type": model_type, "hidden_act": "xielu", **heads},
-        f"hidden_act 'xielu' is not supported .*{TEXT_TYPES.get(model_type, model_type)}",
+        {"model_type": model_type, "hidden_act": "mish", **heads},
+        f"hidden_act 'mish' is not supported .*{TEXT_TYPES.get(model_type, model_type)}",
     )
 
 

@@ -9,6 +9,7 @@ from test.ops.cases import assert_close, device_of, each_op_backend_and_dtype, r
 PLAIN = ["gate", "gelu", "gelu_tanh", "relu", "relu2", "silu", "softplus"]
 GATED = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "relu2_and_mul"]
 SHAPES = [(1, 2), (3, 66), (2, 2 * 1100), (2, 3, 10)]
+NUMBERS = [0.7, 1.2, 0.4, -0.3]  # of xielu
 
 
 @each_op_backend_and_dtype(*PLAIN)
@@ -59,3 +60,19 @@ def test_a_gate_and_softplus_saturate_without_nan(name: str, backend: str, dtype
     out = ops.OPS[name].impls[backend](x)
 
     assert_close(out, definition(wide(x)), dtype)
+
+
+@each_op_backend_and_dtype("xielu")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_xielu_joins_a_square_and_an_exponential(
+    name: str, backend: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = randn(*shape, dtype=dtype, device=device_of(backend)) * 4
+
+    out = ops.OPS[name].impls[backend](x, torch.tensor(NUMBERS, device=x.device))
+
+    square, exponential, linear, largest = NUMBERS
+    wanted = linear * wide(x) + torch.where(
+        x > 0, square * wide(x) ** 2, exponential * (wide(x).clamp(max=largest).exp() - 1 - wide(x))
+    )
+    assert_close(out, wanted, dtype)

@@ -149,6 +149,7 @@ def test_latent_context_attention_crosses_tiles(backend: str, lens: Lens) -> Non
     assert_near(out, defined_context(*args))
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("rows", [1, 40, 75, 200])
 def test_prefixes_that_the_buffer_has_no_room_for_are_expanded_by_the_attention(
     monkeypatch: pytest.MonkeyPatch, rows: int

@@ -103,6 +103,7 @@ def test_weights_may_be_rows_of_a_larger_one() -> None:
     assert_close(out, x @ weight.dequantize().T, torch.float32)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_weight_is_dequantised_part_by_part(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(dequantize, "SCRATCH_BYTES", 0)

@@ -55,6 +55,7 @@ def test_a_shared_prefix_changes_no_result(dtype: torch.dtype, lens: list[tuple[
     assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
+@pytest.mark.interpreted
 @each_dtype("triton")
 @pytest.mark.parametrize(("heads", "dim"), [((3, 3), 128), ((6, 2), 80), ((20, 1), 64)])
 @pytest.mark.parametrize("has_alibi", [False, True])

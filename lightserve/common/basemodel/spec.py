@@ -29,6 +29,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -86,6 +87,7 @@ class LayerNames:
     gate_up: str | None = None  # one linear instead of two: all rows of gate, then of up
     down_norm: str | None = None  # RMSNorm of the input of down; not with experts
     down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"  # of xielu: followed by the names of its learned numbers
     ffn_post_norm: str | None = None  # of what the feed-forward adds to the hidden states
 
 

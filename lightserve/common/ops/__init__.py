@@ -12,6 +12,7 @@ from lightserve.common.ops.activation import (
     silu,
     silu_and_mul,
     softplus,
+    xielu,
 )
 from lightserve.common.ops.attention import (
     WINDOW_MARGIN,

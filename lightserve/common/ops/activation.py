@@ -74,6 +74,20 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 @op
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """A square for positive x, an exponential for the others, and a linear part.
+
+    ``numbers`` ``[4]`` float32: the factors of the three, and the largest x of which the exponential is computed.
+    """
+    wide = x.float()
+    square, exponential, linear, largest = numbers.unbind()
+    curve = torch.where(
+        wide > 0, square * wide * wide, exponential * (torch.expm1(torch.minimum(wide, largest)) - wide)
+    )
+    return (curve + linear * wide).to(x.dtype)
+
+
+@op
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Gated SiLU of ``[tokens, 2 * width]``, gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)

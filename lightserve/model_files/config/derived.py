@@ -132,6 +132,15 @@ def minicpm(hf: Fields) -> dict[str, Any]:
     return {"dense_len": sparse.get("dense_len")} if isinstance(sparse, dict) else {}
 
 
+def minicpm3(hf: Fields) -> dict[str, Any]:
+    """Files that lack v_head_dim share hidden_size among the heads."""
+    hidden: Any = hf.get("hidden_size")
+    heads: Any = hf.get("num_attention_heads")
+    if hf.get("v_head_dim") is not None or not _are_counts(hidden, heads):
+        return {}
+    return {"v_head_dim": hidden // heads}
+
+
 def gemma(hf: Fields) -> dict[str, Any]:
     """The first files say gelu and mean its tanh form."""
     return {"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}
@@ -205,6 +214,80 @@ def chatglm(hf: Fields) -> dict[str, Any]:
         "partial_rotary_factor": 0.5,
     }
     return fields if "rope_theta" in hf else {**fields, "rope_theta": _product(10_000, ratio)}
+
+
+def cwm(hf: Fields) -> dict[str, Any]:
+    """layer_types: the first of every four layers sees all tokens."""
+    layers: Any = hf.get("num_hidden_layers")
+    if hf.get("layer_types") is not None or not _are_counts(layers):
+        return {}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(i % 4)] for i in range(min(layers, 10_000))]}
+
+
+def hunyuan(hf: Fields) -> dict[str, Any]:
+    """A dynamic rope with a fixed alpha is a default one with a larger base. Lists have one number for all layers."""
+    names = ("num_experts_per_tok", "num_shared_expert", "moe_intermediate_size")
+    fields = {name: _same_in_all(hf[name]) for name in names if name in hf}
+    rope = {**(_table(hf.get("rope_scaling"))), **_table(hf.get("rope_parameters"))}
+    alpha, base = rope.get("alpha"), rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+    hidden: Any = hf.get("hidden_size")
+    heads: Any = hf.get("num_attention_heads")
+    dim: Any = hf.get("head_dim") or (hidden // heads if _are_counts(hidden, heads) else None)
+    if not alpha or not isinstance(alpha, int | float) or not isinstance(base, int | float) or not _are_counts(dim):
+        return fields
+    scaled = base * alpha ** (dim / max(dim - 2, 1))
+    return {**fields, "rope_parameters": None, "rope_scaling": None, "rope_theta": scaled}
+
+
+def _table(value: Any) -> Fields:
+    return value if isinstance(value, dict) else {}
+
+
+def _same_in_all(value: Any) -> Any:
+    """A list that differs by layer stays, and is refused where it is read."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+
+
+def mimo(hf: Fields) -> dict[str, Any]:
+    """The hub's files list windows and experts as 0 and 1, and have fields of their own for windowed layers."""
+    layers: Any = hf.get("num_hidden_layers")
+    if not _are_counts(layers):
+        return {}
+    numbers, before = range(min(layers, 10_000)), hf.get("sliding_window_size")
+    windows = hf.get("hybrid_layer_pattern") or [int(i > 0 and (i + 1) % 6 > 0) for i in numbers]
+    kinds = hf.get("layer_types") or _named(windows, "full_attention", "sliding_attention")
+    sparse = hf.get("moe_layer_freq") or [int(i > 0) for i in numbers]
+    return {
+        "layer_types": kinds,
+        "mlp_layer_types": hf.get("mlp_layer_types") or _named(sparse, "dense", "sparse"),
+        "sliding_window": before + 1 if isinstance(before, int) else hf.get("sliding_window"),
+        "rope_parameters": hf.get("rope_parameters") or _mimo_rope(hf),
+        **_mimo_kv_heads(hf, kinds),
+    }
+
+
+def _mimo_kv_heads(hf: Fields, kinds: Any) -> dict[str, Any]:
+    """Windowed layers have a number of their own."""
+    heads: Any = hf.get("num_key_value_heads")
+    if not _are_counts(heads) or not isinstance(kinds, list):
+        return {}
+    windowed: Any = hf.get("swa_num_key_value_heads") or 2 * heads
+    of_layers = [windowed if kind == "sliding_attention" else heads for kind in kinds]
+    largest = max(of_layers) if _are_counts(*of_layers) else windowed
+    return {"num_key_value_heads": largest, "num_key_value_heads_per_layer": of_layers}
+
+
+def _mimo_rope(hf: Fields) -> dict[str, Any]:
+    rotary_share = hf.get("partial_rotary_factor") or 0.334
+    bases = {"full_attention": hf.get("rope_theta") or 5e6, "sliding_attention": hf.get("swa_rope_theta") or 1e4}
+    return {kind: {"rope_theta": base, "partial_rotary_factor": rotary_share} for kind, base in bases.items()}
+
+
+def _named(flags: Any, zero_name: str, one_name: str) -> Any:
+    """Values that are not a list of 0 and 1 stay, and are refused where they are read."""
+    is_list = isinstance(flags, list) and all(flag in (0, 1) for flag in flags)
+    return [one_name if flag else zero_name for flag in flags] if is_list else flags
 
 
 def internlm(hf: Fields) -> dict[str, Any]:

@@ -94,6 +94,40 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
 _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
+_SHARED_EXPERTS = {"num_shared_experts": "n_shared_experts"}
+_CWM = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 8192,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_MELLUM_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_MINICPM3 = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_interleave": False,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+}
+_ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _QWEN3_HYBRID = ConfigNames(
     defaults={
@@ -123,9 +157,12 @@ _MODERNBERT = {
 _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
+    "apertus": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE}),
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
+    "bailing_moe": ConfigNames(_SHARED_EXPERTS),
+    "bailing_moe_v2": ConfigNames(_SHARED_EXPERTS, {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1}),
     "bert": ConfigNames(defaults=_BERT),
     "bitnet": ConfigNames(
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 5, "hidden_act": "relu2", "rope_theta": 500_000.0}
@@ -138,8 +175,20 @@ MODELS = {
         defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
         derived=config_derived.windows_except_every(4),
     ),
+    "cwm": ConfigNames(defaults=_CWM, derived=config_derived.cwm),
+    "dots1": ConfigNames(
+        defaults={"use_sliding_window": True, "max_window_layers": 62},
+        derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
+    ),
+    "ernie4_5": ConfigNames(defaults=_ERNIE),
+    "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    "exaone_moe": ConfigNames(
+        _SHARED_EXPERTS,
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    ),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
+    "flex_olmo": ConfigNames(defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
@@ -169,8 +218,19 @@ MODELS = {
         },
         derived=config_derived.granite_hybrid,
     ),
+    "helium": ConfigNames(defaults={"rms_norm_eps": 1e-8}),
+    "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
+    "hunyuan_v1_moe": ConfigNames(
+        {"attention_head_dim": "head_dim", "moe_topk": "num_experts_per_tok"}, derived=config_derived.hunyuan
+    ),
+    "hy_v3": ConfigNames(
+        {**_SHARED_EXPERTS, "router_scaling_factor": "routed_scaling_factor"},
+        {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "rope_theta": 11_158_840.0},
+    ),
+    "hyperclovax": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "jais2": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "lfm2": ConfigNames(
         defaults={
             "rms_norm_eps": 1e-5,
@@ -182,9 +242,15 @@ MODELS = {
         derived=config_derived.lfm2,
     ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
+    "mellum": ConfigNames(
+        defaults={"norm_topk_prob": True, "sliding_window": 1024, "rope_parameters": _MELLUM_ROPE},
+        derived=config_derived.windows_of_layers(lambda layer, bound: False),
+    ),
+    "mimo_v2_flash": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 129}, derived=config_derived.mimo),
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm
     ),
+    "minicpm3": ConfigNames({"qk_rope_head_dim": "head_dim"}, _MINICPM3, config_derived.minicpm3),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),
     "mistral": ConfigNames(defaults=_MISTRAL, derived=config_derived.whole_rope),
@@ -244,7 +310,9 @@ MODELS = {
     ),
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+    "vaultgemma": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
     "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
+    "youtu": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"tie_word_embeddings": True}),
 }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
 from lightserve.common.ops import RouteSpec
+from lightserve.errors import ModelFilesError
+
+DENSE, SPARSE = "dense", "sparse"
 
 
 class Glm4MoeTpPartModel(bm.TpPartBaseModel):
@@ -39,3 +43,14 @@ def deepseek_v3_moe(config: bm.ModelConfig) -> bm.MoeSpec:
         has_score_bias=True,
         shared_size=width * config.count_or_0("n_shared_experts"),
     )
+
+
+def is_sparse(config: bm.ModelConfig, layer_num: int) -> bool:
+    """Whether a layer has experts: as mlp_layer_types lists it, or behind the first first_k_dense_replace layers."""
+    kinds, count = config.hf.get("mlp_layer_types"), config.num_layers
+    if kinds is None:
+        return layer_num >= config.count_or_0("first_k_dense_replace")
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (DENSE, SPARSE) for kind in kinds):
+        actual, wanted = reprlib.repr(kinds), f"a list of {count} times {DENSE!r} or {SPARSE!r}"
+        raise ModelFilesError(f"config.json: mlp_layer_types is {actual}, wanted {wanted}; correct it")
+    return bool(kinds[layer_num] == SPARSE)

@@ -16,16 +16,17 @@ UNSUPPORTED = {"num_experts": "experts", "mixer_types": "linear attention"}
 
 class MiniCpmTpPartModel(bm.TpPartBaseModel):
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
-        scale = self.config.number("scale_depth", 1.0) / math.sqrt(self.config.num_layers)
         has_bias = self.config.flag("attention_bias")
-        return replace(super().layer_spec(layer_num), residual_scale=scale, qkv_bias=has_bias, o_bias=has_bias)
+        return replace(
+            super().layer_spec(layer_num),
+            residual_scale=residual_scale(self.config),
+            qkv_bias=has_bias,
+            o_bias=has_bias,
+        )
 
     def model_spec(self) -> bm.ModelSpec:
-        return replace(
-            super().model_spec(),
-            embedding_scale=self.config.number("scale_emb", 1.0),
-            logit_scale=self.config.number("dim_model_base", 1.0) / self.config.hidden_size,
-        )
+        embedding_scale, logit_scale = embedding_and_logit_scale(self.config)
+        return replace(super().model_spec(), embedding_scale=embedding_scale, logit_scale=logit_scale)
 
     def _verify_params(self) -> None:
         for field, what in UNSUPPORTED.items():
@@ -39,3 +40,11 @@ class MiniCpmTpPartModel(bm.TpPartBaseModel):
                 f"config.json: sparse_config is set, but minicpm is supported without sparse attention only; set "
                 f"max_req_total_len to at most its dense_len, {self.config.count_or_0('dense_len')}"
             )
+
+
+def residual_scale(config: bm.ModelConfig) -> float:
+    return config.number("scale_depth", 1.0) / math.sqrt(config.num_layers)
+
+
+def embedding_and_logit_scale(config: bm.ModelConfig) -> tuple[float, float]:
+    return config.number("scale_emb", 1.0), config.number("dim_model_base", 1.0) / config.hidden_size

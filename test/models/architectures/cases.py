@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from test.models.architectures import dense_a, dense_b, hybrid, latent, llama_like, moe, vision_language
+from test.models.architectures import dense_a, dense_b, dense_c, hybrid, latent, llama_like, moe, moe_b, vision_language
 
-CASES = (
-    dense_a.CASES | dense_b.CASES | hybrid.CASES | latent.CASES | llama_like.CASES | moe.CASES | vision_language.CASES
-)
+MODULES = dense_a, dense_b, dense_c, hybrid, latent, llama_like, moe, moe_b, vision_language
+CASES = {name: case for module in MODULES for name, case in module.CASES.items()}

@@ -44,6 +44,30 @@ CHATGLM_NAMES = {
     "mlp.gate_up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
+BAILING_NAMES = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.qkv_proj": "attention.query_key_value",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+    "mlp.shared_expert.": "mlp.shared_experts.",
+}
+BAILING_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "norm_topk_prob",
+    "tie_word_embeddings",
+)
 
 
 def to_internlm(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
@@ -178,3 +202,49 @@ def fused(tensors: Tensors, join: Any = lambda *parts: torch.cat(parts)) -> Tens
 def renamed(tensors: Tensors, names: dict[str, str]) -> Tensors:
     pattern = re.compile("|".join(map(re.escape, names)))
     return {pattern.sub(lambda match: names[match[0]], name): tensor for name, tensor in tensors.items()}
+
+
+def to_bailing(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """From Qwen2-MoE without biases. The gate of the shared expert is in the oracle only."""
+    bailing = {
+        **{key: config[key] for key in BAILING_FIELDS},
+        "model_type": "bailing_moe",
+        "num_experts": config["num_experts"],
+        "num_shared_experts": config["shared_expert_intermediate_size"] // config["moe_intermediate_size"],
+        "first_k_dense_replace": 0,
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "rope_scaling": None,
+        "use_qkv_bias": config["qkv_bias"],
+    }
+    kept = {name: tensor for name, tensor in tensors.items() if "shared_expert_gate" not in name}
+    return bailing, renamed(fused(kept), BAILING_NAMES)
+
+
+def without_shared_gate(hf: Any) -> Any:
+    for layer in hf.model.layers:
+        layer.mlp.shared_expert_gate = OpenGate()
+    return hf
+
+
+class OpenGate(nn.Module):
+    """100, whose sigmoid is 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full((*x.shape[:-1], 1), 100.0)
+
+
+def to_bailing_v2(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """From GLM-4.5."""
+    bailing = {
+        **{key: config[key] for key in (*BAILING_FIELDS, "n_group", "topk_group", "routed_scaling_factor")},
+        "model_type": "bailing_moe_v2",
+        "head_dim": config["head_dim"],
+        "num_experts": config["n_routed_experts"],
+        "num_shared_experts": config["n_shared_experts"],
+        "moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "first_k_dense_replace": config["first_k_dense_replace"],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "score_function": "sigmoid",
+        "use_qk_norm": config["use_qk_norm"],
+    }
+    return bailing, renamed(fused(tensors), BAILING_NAMES)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
 from lightserve.common.basemodel.layer_weights.row_map import in_blocks
-from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.common.checkpoint.piece import Piece
 from lightserve.errors import ModelFilesError
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -114,7 +117,9 @@ class PlainFfnWeight(DenseFfnWeight):
     """``down(activation(up(x)))``."""
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
-        self._activation = _activation(spec, PLAIN)
+        has_numbers = spec.activation == "xielu"
+        self.xielu = XieluWeight(f"{spec.prefix}.{spec.names.activation}", context) if has_numbers else None
+        self._activation = self.xielu.activate if self.xielu else _activation(spec, PLAIN)
         up = Block(f"{spec.prefix}.{spec.names.up}", spec.intermediate_size)
         self.up_proj = ColumnWeight(
             [up], spec.hidden_size, context, bias=spec.ffn_bias, is_transposed=spec.is_transposed
@@ -123,6 +128,29 @@ class PlainFfnWeight(DenseFfnWeight):
 
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         return self._down(self._activation(self.up_proj.mm(x)))
+
+
+class XieluWeight(Weight):
+    """The learned numbers of xIELU, in float32 on every rank."""
+
+    def __init__(self, prefix: str, context: WeightContext) -> None:
+        self._prefix = prefix
+        self._stored = torch.empty(4, dtype=torch.float32, device=context.device)
+        self.tensor = torch.empty_like(self._stored)  # as ops.xielu reads them
+
+    def pieces(self) -> Iterator[Piece]:
+        for i, name in enumerate(("alpha_p", "alpha_n")):
+            yield Piece(f"{self._prefix}.{name}", (1,), self._stored[i : i + 1])
+        for i, name in enumerate(("beta", "eps"), start=2):
+            yield Piece(f"{self._prefix}.{name}", (), self._stored[i])
+
+    def process_weights_after_loading(self) -> None:
+        """Factors are stored as the inverse of softplus; that of the exponential without beta."""
+        positive, negative, beta, eps = self._stored.unbind()
+        self.tensor.copy_(torch.stack([F.softplus(positive), beta + F.softplus(negative), beta, eps]))
+
+    def activate(self, x: Tensor) -> Tensor:
+        return ops.xielu(x, self.tensor)
 
 
 def _down_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:
