@@ -227,7 +227,7 @@ def test_channels_that_do_not_divide_are_refused() -> None:
     [
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .0.1., wanted two numbers"),
-        ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not mamba_expand . hidden_size, 96"),
+        ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not 96 channels"),
         ("nemotron_h", {"hybrid_override_pattern": "M-E*-M"}, "layer type 'moe' is not supported"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported for nemotron_h"),
         ("nemotron_h", {"mlp_hidden_act": "mish"}, "mlp_hidden_act 'mish' is not supported for nemotron_h"),

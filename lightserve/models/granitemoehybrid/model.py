@@ -25,7 +25,7 @@ class GraniteMoeHybridTpPartModel(GraniteTpPartModel):
             names=LAYER_NAMES,
             intermediate_size=shared_size,
             rope=spec.rope if has_rope else None,
-            mixer=self._mixer() if config.is_recurrent(layer_num) else None,
+            mixer=mamba2_of(config, expanded_width(config)) if config.is_recurrent(layer_num) else None,
             moe=self._moe(shared_size) if config.count_or_0("num_local_experts") else None,
         )
 
@@ -39,30 +39,34 @@ class GraniteMoeHybridTpPartModel(GraniteTpPartModel):
             shared_size=shared_size,
         )
 
-    def _mixer(self) -> bm.Mamba2Spec:
-        config, heads = self.config, self.config.count("mamba_n_heads")
-        width = config.count("mamba_expand") * config.hidden_size
-        head_dim = width // heads if config.hf.get("mamba_d_head") in (None, "auto") else config.count("mamba_d_head")
-        if heads * head_dim != width:
-            raise ModelFilesError(
-                f"config.json: {heads} heads of {head_dim} are not mamba_expand * hidden_size, {width}; correct it"
-            )
-        return bm.Mamba2Spec(
-            num_heads=heads,
-            head_dim=head_dim,
-            num_groups=config.count("mamba_n_groups"),
-            state_dim=config.count("mamba_d_state"),
-            conv_width=config.count("mamba_d_conv"),
-            norm_eps=config.norm_eps,
-            dt_limits=dt_limits(config),
-            has_bias=config.flag("mamba_proj_bias"),
-            has_conv_bias=config.flag("mamba_conv_bias", default=True),
-        )
-
     def _verify_params(self) -> None:
         super()._verify_params()
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too
         self.config.check_value("position_embedding_type", "rope", "nope")
+
+
+def mamba2_of(config: bm.ModelConfig, width: int) -> bm.Mamba2Spec:
+    """As Bamba's config.json describes it; ``width``: of all heads together."""
+    heads = config.count("mamba_n_heads")
+    head_dim = width // heads if config.hf.get("mamba_d_head") in (None, "auto") else config.count("mamba_d_head")
+    if heads * head_dim != width:
+        raise ModelFilesError(f"config.json: {heads} heads of {head_dim} are not {width} channels; correct it")
+    return bm.Mamba2Spec(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=config.count("mamba_n_groups"),
+        state_dim=config.count("mamba_d_state"),
+        conv_width=config.count("mamba_d_conv"),
+        norm_eps=config.norm_eps,
+        dt_limits=dt_limits(config),
+        has_bias=config.flag("mamba_proj_bias"),
+        has_conv_bias=config.flag("mamba_conv_bias", default=True),
+    )
+
+
+def expanded_width(config: bm.ModelConfig) -> int:
+    """Of all Mamba2 heads together."""
+    return config.count("mamba_expand") * config.hidden_size
 
 
 def dt_limits(config: bm.ModelConfig) -> tuple[float, float]:
