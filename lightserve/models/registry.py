@@ -35,6 +35,7 @@ MODELS = {
     "baichuan": "lightserve.models.baichuan.model:BaichuanTpPartModel",
     "bailing_moe": "lightserve.models.bailing_moe.model:BailingMoeTpPartModel",
     "bailing_moe_v2": "lightserve.models.bailing_moe.model:BailingMoeV2TpPartModel",
+    "bamba": "lightserve.models.bamba.model:BambaTpPartModel",
     "bert": "lightserve.models.bert.model:BertTpPartModel",
     "bitnet": "lightserve.models.bitnet.model:BitNetTpPartModel",
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",

@@ -27,6 +27,7 @@ FAMILIES = {
     "baichuan": "Baichuan 1 and 2",
     "bailing_moe": "Ling 1, 1.5, Ring",
     "bailing_moe_v2": "Ling 2, Ring 2",
+    "bamba": "Bamba",
     "bert": "BERT, MiniLM, bge, e5",
     "bitnet": "BitNet without quantization_config",
     "bloom": "BLOOM, BLOOMZ",

@@ -225,6 +225,8 @@ def test_channels_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
+        ("bamba", {"attn_layer_indices": 9}, "layer_types is 9, wanted a list of 4 names"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for bamba"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .0.1., wanted two numbers"),
         ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not 96 channels"),

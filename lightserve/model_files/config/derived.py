@@ -72,6 +72,16 @@ def granite_hybrid(hf: Fields) -> dict[str, Any]:
     return {"layer_types": ["linear_attention"] * min(layers, 10_000) if _are_counts(layers) else types}
 
 
+def bamba(hf: Fields) -> dict[str, Any]:
+    """layer_types from the numbers of the layers with attention."""
+    layers: Any = hf.get("num_hidden_layers")
+    attention = hf.get("attn_layer_indices") or []
+    if not isinstance(attention, list) or not _are_counts(layers):
+        return {"layer_types": attention}  # ModelConfig refuses it
+    kinds = ("linear_attention", "full_attention")
+    return {"layer_types": [kinds[i in attention] for i in range(min(layers, 10_000))]}
+
+
 def nemotron_h(hf: Fields) -> dict[str, Any]:
     """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

@@ -144,6 +144,7 @@ _MINICPM3 = {
 }
 _ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+_MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 _QWEN3_HYBRID = ConfigNames(
     defaults={
         "rms_norm_eps": 1e-6,
@@ -178,6 +179,10 @@ MODELS = {
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
     "bailing_moe": ConfigNames(_SHARED_EXPERTS),
     "bailing_moe_v2": ConfigNames(_SHARED_EXPERTS, {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1}),
+    "bamba": ConfigNames(
+        defaults={**_MAMBA2, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+        derived=config_derived.bamba,
+    ),
     "bert": ConfigNames(defaults=_BERT),
     "bitnet": ConfigNames(
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 5, "hidden_act": "relu2", "rope_theta": 500_000.0}
@@ -230,15 +235,11 @@ MODELS = {
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "granitemoehybrid": ConfigNames(
         defaults={
+            **_MAMBA2,
             "rms_norm_eps": 1e-6,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
         },
         derived=config_derived.granite_hybrid,
     ),

@@ -37,6 +37,7 @@ MAMBA = {
     "mamba_d_conv": 4,
     "shared_intermediate_size": 40,
 }
+BAMBA = {"num_hidden_layers": 4, **{key: value for key, value in MAMBA.items() if key.startswith("mamba_")}}
 GRANITE_FACTORS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -109,6 +110,23 @@ def _multimodal(model_type: str, text: Json) -> Case:
 
 
 CASES = {
+    "bamba": Case("bamba", {**SMALL, **BAMBA, "attn_layer_indices": [1]}),
+    "bamba-bias": Case(
+        "bamba",
+        {
+            **SMALL,
+            **BAMBA,
+            "attn_layer_indices": [0, 2],
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.1, 1.5],
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25},
+        },
+    ),
     "granitemoehybrid": Case("granitemoehybrid", {**SMALL, **MAMBA, **GRANITE_FACTORS, "num_local_experts": 0}),
     "granitemoehybrid-experts": Case(
         "granitemoehybrid",
