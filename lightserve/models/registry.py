@@ -53,6 +53,7 @@ MODELS = {
     "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
     "exaone_moe": "lightserve.models.exaone_moe.model:ExaoneMoeTpPartModel",
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",
+    "falcon_h1": "lightserve.models.falcon_h1.model:FalconH1TpPartModel",
     "flex_olmo": "lightserve.models.flex_olmo.model:FlexOlmoTpPartModel",
     "gemma": "lightserve.models.gemma.model:GemmaTpPartModel",
     "gemma2": "lightserve.models.gemma2.model:Gemma2TpPartModel",

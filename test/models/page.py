@@ -45,6 +45,7 @@ FAMILIES = {
     "exaone4": "EXAONE 4",
     "exaone_moe": "K-EXAONE",
     "falcon": "Falcon, Falcon 2",
+    "falcon_h1": "Falcon-H1",
     "flex_olmo": "FlexOlmo",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",

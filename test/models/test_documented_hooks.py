@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen3_moe": Family(CASES["qwen3_moe"], (NOT_RECURRENT,)),
     "deepseek_v3": Family(CASES["deepseek_v3"], (NOT_RECURRENT, "with latent attention")),
     "qwen3_next": Family(CASES["qwen3_next"]),
+    "falcon_h1": Family(CASES["falcon_h1-norm"], ("with a mixer beside attention", NO_HEAD_NORMS)),
     "gemma3_text": Family(CASES["gemma3_text"], (NOT_RECURRENT,)),
     "bloom": Family(CASES["bloom"], (NOT_RECURRENT, NO_HEAD_NORMS)),
     "phi": Family(CASES["phi"], (NOT_RECURRENT, "with is_parallel", NO_HEAD_NORMS)),

@@ -130,6 +130,17 @@ def test_recurrent_layers_store_states_and_the_others_keys_and_values() -> None:
     assert layout.bytes_per_state_row == 3 * 4 * (3 * channels + 6 * 20 * 12)
 
 
+def test_a_layer_with_a_mixer_beside_attention_stores_both() -> None:
+    model = model_of(tiny_of("falcon_h1"))
+
+    assert [group.layers for group in model.kv_layout.groups] == [(0, 1, 2)]
+    assert [group.layers for group in model.kv_layout.states] == [(0, 1, 2)]
+    assert all(model.config.has_state(layer) and not model.config.is_recurrent(layer) for layer in range(3))
+    spec = model.layer_specs[0]
+    of_attention, of_mixer, of_ffn = 2 * (6 + 2) * 8, 3 * 60 + 2 * 2 * 12 + 6, 3 * 64
+    assert spec.num_weights == 48 * (of_attention + of_mixer + of_ffn)
+
+
 def test_ranks_share_the_states_by_heads() -> None:
     inputs, matrices = SIZES.state_tensors(8, torch.bfloat16)
 
@@ -188,8 +199,10 @@ def test_a_model_without_mixers_refuses_recurrent_layers(model_type: str) -> Non
     if model_type == "qwen3_moe":  # it does not read layer_types
         assert not ModelConfig.from_hf(config).is_recurrent(0)
         return
-    with pytest.raises(ModelFilesError, match=f"layer type linear_attention is not supported for {model_type}"):
-        build_model(config, iter(()))
+    for layer_type in ("linear_attention", "hybrid"):
+        types = [layer_type, "full_attention", layer_type]
+        with pytest.raises(ModelFilesError, match=f"layer type {layer_type} is not supported for {model_type}"):
+            build_model({**config, "layer_types": types}, iter(()))
 
 
 MAMBA = Mamba2Spec(num_heads=8, head_dim=4, num_groups=2, state_dim=16, conv_width=4, norm_eps=1e-5)
@@ -201,6 +214,7 @@ def test_ranks_share_the_states_of_mamba_by_heads() -> None:
     assert inputs == StateTensor((3, 2 * 4 + 2 * 16), torch.bfloat16)  # two ranks hold the same group
     assert matrices == StateTensor((2, 4, 16), torch.float32)
     MAMBA.check_tp(4)
+    replace(MAMBA, norms_groups=True, has_norm=False).check_tp(4)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +241,9 @@ def test_channels_that_do_not_divide_are_refused() -> None:
     [
         ("bamba", {"attn_layer_indices": 9}, "layer_types is 9, wanted a list of 4 names"),
         ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for bamba"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .1.0., wanted a list of 5 numbers"),
+        ("falcon_h1", {"mamba_d_ssm": 50}, "6 heads of 10 are not 50 channels"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for falcon_h1"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .0.1., wanted two numbers"),
         ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not 96 channels"),

@@ -18,7 +18,7 @@ from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_te
 )
 from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight, SinksWeight
 from lightserve.common.basemodel.layer_weights.experts import ExpertsWeight, MoeFfnWeight
-from lightserve.common.basemodel.layer_weights.ffn import PLAIN as PLAIN_ACTIVATIONS, FfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import PLAIN as PLAIN_ACTIVATIONS, FfnWeight, GatedFfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import (
     Block,
@@ -96,6 +96,7 @@ __all__ = [
     "GatedDeltaNames",
     "GatedDeltaSpec",
     "GatedDeltaWeight",
+    "GatedFfnWeight",
     "HeadValues",
     "HiddenStates",
     "InferStateInfo",

@@ -132,7 +132,7 @@ class LayerSpec:
     o_bias: bool = False
     # o reads the attention's output times sigmoid(gate); the linear q has, for each head, its query and then its gate
     has_output_gate: bool = False
-    mixer: MixerSpec | None = None  # a recurrent mixer instead of attention
+    mixer: MixerSpec | None = None  # a recurrent mixer: instead of attention, or beside it if num_heads is not 0
 
     # feed-forward
     activation: str = "silu"  # a value of ACTIVATIONS
@@ -176,12 +176,11 @@ class LayerSpec:
 
     @property
     def _mixer_weights(self) -> int:
-        """Of attention or mixer."""
-        if self.mixer is not None:
-            return self.mixer.num_weights(self.hidden_size)
+        """Of attention and mixer."""
+        of_mixer = 0 if self.mixer is None else self.mixer.num_weights(self.hidden_size)
         kv_projs = 0 if self.kv_source is not None else 1 + self.has_v_proj
         heads = (3 if self.has_output_gate else 2) * self.num_heads + kv_projs * self.num_kv_heads
-        return heads * self.head_dim * self.hidden_size
+        return of_mixer + (heads * self.head_dim * self.hidden_size if self.has_attention else 0)
 
     @property
     def _ffn_weights(self) -> int:
@@ -206,7 +205,7 @@ class LayerSpec:
 
     def check_halves(self) -> None:
         config = self.config
-        if self.mixer is None and config.is_recurrent(self.layer_num):
+        if self.mixer is None and config.has_state(self.layer_num):
             raise ModelFilesError(
                 f"config.json: layer type {config.layer_type(self.layer_num)} is not supported for {config.model_type}"
             )

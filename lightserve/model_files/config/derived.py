@@ -82,6 +82,13 @@ def bamba(hf: Fields) -> dict[str, Any]:
     return {"layer_types": [kinds[i in attention] for i in range(min(layers, 10_000))]}
 
 
+def falcon_h1(hf: Fields) -> dict[str, Any]:
+    """layer_types, which are all the same. A null as the width of Mamba2 is a value."""
+    layers: Any = hf.get("num_hidden_layers")
+    types = ["hybrid"] * min(layers, 10_000) if _are_counts(layers) else None
+    return {"layer_types": types, "mamba_d_ssm": hf.get("mamba_d_ssm", 1024)}
+
+
 def nemotron_h(hf: Fields) -> dict[str, Any]:
     """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

@@ -20,7 +20,7 @@ def model_facts(worker: WorkerConfig, model: ModelConfig, pooling: PoolingConfig
         has_experts=model.experts_name is not None,
         has_windows=model.has_windows,
         has_windowed_pool=_has_windowed_pool(worker, model),
-        has_states=any(model.is_recurrent(layer) for layer in range(model.num_layers)),
+        has_states=any(model.has_state(layer) for layer in range(model.num_layers)),
         is_of_transformers=model.is_of_transformers,
     )
 

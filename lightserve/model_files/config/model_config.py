@@ -24,7 +24,8 @@ EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  #
 # values of layer_types
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 RECURRENT_TYPES = ("linear_attention", "conv")  # a recurrent mixer instead of attention
-LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION, *RECURRENT_TYPES)
+HYBRID = "hybrid"  # a recurrent mixer beside attention
+LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION, *RECURRENT_TYPES, HYBRID)
 _OPTIONAL_ROPE = (
     "low_freq_factor",
     "high_freq_factor",
@@ -248,6 +249,10 @@ class ModelConfig:
     def is_recurrent(self, layer_num: int) -> bool:
         """Whether layer_types says that the layer has a recurrent mixer instead of attention."""
         return self.layer_type(layer_num) in RECURRENT_TYPES
+
+    def has_state(self, layer_num: int) -> bool:
+        """Whether layer_types says that the layer has a recurrent mixer."""
+        return self.is_recurrent(layer_num) or self.layer_type(layer_num) == HYBRID
 
     @property
     def has_windows(self) -> bool:

@@ -208,6 +208,9 @@ MODELS = {
         {"rms_norm_eps": 1e-5, "sliding_window": 4096, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     ),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
+    "falcon_h1": ConfigNames(
+        defaults={**_MAMBA2, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}, derived=config_derived.falcon_h1
+    ),
     "flex_olmo": ConfigNames(defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),

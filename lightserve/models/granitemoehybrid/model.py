@@ -60,6 +60,7 @@ def mamba2_of(config: bm.ModelConfig, width: int) -> bm.Mamba2Spec:
         norm_eps=config.norm_eps,
         dt_limits=dt_limits(config),
         has_bias=config.flag("mamba_proj_bias"),
+        has_out_bias=config.flag("mamba_proj_bias"),
         has_conv_bias=config.flag("mamba_conv_bias", default=True),
     )
 

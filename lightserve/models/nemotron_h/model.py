@@ -59,6 +59,7 @@ class NemotronHTpPartModel(bm.TpPartBaseModel):
             norms_groups=True,
             dt_limits=dt_limits(config),
             has_bias=config.flag("use_bias"),
+            has_out_bias=config.flag("use_bias"),
             has_conv_bias=config.flag("use_conv_bias", default=True),
             names=MAMBA_NAMES,
         )

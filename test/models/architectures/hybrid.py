@@ -38,6 +38,21 @@ MAMBA = {
     "shared_intermediate_size": 40,
 }
 BAMBA = {"num_hidden_layers": 4, **{key: value for key, value in MAMBA.items() if key.startswith("mamba_")}}
+FALCON = {
+    **BAMBA,
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 60,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.5, 1.4, 0.8, 1.2, 0.6],
+    "mlp_multipliers": [0.9, 0.6],
+}
 GRANITE_FACTORS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -122,10 +137,31 @@ CASES = {
             "mamba_conv_bias": False,
             "attention_bias": True,
             "mlp_bias": True,
-            "time_step_limit": [0.1, 1.5],
+            "time_step_limit": [0.65, 0.75],
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25},
         },
+    ),
+    "falcon_h1": Case("falcon_h1", {**SMALL, **FALCON}),
+    "falcon_h1-norm": Case(
+        "falcon_h1",
+        {
+            **SMALL,
+            **{key: value for key, value in BAMBA.items() if key != "num_hidden_layers"},
+            "head_dim": 16,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.65, 0.75],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1-gate_first": Case(
+        "falcon_h1", {**SMALL, **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
     ),
     "granitemoehybrid": Case("granitemoehybrid", {**SMALL, **MAMBA, **GRANITE_FACTORS, "num_local_experts": 0}),
     "granitemoehybrid-experts": Case(

@@ -1,4 +1,4 @@
-"""Mamba2: a short convolution, a state space model with a matrix for each head, and a gated norm."""
+"""Mamba2: a short convolution, a state space model with a matrix for each head, and a gate, mostly with a norm."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from lightserve.errors import ModelFilesError
 if TYPE_CHECKING:
     from lightserve.common.basemodel.spec import LayerSpec
 
-GATES_FIRST = ops.GatedNorm(gates_first=True)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Names:
@@ -55,10 +53,16 @@ class Mamba2Spec(MixerSpec):
     state_dim: int
     conv_width: int
     norm_eps: float
+    has_norm: bool = True  # False: a gate only
     norms_groups: bool = False  # the norm is over each group, instead of over all heads
+    gates_first: bool = True  # the norm is of what the gate lets through
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    has_bias: bool = False  # of the linears
+    has_bias: bool = False  # of the first linear
+    has_out_bias: bool = False
     has_conv_bias: bool = True
+    input_scale: float = 1.0
+    part_scales: tuple[float, ...] = ()  # of the gate, x, B, C and dt behind the first linear
+    out_scale: float = 1.0
     names: Mamba2Names = field(default_factory=Mamba2Names)
 
     def __post_init__(self) -> None:
@@ -96,10 +100,15 @@ class Mamba2Spec(MixerSpec):
                 "divides them"
             )
         check_heads("groups of recurrent layers", self.num_groups, size)
-        if self.norms_groups and self.num_groups % size:
+        if self.has_norm and self.norms_groups and self.num_groups % size:
             raise ModelFilesError(
                 f"{self.num_groups} norms of recurrent layers do not divide among tp={size} ranks; choose a smaller tp"
             )
+
+    @property
+    def input_parts(self) -> tuple[tuple[int, int], ...]:
+        """Heads and their rows of the first linear: of the gate, x, B, C and dt."""
+        return (self.num_heads, self.head_dim), *self.conv_parts, (self.num_heads, 1)
 
     def num_weights(self, hidden_size: int) -> int:
         groups = 2 * self.num_groups * self.state_dim
@@ -116,22 +125,29 @@ class Mamba2Weight(MixerWeight):
         self.decay_rates = DecayRates(f"{at}.{names.decay}", heads, context)
         self.dt_bias = HeadValues(f"{at}.{names.dt_bias}", heads, context)
         self.skip = HeadValues(f"{at}.{names.skip}", heads, context)
-        self.norm = SplitNormWeight(f"{at}.{names.norm}", mixer.width, mixer.norm_eps, context)
-        self.out_proj = RowWeight(f"{at}.{names.out}", mixer.width, hidden, context, bias=mixer.has_bias)
+        norm = (f"{at}.{names.norm}", mixer.width, mixer.norm_eps, context)
+        self.norm = SplitNormWeight(*norm) if mixer.has_norm else None
+        self.out_proj = RowWeight(f"{at}.{names.out}", mixer.width, hidden, context, bias=mixer.has_out_bias)
         self._conv_params = ops.ConvParams(self.conv.tensor, self.conv.bias)
         self._params = ops.MambaParams(self.decay_rates.tensor, self.dt_bias.tensor, self.skip.tensor, mixer.dt_limits)
+        self._scales = _scales(mixer, context) if mixer.part_scales else None
         self._mixer, self._tp_size = mixer, context.tp.size
         self._width = mixer.width // context.tp.size
         self._num_groups = max(mixer.num_groups // context.tp.size, 1)
 
     def forward(self, x: Tensor, states: Sequence[Tensor], batch: ops.StateBatch) -> Tensor:
         inputs, matrices = states
-        projected = self.in_proj.mm(x)
+        projected = self._project(x)
         sizes = [self._width, self.conv.num_channels, len(self.dt_bias.tensor)]
         gate, conv_inputs, dt = projected.split_with_sizes(sizes, dim=1)
         convolved = ops.causal_conv1d(conv_inputs, self._conv_params, inputs, batch)
         out = ops.mamba_scan(self._scan_inputs(convolved, dt), self._params, matrices, batch)
-        return self.out_proj.mm(self._gated_norm(out.flatten(1), gate))
+        out = self.out_proj.mm(self._gated(out.flatten(1), gate))
+        return out if self._mixer.out_scale == 1.0 else out * self._mixer.out_scale
+
+    def _project(self, x: Tensor) -> Tensor:
+        projected = self.in_proj.mm(x if self._mixer.input_scale == 1.0 else x * self._mixer.input_scale)
+        return projected if self._scales is None else projected.mul_(self._scales)
 
     def _scan_inputs(self, convolved: Tensor, dt: Tensor) -> ops.MambaInputs:
         groups = self._num_groups * self._mixer.state_dim
@@ -144,20 +160,30 @@ class Mamba2Weight(MixerWeight):
             c.reshape(rows, self._num_groups, -1),
         )
 
-    def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """The norm of ``x * silu(gate)``."""
-        groups = self._num_groups if self._mixer.norms_groups else 1
-        if not self._mixer.norms_groups and self._tp_size > 1:
-            wide = gate.float()
-            return self.norm.norm(x.float() * wide * sigmoid(wide)).to(x.dtype)
-        shape, weight = (len(x), groups, -1), self.norm.tensor.view(groups, -1)
-        return ops.gated_rms_norm(
-            x.reshape(shape), gate.reshape(shape), weight, self._mixer.norm_eps, GATES_FIRST
-        ).flatten(1)
+    def _gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        mixer, norm = self._mixer, self.norm
+        if norm is None or (not mixer.norms_groups and self._tp_size > 1):
+            wide, factor = x.float(), gate.float() * sigmoid(gate.float())
+            if norm is None:
+                return (wide * factor).to(x.dtype)
+            out = norm.norm(wide * factor) if mixer.gates_first else norm.norm(wide) * factor
+            return out.to(x.dtype)
+        groups = self._num_groups if mixer.norms_groups else 1
+        shape, weight = (len(x), groups, -1), norm.tensor.view(groups, -1)
+        order = ops.GatedNorm(gates_first=mixer.gates_first)
+        return ops.gated_rms_norm(x.reshape(shape), gate.reshape(shape), weight, mixer.norm_eps, order).flatten(1)
+
+
+def _scales(mixer: Mamba2Spec, context: WeightContext) -> Tensor:
+    """The factor of each output of the first linear on this rank, in float32."""
+    scales = []
+    for (num_heads, dim), scale in zip(mixer.input_parts, mixer.part_scales, strict=True):
+        heads = context.tp.part_of(num_heads)
+        scales.append(torch.full(((heads.stop - heads.start) * dim,), scale))
+    return torch.cat(scales).to(context.device)
 
 
 def _inputs(mixer: Mamba2Spec, at: str) -> list[Block]:
-    heads = (mixer.num_heads, mixer.head_dim)
-    parts = [heads, *mixer.conv_parts, (mixer.num_heads, 1)]
+    parts = mixer.input_parts
     maps = in_blocks(*(count * dim for count, dim in parts))
     return [Block(f"{at}.{mixer.names.inputs}", *size, rows) for size, rows in zip(parts, maps, strict=True)]

@@ -19,7 +19,7 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it.
 
     The spec may leave out a half or norms, add norms of what the halves return, scale that, or run both in parallel.
-    Instead of attention a layer may have a recurrent mixer.
+    Instead of attention or beside it, a layer may have a recurrent mixer.
 
     A layer class may replace several hooks by a fused one; see ``fused_hooks.py``.
     """
@@ -42,10 +42,12 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         if self.spec.is_post_norm:
             return self._post_norm_forward(input, infer_state, layer_weight, is_prefill)
         x = input
-        if self.spec.mixer is not None:
+        if self.spec.mixer is not None and self.spec.has_attention:
+            x = self._attention_and_mixer(x, infer_state, layer_weight, is_prefill)
+        elif self.spec.mixer is not None:
             out = self._norm_and_mix(x, infer_state, layer_weight)
             x = self._added("mixer", out, layer_weight.att_post_norm, infer_state)
-        if self.spec.has_attention:
+        elif self.spec.has_attention:
             q, cache_kv = self._norm_and_qkv(x, infer_state, layer_weight)
             x = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
         if self.spec.has_ffn:
@@ -67,6 +69,17 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         self._observe("ffn_norm", x, infer_state)
         out = self._ffn(x, infer_state, layer_weight)
         return o + self._added("ffn", out, layer_weight.ffn_post_norm, infer_state)
+
+    def _attention_and_mixer(
+        self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
+    ) -> Tensor:
+        """What both add to the hidden states. They read the same ones."""
+        x = self._att_norm(input, infer_state, layer_weight)
+        self._observe("att_norm", x, infer_state)
+        q, cache_kv = self._get_qkv(x, infer_state, layer_weight)
+        o = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
+        mixed = self._mix(x, infer_state, layer_weight)
+        return o + self._added("mixer", mixed, layer_weight.att_post_norm, infer_state)
 
     def _post_norm_forward(
         self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
