@@ -86,6 +86,7 @@ MODELS = {
     "jais2": "lightserve.models.jais2.model:Jais2TpPartModel",
     "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "kimi_linear": "lightserve.models.kimi_linear.model:KimiLinearTpPartModel",
     "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",

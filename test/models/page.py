@@ -78,6 +78,7 @@ FAMILIES = {
     "jais2": "Jais 2",
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
+    "kimi_linear": "Kimi Linear",
     "lfm2": "LFM 2, 2.5",
     "llama": "Llama 1 to 3, SmolLM 2",
     "mellum": "Mellum 2",

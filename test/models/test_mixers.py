@@ -14,6 +14,7 @@ from lightserve.common import (
 )
 from lightserve.common.basemodel import (
     GatedDeltaSpec,
+    KimiDeltaSpec,
     Mamba2Spec,
     ModelConfig,
     ModelInput,
@@ -231,6 +232,20 @@ def test_heads_of_mamba_that_do_not_divide_are_refused(fields: Json, tp_size: in
         replace(MAMBA, **fields).check_tp(tp_size)
 
 
+def test_heads_of_kimi_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ModelFilesError, match="4 heads of recurrent layers do not divide among tp=3 ranks"):
+        KimiDeltaSpec(num_heads=4, head_dim=12, conv_width=4).check_tp(3)
+
+
+def test_latents_are_stored_by_the_layers_with_attention_only() -> None:
+    layout = model_of(tiny_of("kimi_linear-table")).kv_layout
+
+    assert [(group.layers, group.value_size) for group in layout.groups] == [((1, 4), 0)]
+    (group,) = layout.states
+    assert group.layers == (0, 2, 3)
+    assert group.tensors == (StateTensor((2, 3 * 4 * 12), torch.float32), StateTensor((4, 12, 12), torch.float32))
+
+
 def test_channels_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ModelFilesError, match="10 channels of recurrent layers do not divide among tp=4 ranks"):
         ShortConvSpec(num_channels=10, conv_width=3).check_tp(4)
@@ -250,6 +265,10 @@ def test_channels_that_do_not_divide_are_refused() -> None:
         ("nemotron_h", {"hybrid_override_pattern": "M-E*-M"}, "layer type 'moe' is not supported"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported for nemotron_h"),
         ("nemotron_h", {"mlp_hidden_act": "mish"}, "mlp_hidden_act 'mish' is not supported for nemotron_h"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported for kimi_linear"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
+        ("kimi_linear", {"linear_num_heads": "two"}, "linear_num_heads is 'two', wanted a positive integer"),
+        ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported for kimi_linear"),
         ("lfm2", {"layer_types": ["conv"] * 3 + ["mlp"]}, "layer type 'mlp' is not supported"),
         ("lfm2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for lfm2"),
     ],

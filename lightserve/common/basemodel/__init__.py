@@ -39,6 +39,7 @@ from lightserve.common.basemodel.layer_weights.weight import Weight, WeightConte
 from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.mixers.gated_delta_net import GatedDeltaNames, GatedDeltaSpec, GatedDeltaWeight
+from lightserve.common.basemodel.mixers.kimi_delta import KimiDeltaNames, KimiDeltaSpec, KimiDeltaWeight
 from lightserve.common.basemodel.mixers.mamba2 import Mamba2Names, Mamba2Spec, Mamba2Weight
 from lightserve.common.basemodel.mixers.mixer import (
     ConvWeight,
@@ -46,6 +47,7 @@ from lightserve.common.basemodel.mixers.mixer import (
     HeadValues,
     MixerSpec,
     MixerWeight,
+    state_groups,
 )
 from lightserve.common.basemodel.mixers.short_conv import ShortConvNames, ShortConvSpec, ShortConvWeight
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
@@ -100,6 +102,9 @@ __all__ = [
     "HeadValues",
     "HiddenStates",
     "InferStateInfo",
+    "KimiDeltaNames",
+    "KimiDeltaSpec",
+    "KimiDeltaWeight",
     "KvGroup",
     "KvGroupInput",
     "KvLayout",
@@ -171,6 +176,7 @@ __all__ = [
     "num_experts_of",
     "pairs_to_halves",
     "replaces",
+    "state_groups",
     "top_k_of",
     "whole",
     "with_experts_apart",

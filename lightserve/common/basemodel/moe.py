@@ -19,6 +19,7 @@ class MoeNames:
     experts: str = "mlp.experts"
     expert: ExpertNames = field(default_factory=ExpertNames)
     shared: str = "mlp.shared_experts"  # followed by the names of an expert
+    shared_expert: ExpertNames | None = None  # those of shared experts, if they are others
     shared_gate_up: str | None = None  # one linear instead of two in the shared experts: all gates, then all ups
     shared_gate: str = "mlp.shared_expert_gate"
 
@@ -45,7 +46,8 @@ class MoeSpec:
     @property
     def num_shared(self) -> int:
         """How many experts of the others' size the shared experts are; 0: they are computed beside the others."""
-        is_alike = not (self.has_shared_gate or self.has_shared_apart) and self.layout is ExpertsLayout.EACH
+        is_apart = self.has_shared_gate or self.has_shared_apart or self.names.shared_expert is not None
+        is_alike = not is_apart and self.layout is ExpertsLayout.EACH
         return self.shared_size // self.intermediate_size if is_alike and self._divides() else 0
 
     @property

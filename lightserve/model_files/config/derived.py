@@ -89,6 +89,26 @@ def falcon_h1(hf: Fields) -> dict[str, Any]:
     return {"layer_types": types, "mamba_d_ssm": hf.get("mamba_d_ssm", 1024)}
 
 
+def kimi_linear(hf: Fields) -> dict[str, Any]:
+    """layer_types and the sizes of recurrent layers from the table of the hub's files, which counts layers from 1."""
+    table = _table(hf.get("linear_attn_config"))
+    names = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+    fields = {ours: table[name] for name, ours in names.items() if name in table}
+    layers: Any = hf.get("num_hidden_layers")
+    attention: Any = table.get("full_attn_layers")
+    types = hf.get("layer_types")
+    if types is None and _are_counts(layers):
+        numbers = range(min(layers, 10_000))
+        is_listed = isinstance(attention, list) and _are_counts(*attention)
+        with_attention = [i - 1 for i in attention] if is_listed else [*numbers[4::4]]
+        types = [("linear_attention", "full_attention")[i in with_attention] for i in numbers]
+    return {**fields, "layer_types": types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
+
+
 def nemotron_h(hf: Fields) -> dict[str, Any]:
     """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

@@ -259,6 +259,23 @@ MODELS = {
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "jais2": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
+    "kimi_linear": ConfigNames(
+        {
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+        {
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+        },
+        config_derived.kimi_linear,
+    ),
     "lfm2": ConfigNames(
         defaults={
             "rms_norm_eps": 1e-5,

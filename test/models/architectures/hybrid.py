@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,25 @@ NEMOTRON = {
     "n_groups": 2,
     "ssm_state_size": 12,
 }
+KIMI = {
+    **{key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "num_hidden_layers": 5,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "kv_lora_rank": 20,
+    "rms_norm_eps": 1e-2,  # the norms inside attention have another one
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
@@ -110,8 +130,26 @@ def with_all_experts(case: Case) -> Case:
     fields = deepcopy(case.fields)
     text = fields.get("text_config", fields)
     if "num_experts_per_tok" in text:
+        text.update({key: 1 for key in ("n_group", "topk_group") if key in text})
         text["num_local_experts" if "num_local_experts" in text else "num_experts"] = text["num_experts_per_tok"]
     return replace(case, fields=fields)
+
+
+def _with_dense_names(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """transformers 5.22 saves dense feed-forwards under the name of experts."""
+    renamed = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): tensor for name, tensor in tensors.items()}
+    return config_json, renamed
+
+
+def _as_kimi_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    fields = {
+        key: value for key, value in config_json.items() if key.partition("_")[0] not in ("linear", "layer", "mlp")
+    }
+    table = {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4], "head_dim": 12, "num_heads": 4}
+    table["short_conv_kernel_size"] = 3
+    return _with_dense_names(
+        fields | {"linear_attn_config": table, "head_dim": 72, "first_k_dense_replace": 2}, tensors
+    )
 
 
 def _with_drafts(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
@@ -180,6 +218,19 @@ CASES = {
             "tie_word_embeddings": True,
         },
         _as_granite_published,
+    ),
+    "kimi_linear": Case("kimi_linear", {**KIMI, "n_group": 4, "topk_group": 2}, _with_dense_names),
+    "kimi_linear-table": Case(
+        "kimi_linear",
+        {
+            **KIMI,
+            "q_lora_rank": 24,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"],
+        },
+        _as_kimi_published,
     ),
     "lfm2": Case("lfm2", {**CONV, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}),
     "lfm2-bias": Case(

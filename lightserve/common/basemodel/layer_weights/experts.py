@@ -184,7 +184,7 @@ def _with_shared_apart(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
 
 def _shared_spec(spec: LayerSpec, moe: MoeSpec) -> LayerSpec:
     """The shared experts as a feed-forward of their own."""
-    prefix, expert = moe.names.shared, moe.names.expert
+    prefix, expert = moe.names.shared, moe.names.shared_expert or moe.names.expert
     names = replace(
         spec.names,
         gate=f"{prefix}.{expert.gate}",

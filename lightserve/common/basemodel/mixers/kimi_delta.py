@@ -1,0 +1,140 @@
+"""Kimi Delta Attention: Gated DeltaNet in which each channel of the keys decays at a rate of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel.layer_weights.linears import (
+    Block,
+    ColumnWeight,
+    GateColumnWeight,
+    ReplicatedWeight,
+    RowWeight,
+)
+from lightserve.common.basemodel.layer_weights.norms import RmsNormWeight
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
+from lightserve.common.basemodel.mixers.mixer import DecayRates, HeadValues, MixerSpec, MixerWeight
+from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.kv.layout import StateTensor
+from lightserve.errors import ModelFilesError
+
+if TYPE_CHECKING:
+    from lightserve.common.basemodel.spec import LayerSpec
+
+GATED_NORM = ops.GatedNorm("sigmoid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaNames:
+    """The names of its tensors in the checkpoint, without ``.weight``."""
+
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    convs: tuple[str, ...] = ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d")
+    b: str = "self_attn.b_proj"  # how much of the error is corrected
+    forget: tuple[str, str] = ("self_attn.f_a_proj", "self_attn.f_b_proj")  # the step sizes, by two narrow linears
+    decay: str = "self_attn.A_log"  # the tensor itself
+    dt_bias: str = "self_attn.dt_bias"  # the tensor itself
+    gate: tuple[str, str] = ("self_attn.g_a_proj", "self_attn.g_b_proj")  # the gate of the norm
+    norm: str = "self_attn.o_norm"
+    out: str = "self_attn.o_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec(MixerSpec):
+    num_heads: int
+    head_dim: int  # of keys and of values
+    conv_width: int
+    names: KimiDeltaNames = field(default_factory=KimiDeltaNames)
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def weight(self, spec: LayerSpec, context: WeightContext) -> KimiDeltaWeight:
+        return KimiDeltaWeight(self, spec, context)
+
+    def state_tensors(self, tp_size: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The last inputs of the convolutions, and a matrix for each head."""
+        heads = self.num_heads // tp_size
+        return (
+            StateTensor((self.conv_width - 1, 3 * heads * self.head_dim), dtype),
+            StateTensor((heads, self.head_dim, self.head_dim), torch.float32),
+        )
+
+    def check_tp(self, size: int) -> None:
+        if self.num_heads % size:
+            raise ModelFilesError(
+                f"{self.num_heads} heads of recurrent layers do not divide among tp={size} ranks; choose a tp that "
+                "divides them"
+            )
+
+    def num_weights(self, hidden_size: int) -> int:
+        narrow = 2 * self.head_dim * (hidden_size + self.width)
+        return hidden_size * (4 * self.width + self.num_heads) + narrow
+
+
+class KimiDeltaWeight(MixerWeight):
+    def __init__(self, mixer: KimiDeltaSpec, spec: LayerSpec, context: WeightContext) -> None:
+        at, names, hidden = spec.prefix, mixer.names, spec.hidden_size
+        heads, dim = mixer.num_heads, mixer.head_dim
+        qkv = [Block(f"{at}.{name}", heads, dim) for name in (names.q, names.k, names.v)]
+        self.qkv_proj = ColumnWeight(qkv, hidden, context)
+        first = [Block(f"{at}.{name}", 1, dim) for name in (names.forget[0], names.gate[0])]
+        self.first_proj = ReplicatedWeight(first, hidden, context)
+        self.forget_proj = GateColumnWeight([Block(f"{at}.{names.forget[1]}", heads, dim)], dim, context)
+        self.gate_proj = GateColumnWeight([Block(f"{at}.{names.gate[1]}", heads, dim)], dim, context)
+        self.b_proj = GateColumnWeight([Block(f"{at}.{names.b}", heads)], hidden, context)
+        self.conv = JoinedConvWeight([f"{at}.{name}" for name in names.convs], mixer, context)
+        self.decay_rates = KimiDecayRates(f"{at}.{names.decay}", heads, context)
+        self.dt_bias = HeadValues(f"{at}.{names.dt_bias}", mixer.width, context)
+        self.norm = RmsNormWeight(f"{at}.{names.norm}", dim, spec.norm_eps, context)
+        self.out_proj = RowWeight(f"{at}.{names.out}", mixer.width, hidden, context)
+        self._head_dim = dim
+        self._conv_params = ops.ConvParams(self.conv.tensor)
+
+    def forward(self, x: Tensor, states: Sequence[Tensor], batch: ops.StateBatch) -> Tensor:
+        inputs, matrices = states
+        forget, gate = self.first_proj.mm(x).tensor_split(2, dim=1)
+        qkv = ops.causal_conv1d(self.qkv_proj.mm(x), self._conv_params, inputs, batch)
+        q, k, v = map(self._in_heads, qkv.tensor_split(3, dim=1))
+        steps = ops.softplus(self.forget_proj.mm(forget.contiguous()).float() + self.dt_bias.tensor)
+        log_decay = self.decay_rates.tensor[:, None] * self._in_heads(steps)
+        beta = ops.gate(self.b_proj.mm(x).float())
+        out = ops.gated_delta_rule(ops.DeltaInputs(q, k, v, log_decay, beta), matrices, batch)
+        gates = self._in_heads(self.gate_proj.mm(gate.contiguous()))
+        normed = ops.gated_rms_norm(out, gates, self.norm.tensor, self.norm.eps, GATED_NORM)
+        return self.out_proj.mm(normed.flatten(1))
+
+    def _in_heads(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1, self._head_dim)
+
+
+class KimiDecayRates(DecayRates):
+    """Stored ``[1, 1, heads, 1]``."""
+
+    def pieces(self) -> Iterator[Piece]:
+        shape = (1, 1, self._num_heads, 1)
+        yield Piece(self._name, shape, self.tensor, lambda values: values.flatten()[self._own])
+
+
+class JoinedConvWeight(Weight):
+    """Convolutions of queries, keys and values, which the checkpoint stores apart, as one."""
+
+    def __init__(self, prefixes: Sequence[str], mixer: KimiDeltaSpec, context: WeightContext) -> None:
+        self._prefixes, self._shape = prefixes, (mixer.width, 1, mixer.conv_width)
+        heads = context.tp.part_of(mixer.num_heads)
+        self._own = slice(heads.start * mixer.head_dim, heads.stop * mixer.head_dim)
+        count = self._own.stop - self._own.start
+        self.tensor = context.empty(len(prefixes) * count, mixer.conv_width)
+
+    def pieces(self) -> Iterator[Piece]:
+        for prefix, target in zip(self._prefixes, self.tensor.chunk(len(self._prefixes)), strict=True):
+            yield Piece(f"{prefix}.weight", self._shape, target, lambda weight: weight[self._own, 0])
