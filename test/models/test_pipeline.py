@@ -29,7 +29,7 @@ QUANTIZED = "llama"  # also computed with weights that are quantised while they 
 # tied heads, windows in some layers, layers of other shapes or halves, learned positions, parallel halves, norms behind
 # halves, latents, experts beside dense layers, states, heads of two sizes
 KINDS = ["gemma2", "cohere2", "gpt2", "falcon-7b", "olmo2", "nemotron-nas", "deepseek_v3", "qwen3_moe-dense", "gpt_oss"]
-KINDS += ["qwen3_next", "nemotron_h", "gemma4_text-experts"]
+KINDS += ["qwen3_next", "nemotron_h", "falcon_h1", "kimi_linear-table", "gemma4_text-experts"]
 ALL = [name for name, case in CASES.items() if case.divides_among_stages]
 
 
