@@ -73,24 +73,33 @@ def granite_hybrid(hf: Fields) -> dict[str, Any]:
 
 
 def nemotron_h(hf: Fields) -> dict[str, Any]:
-    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
+    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward.
+
+    Files without layers of experts have fields of experts too.
+    """
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     kinds |= {"mamba": "linear_attention", "attention": "full_attention"}
-    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern")
+    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern") or "ME*-"
     if not isinstance(listed, list | str):
-        return {}
+        return {"layer_types": listed}  # ModelConfig refuses it
     types = [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
 
     def where(kind: str, value: Any) -> list[Any]:
         return [value if layer_type == kind else 0 for layer_type in types]
 
+    widths = {"mlp": hf.get("intermediate_size"), "moe": hf.get("moe_intermediate_size")}
     shapes = {
         "num_attention_heads": where("full_attention", hf.get("num_attention_heads")),
         "num_key_value_heads": where("full_attention", hf.get("num_key_value_heads")),
-        "intermediate_size": where("mlp", hf.get("intermediate_size")),
+        "intermediate_size": [widths.get(layer_type, 0) if isinstance(layer_type, str) else 0 for layer_type in types],
     }
-    with_attention = ["full_attention" if layer_type == "mlp" else layer_type for layer_type in types]
-    return {"layer_types": with_attention, "num_hidden_layers": len(types), **layer_lists(shapes)}
+    return {
+        "layer_types": ["full_attention" if layer_type in ("mlp", "moe") else layer_type for layer_type in types],
+        "mlp_layer_types": ["sparse" if layer_type == "moe" else "dense" for layer_type in types],
+        "num_hidden_layers": len(types),
+        "n_routed_experts": hf.get("n_routed_experts") if "moe" in types else None,
+        **layer_lists(shapes),
+    }
 
 
 def lfm2(hf: Fields) -> dict[str, Any]:

@@ -52,6 +52,15 @@ NEMOTRON = {
     "n_groups": 2,
     "ssm_state_size": 12,
 }
+NEMOTRON_EXPERTS = {
+    **NEMOTRON,
+    "hybrid_override_pattern": "ME*E-",
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
@@ -77,8 +86,10 @@ def _as_granite_published(config_json: Json, tensors: Tensors) -> tuple[Json, Te
 
 def _with_pattern(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     """As Nemotron-H was published."""
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     fields = {key: value for key, value in config_json.items() if key != "layers_block_type"}
-    return {**fields, "hybrid_override_pattern": NEMOTRON["hybrid_override_pattern"]}, tensors
+    pattern = "".join(letters[kind] for kind in config_json["layers_block_type"])
+    return {**fields, "hybrid_override_pattern": pattern}, tensors
 
 
 def with_limits_of_config(hf: Any) -> Any:
@@ -94,7 +105,9 @@ def with_all_experts(case: Case) -> Case:
     fields = deepcopy(case.fields)
     text = fields.get("text_config", fields)
     if "num_experts_per_tok" in text:
-        text["num_local_experts" if "num_local_experts" in text else "num_experts"] = text["num_experts_per_tok"]
+        names = ("num_local_experts", "n_routed_experts", "num_experts")
+        text[next(name for name in names if name in text)] = text["num_experts_per_tok"]
+        text |= dict.fromkeys(text.keys() & {"n_group", "topk_group"}, 1)
     return replace(case, fields=fields)
 
 
@@ -152,6 +165,22 @@ CASES = {
             "mlp_bias": True,
         },
         adapt_oracle=with_limits_of_config,
+    ),
+    "nemotron_h-experts": Case("nemotron_h", NEMOTRON_EXPERTS, _with_pattern, with_limits_of_config),
+    "nemotron_h-latent": Case(
+        "nemotron_h",
+        {
+            **NEMOTRON_EXPERTS,
+            "moe_latent_size": 20,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+        adapt_oracle=with_limits_of_config,
+    ),
+    "nemotron_h-biased-experts": Case(
+        "nemotron_h", {**NEMOTRON_EXPERTS, "mlp_bias": True}, adapt_oracle=with_limits_of_config
     ),
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),
