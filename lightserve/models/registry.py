@@ -85,6 +85,7 @@ MODELS = {
     "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
+    "lfm2_moe": "lightserve.models.lfm2_moe.model:Lfm2MoeTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
     "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",

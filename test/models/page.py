@@ -77,6 +77,7 @@ FAMILIES = {
     "kimi_k2": "Kimi K2",
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "lfm2": "LFM 2, 2.5",
+    "lfm2_moe": "LFM 2 8B-A1B",
     "llama": "Llama 1 to 3, SmolLM 2",
     "mellum": "Mellum 2",
     "mimo_v2_flash": "MiMo-V2-Flash",

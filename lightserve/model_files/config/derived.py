@@ -119,6 +119,11 @@ def lfm2(hf: Fields) -> dict[str, Any]:
     return {**fields, "intermediate_size": width}
 
 
+def lfm2_moe(hf: Fields) -> dict[str, Any]:
+    """Dense layers are as wide as the file says."""
+    return lfm2({**hf, "block_auto_adjust_ff_dim": False})
+
+
 def whole_rope(hf: Fields) -> dict[str, Any]:
     """transformers' Llama and its like rotate whole heads: a partial_rotary_factor is left over from another model."""
     tables = ((key, hf.get(key)) for key in ("rope_parameters", "rope_scaling"))

@@ -122,6 +122,13 @@ _CWM = {
         "original_max_position_embeddings": 8192,
     },
 }
+_LFM2 = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 1_000_000.0,
+    "conv_L_cache": 3,
+}
 _MELLUM_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -255,15 +262,16 @@ MODELS = {
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "jais2": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
-    "lfm2": ConfigNames(
+    "lfm2": ConfigNames(defaults=_LFM2, derived=config_derived.lfm2),
+    "lfm2_moe": ConfigNames(
         defaults={
-            "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-            "rope_theta": 1_000_000.0,
-            "conv_L_cache": 3,
+            **_LFM2,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
         },
-        derived=config_derived.lfm2,
+        derived=config_derived.lfm2_moe,
     ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "mellum": ConfigNames(

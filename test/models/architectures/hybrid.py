@@ -27,6 +27,14 @@ ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25
 
 # attention in two of four layers
 CONV = {**SMALL, "num_hidden_layers": 4, "hidden_size": 96, "full_attn_idxs": [1, 3]}
+CONV_EXPERTS = {
+    **{key: value for key, value in CONV.items() if key != "full_attn_idxs"},
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+}
 # three heads share an input and an output of the states
 MAMBA = {
     "num_hidden_layers": 4,
@@ -152,6 +160,19 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
         without("layer_types"),
+    ),
+    "lfm2_moe": Case("lfm2_moe", CONV_EXPERTS),
+    "lfm2_moe-no-bias": Case(
+        "lfm2_moe",
+        {
+            **CONV_EXPERTS,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
     ),
     "nemotron_h": Case("nemotron_h", NEMOTRON, _with_pattern, with_limits_of_config),
     "nemotron_h-bias": Case(
