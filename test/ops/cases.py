@@ -308,6 +308,10 @@ def _activation_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return (randn(tokens, 70, dtype=dtype, device=device),)
 
 
+def _xielu_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return *_activation_args(tokens, dtype, device), torch.tensor([0.7, 1.2, 0.4, -0.3], device=device)
+
+
 def _embedding_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return torch.arange(tokens, device=device), randn(50, 48, dtype=dtype, device=device), 2
 
@@ -628,6 +632,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "silu_and_mul_quantize": _quantize_rows_args,
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,
+    "xielu": _xielu_args,
     "write_kv": _write_kv_args,
     "write_latent": _write_latent_args,
     **STATE_ARGS,
