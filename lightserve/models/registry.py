@@ -21,6 +21,7 @@ from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.text_part import with_text_config
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
+from lightserve.utils.spelling import nearest
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
@@ -150,9 +151,10 @@ def check_supported(model_type: str) -> None:
 def _class_path(model_type: str) -> str:
     supported = supported_models()
     if model_type not in supported:
-        raise UnsupportedModelTypeError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(supported))}"
-        )
+        near = nearest(model_type, supported)
+        meant = "" if near is None else f"did you mean {near}? "
+        others = f"{meant}`lightserve models` lists the {len(supported)} that are"
+        raise UnsupportedModelTypeError(f"model_type {model_type!r} is not supported; {others}")
     return supported[model_type]
 
 
