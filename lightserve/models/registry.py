@@ -21,6 +21,7 @@ from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.text_part import with_text_config
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
+from lightserve.utils.spelling import nearest
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
@@ -88,6 +89,7 @@ MODELS = {
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_linear": "lightserve.models.kimi_linear.model:KimiLinearTpPartModel",
     "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
+    "lfm2_moe": "lightserve.models.lfm2_moe.model:Lfm2MoeTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
     "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",
@@ -152,9 +154,10 @@ def check_supported(model_type: str) -> None:
 def _class_path(model_type: str) -> str:
     supported = supported_models()
     if model_type not in supported:
-        raise UnsupportedModelTypeError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(supported))}"
-        )
+        near = nearest(model_type, supported)
+        meant = "" if near is None else f"did you mean {near}? "
+        others = f"{meant}`lightserve models` lists the {len(supported)} that are"
+        raise UnsupportedModelTypeError(f"model_type {model_type!r} is not supported; {others}")
     return supported[model_type]
 
 

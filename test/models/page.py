@@ -80,6 +80,7 @@ FAMILIES = {
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM 2, 2.5",
+    "lfm2_moe": "LFM 2 8B-A1B",
     "llama": "Llama 1 to 3, SmolLM 2",
     "mellum": "Mellum 2",
     "mimo_v2_flash": "MiMo-V2-Flash",
@@ -96,7 +97,7 @@ FAMILIES = {
     "mpt": "MPT",
     "nemotron": "Nemotron 3, 4, Minitron",
     "nemotron-nas": "Llama-Nemotron",
-    "nemotron_h": "Nemotron-H, Nemotron Nano 2, without experts",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2, Nemotron 3",
     "nomic_bert": "nomic-embed-text 1 and 1.5",
     "olmo": "OLMo",
     "olmo2": "OLMo 2",
@@ -172,9 +173,9 @@ NOTES = """\
   the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
   layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the
   4.6 billion weights of E2B) is split over the ranks of `--tp`.
-- `nemotron_h`: files with experts, such as those of Nemotron 3, are refused: their experts have no
-  gate. Steps are limited by `time_step_limit`, as in NVIDIA's code; transformers limits them by
-  `time_step_min`.
+- `nemotron_h`: layers for drafts are not loaded. Steps are limited by `time_step_limit`, as in
+  NVIDIA's code; transformers limits them by `time_step_min`. Files with latent projections and
+  `mlp_bias` are refused.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
   `quantization_config` says. They are refused.
 - `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes

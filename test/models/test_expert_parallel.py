@@ -13,8 +13,9 @@ from lightserve.common.parallel import ParallelSizes
 from test.models.test_pipeline import run_rank, save_models
 from test.ranks import run_ranks
 
-# experts alone, beside shared ones with a gate, beside dense layers, in groups with a bias, with biases and a clamp
-KINDS = ["mixtral", "qwen2_moe", "qwen3_moe-dense", "deepseek_v3", "gpt_oss"]
+# experts alone, beside shared ones with a gate, beside dense layers, in groups with a bias, with biases and a clamp,
+# between latent projections
+KINDS = ["mixtral", "qwen2_moe", "qwen3_moe-dense", "deepseek_v3", "gpt_oss", "nemotron_h-latent"]
 TOLERANCE = 1e-5  # relative to the largest logit: ranks add up in another order
 
 

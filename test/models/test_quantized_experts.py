@@ -24,7 +24,7 @@ from lightserve.common.basemodel import (
 from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
 from lightserve.common.basemodel.layer_weights.loader import fill_dummy, load_weights
-from lightserve.common.ops import GatedSilu, Int8Weight, QuantizedWeight, RouteSpec
+from lightserve.common.ops import GatedSilu, Int8Weight, QuantizedWeight, Relu2, RouteSpec
 from lightserve.common.quantization import (
     QuantizedExperts,
     QuantizedLinear,
@@ -53,6 +53,8 @@ SPECS = {
     "transposed": replace(
         MOE, layout=ExpertsLayout.TRANSPOSED, experts_bias=True, activation=GatedSilu(1.702, 0.5, 1.0)
     ),
+    "without a gate": replace(MOE, activation=Relu2(), shared_size=2 * WIDTH),
+    "latent": replace(MOE, activation=Relu2(), shared_size=WIDTH, latent_size=32),
 }
 ONE_RANK = Parallel()
 
@@ -87,6 +89,8 @@ class Layer(LayerWeight):
             norm_eps=1e-5,
             rope=None,
             scale=1.0,
+            activation="silu" if isinstance(moe.activation, GatedSilu) else "relu2",
+            is_gated=isinstance(moe.activation, GatedSilu),
             moe=moe,
         )
         methods = linear_method_factory(config), experts_method_factory(config)
@@ -145,7 +149,7 @@ def test_quantised_experts_compute_what_the_dequantised_ones_do(moe: MoeSpec, ki
     out = layer.ffn.forward(inputs(), None)
 
     assert isinstance(layer.ffn.experts.method, QuantizedExperts)
-    assert (layer.ffn.shared is not None) == moe.has_shared_gate
+    assert (layer.ffn.shared is not None) == (moe.has_shared_gate or moe.latent_size > 0)
     assert_same(out, Layer(moe, None).load(dequantized(tensors, moe, kind)).ffn.forward(inputs(), None))
 
 
@@ -235,7 +239,7 @@ def test_padding_takes_no_part(moe: MoeSpec) -> None:
 
     out = layer.ffn.forward(padded, ExpertRows(torch.arange(9) >= 4))
 
-    torch.testing.assert_close(out[:4], layer.ffn.forward(inputs(), None)[:4])
+    assert_same(out[:4], layer.ffn.forward(inputs(), None)[:4])
 
 
 @pytest.fixture

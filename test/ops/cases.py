@@ -247,7 +247,7 @@ def floats(weight: Tensor | ops.QuantizedWeight) -> Tensor:
 def experts_params(
     experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, *, clamps: bool = False
 ) -> ops.ExpertsParams:
-    """Random experts; ``clamps``: with biases and the activation of gpt-oss."""
+    """Random experts with a gate; ``clamps``: with biases and the activation of gpt-oss."""
 
     def weight(*shape: int, seed: int) -> Tensor:
         return randn(*shape, dtype=dtype, device=device, seed=seed).mul_(shape[-1] ** -0.5)
@@ -257,6 +257,15 @@ def experts_params(
         return ops.ExpertsParams(w13, w2)
     b13, b2 = (randn(*w.shape[:2], dtype=dtype, device=device, seed=13) for w in (w13, w2))
     return ops.ExpertsParams(w13, w2, b13, b2, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
+
+
+def plain_experts_params(
+    experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, *, has_bias: bool = False
+) -> ops.ExpertsParams:
+    """Random experts without a gate. What they square is about as large as what a gate multiplies."""
+    gated = experts_params(experts, hidden, width, dtype, device, clamps=has_bias)
+    b13 = None if gated.b13 is None else gated.b13[:, :width] * 0.5
+    return replace(gated, w13=floats(gated.w13)[:, :width] * 0.5, b13=b13, activation=ops.Relu2())
 
 
 def eight_bit_weight(out_size: int, in_size: int, dtype: torch.dtype, device: str, **more: Any) -> Any:
@@ -297,6 +306,10 @@ def _gated_norm_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _activation_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return (randn(tokens, 70, dtype=dtype, device=device),)
+
+
+def _xielu_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return *_activation_args(tokens, dtype, device), torch.tensor([0.7, 1.2, 0.4, -0.3], device=device)
 
 
 def _embedding_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -619,6 +632,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "silu_and_mul_quantize": _quantize_rows_args,
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,
+    "xielu": _xielu_args,
     "write_kv": _write_kv_args,
     "write_latent": _write_latent_args,
     **STATE_ARGS,

@@ -260,8 +260,10 @@ def compile_experts(dtype: torch.dtype) -> None:
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)
         expert_linear(gated, floats(params.w2), blocks, config)
+    expert_linear(x, floats(params.w13), blocks, experts.INVARIANT, None, ops.Relu2())
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
-    _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
+    for activation in (params.activation, ops.Relu2()):
+        _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, activation)
     compile_quantized_experts(dtype)
 
 
@@ -282,6 +284,7 @@ def compile_quantized_experts(dtype: torch.dtype) -> None:
         pairs = sort_pairs(ids, 4, block_m)
         blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
         quantized_expert_linear(x, weight, blocks, block_m, None, ops.GatedSilu())
+    quantized_expert_linear(x, weight, blocks, block_m, None, ops.Relu2())
     quantized_expert_linear(x[:1], weight, PairBlocks(ids[:1], None, 2), 8)
 
 

@@ -27,6 +27,7 @@ from test.ops.cases import (
     floats,
     ints,
     needs_library,
+    plain_experts_params,
     randn,
     strided,
     wide,
@@ -103,6 +104,36 @@ def test_a_gated_gelu_is_that_of_torch() -> None:
     torch.testing.assert_close(ops.GATED_GELU_TANH(gate, up), F.gelu(gate, approximate="tanh") * up)
 
 
+def test_the_definition_without_a_gate_squares_the_relu_of_up() -> None:
+    x, params = randn(7, 24), plain_experts_params(5, 24, 11, torch.float32, "cpu", has_bias=True)
+    assert params.b13 is not None
+    assert params.b2 is not None
+    ids, weights = choose(7, 5, 1, "cpu")
+
+    out = ops.experts(x, ids, weights, params)
+
+    for token in range(7):
+        expert = int(ids[token, 0])
+        up = F.linear(x[token], floats(params.w13)[expert], params.b13[expert])
+        down = F.linear(F.relu(up) ** 2, floats(params.w2)[expert], params.b2[expert])
+        torch.testing.assert_close(out[token], weights[token, 0] * down, **TOLERANCE[torch.float32])
+
+
+@each_backend_and_dtype(ops.experts)
+@pytest.mark.parametrize("shape", [(1, 8, 2, 64, 48), (1, 4, 4, 33, 17), (3, 64, 2, 48, 40), (9, 6, 3, 100, 67)])
+def test_experts_without_a_gate_give_the_result_of_the_definition(
+    backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
+) -> None:
+    (tokens, n_experts, top_k, hidden, width), device = shape, device_of(backend)
+    x = strided(randn(tokens, hidden, dtype=dtype, device=device))
+    params = plain_experts_params(n_experts, hidden, width, dtype, device, has_bias=tokens == 9)
+    ids, weights = choose(tokens, n_experts, top_k, device, padding=tokens // 4)
+
+    out = ops.experts.impls[backend](x, ids, weights, params)
+
+    assert_close(out, ops.experts(wide(x), ids, weights, in_float32(params)), dtype)
+
+
 @each_backend_and_dtype(ops.experts)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_experts_with_a_gated_gelu_give_the_result_of_the_definition(
@@ -118,14 +149,15 @@ def test_experts_with_a_gated_gelu_give_the_result_of_the_definition(
     assert_close(out, ops.experts(wide(x), ids, weights, in_float32(params)), dtype)
 
 
-def test_the_activation_of_grouped_products_is_that_of_the_others() -> None:
+@pytest.mark.parametrize("activation", [ops.GATED_GELU_TANH, ops.Relu2()])
+def test_the_activation_of_grouped_products_is_that_of_the_others(activation: ops.ExpertActivation) -> None:
     device = device_of("triton")
     gate_up, ids = randn(6, 140, device=device) * 3, torch.tensor([[0], [1], [2], [0], [1], [2]], device=device)
     pairs = torch.arange(6, device=device)
 
-    out = _grouped_experts.activate_pairs(gate_up, None, ids.int(), pairs.int(), ops.GATED_GELU_TANH)
+    out = _grouped_experts.activate_pairs(gate_up, None, ids.int(), pairs.int(), activation)
 
-    torch.testing.assert_close(out, ops.GATED_GELU_TANH(gate_up[:, ::2], gate_up[:, 1::2]))
+    torch.testing.assert_close(out, activation.of_rows(gate_up))
 
 
 @pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.experts)])
@@ -227,11 +259,15 @@ def test_there_are_as_many_blocks_as_the_worst_choice_needs(n_pairs: int, n_expe
 
 
 @pytest.mark.parametrize("clamps", [False, True])
-def test_products_by_the_grouped_matmul_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch, clamps: bool) -> None:
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_products_by_the_grouped_matmul_are_those_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, clamps: bool, is_gated: bool
+) -> None:
     device = device_of("triton")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     x = randn(50, 64, dtype=dtype, device=device)
-    params = experts_params(3, 64, 48, dtype, device, clamps=clamps)
+    plain = plain_experts_params(3, 64, 48, dtype, device, has_bias=clamps)
+    params = experts_params(3, 64, 48, dtype, device, clamps=clamps) if is_gated else plain
     ids, weights = choose(50, 3, 2, device, padding=5)
     monkeypatch.setattr(experts, "GROUPED_GATE_UP", 1)
     monkeypatch.setattr(experts, "GROUPED_DOWN", 1)

@@ -114,6 +114,19 @@ def test_a_gated_gelu_gives_the_result_of_the_definition(backend: str) -> None:
 
 
 @each_kind
+@pytest.mark.parametrize("backend", backends_of(ops.experts))
+def test_experts_without_a_gate_give_the_result_of_the_definition(kind: Kind, backend: str) -> None:
+    device = device_of(backend)
+    x, (ids, weights) = randn(9, 128, device=device), choose(9, 4, 2, device)
+    weight = params_of(kind, 4, 128, 128, device).w2
+    params = ExpertsParams(weight, weight, activation=ops.Relu2())
+
+    out = ops.experts.impls[backend](x, ids, weights, params)
+
+    assert_close(out, ops.experts(x, ids, weights, params), torch.float32)
+
+
+@each_kind
 @pytest.mark.parametrize("backend", ["triton"])
 def test_half_precision_stays_within_its_tolerance(kind: Kind, backend: str) -> None:
     device = device_of(backend)

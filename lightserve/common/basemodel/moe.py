@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightserve.common.ops import GatedSilu, RouteSpec
+from lightserve.common.ops import ExpertActivation, GatedSilu, RouteSpec
 from lightserve.common.quantization import ExpertNames, ExpertsLayout
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.model_config import EXPERT_COUNT_NAMES, ModelConfig
@@ -22,6 +22,8 @@ class MoeNames:
     shared_expert: ExpertNames | None = None  # those of shared experts, if they are others
     shared_gate_up: str | None = None  # one linear instead of two in the shared experts: all gates, then all ups
     shared_gate: str = "mlp.shared_expert_gate"
+    latent_in: str = "mlp.fc1_latent_proj"
+    latent_out: str = "mlp.fc2_latent_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,12 @@ class MoeSpec:
     route: RouteSpec
     names: MoeNames = field(default_factory=MoeNames)
     layout: ExpertsLayout = ExpertsLayout.EACH
-    activation: GatedSilu = field(default_factory=GatedSilu)
+    activation: ExpertActivation = field(default_factory=GatedSilu)
     router_bias: bool = False
     is_router_float32: bool = False  # the model multiplies hidden states and router in float32
     has_score_bias: bool = False  # a bias that counts for the choice of experts, not for their weights
     experts_bias: bool = False
+    latent_size: int = 0  # of what the experts read and compute, behind and before a linear; 0: the hidden size
     shared_size: int = 0  # of the shared experts together; 0: there are none
     has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
     is_beside_ffn: bool = False  # the layer has its feed-forward too, and adds what both return
@@ -46,8 +49,8 @@ class MoeSpec:
     @property
     def num_shared(self) -> int:
         """How many experts of the others' size the shared experts are; 0: they are computed beside the others."""
-        is_apart = self.has_shared_gate or self.has_shared_apart or self.names.shared_expert is not None
-        is_alike = not is_apart and self.layout is ExpertsLayout.EACH
+        differ = self.has_shared_gate or self.has_shared_apart or self.names.shared_expert is not None
+        is_alike = not (differ or self.latent_size) and self.layout is ExpertsLayout.EACH
         return self.shared_size // self.intermediate_size if is_alike and self._divides() else 0
 
     @property
@@ -56,11 +59,16 @@ class MoeSpec:
         return self.intermediate_size, *([self.shared_size] if self.shared_size else [])
 
     def num_weights(self, hidden_size: int) -> int:
-        return 3 * hidden_size * (self.num_experts * self.intermediate_size + self.shared_size)
+        return self._weights_of(self.num_experts, hidden_size)
 
     def active_weights(self, hidden_size: int) -> int:
         """Of the experts of one token."""
-        return 3 * hidden_size * (self.route.top_k * self.intermediate_size + self.shared_size)
+        return self._weights_of(self.route.top_k, hidden_size)
+
+    def _weights_of(self, experts: int, hidden_size: int) -> int:
+        linears = self.activation.rows_per_unit + 1
+        routed = experts * self.intermediate_size * linears * (self.latent_size or hidden_size)
+        return routed + (linears * self.shared_size + 2 * self.latent_size) * hidden_size
 
     def _divides(self) -> bool:
         return self.shared_size % self.intermediate_size == 0

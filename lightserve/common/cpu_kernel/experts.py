@@ -21,9 +21,9 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> T
     tokens, top_k = ids.shape
     computed = x.new_zeros(tokens * top_k, x.shape[1])
     for expert, pairs in _pairs_by_expert(ids):
-        gate_up = ops.linear(x[pairs // top_k], _weight(params.w13, expert, x), _row(params.b13, expert)).float()
-        gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2]).to(x.dtype)
-        computed[pairs] = ops.linear(gated, _weight(params.w2, expert, x), _row(params.b2, expert))
+        rows = ops.linear(x[pairs // top_k], _weight(params.w13, expert, x), _row(params.b13, expert)).float()
+        activated = params.activation.of_rows(rows).to(x.dtype)
+        computed[pairs] = ops.linear(activated, _weight(params.w2, expert, x), _row(params.b2, expert))
     out = torch.zeros(x.shape)
     for k_idx, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
         out += by_token * weights[:, k_idx, None]

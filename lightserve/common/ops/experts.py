@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightserve.common.ops.activation import sigmoid
 from lightserve.common.ops.quantized_weight import QuantizedWeight
@@ -61,6 +62,7 @@ class GatedSilu:
     limit 7 and offset 1. The tanh form of GELU (``GATED_GELU_TANH``) is this with a cubic term.
     """
 
+    rows_per_unit: ClassVar[int] = 2  # of w13: gate and up
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
@@ -72,6 +74,23 @@ class GatedSilu:
         argument = gate + self.cubic * gate**3 if self.cubic else gate
         return (up + self.up_offset) * gate * sigmoid(self.alpha * argument)
 
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Of what ``w13`` computes, ``[tokens, 2 * width]``."""
+        return self(rows[:, ::2], rows[:, 1::2])
+
+
+@dataclass(frozen=True, slots=True)
+class Relu2:
+    """The square of ReLU, in experts without a gate."""
+
+    rows_per_unit: ClassVar[int] = 1
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        return F.relu(rows).square()
+
+
+ExpertActivation = GatedSilu | Relu2
+
 
 # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
 GATED_GELU_TANH = GatedSilu(alpha=2 * math.sqrt(2 / math.pi), cubic=0.044715)
@@ -82,6 +101,7 @@ class ExpertsParams:
     """The weights of a layer's experts. Rows ``2 * i`` and ``2 * i + 1`` of ``w13`` are gate and up of unit ``i``.
 
     With gate and up side by side one program computes both, and applies the activation before it writes anything.
+    Experts without a gate (``Relu2``) have one row for each unit: ``w13`` is ``[experts, width, hidden]``.
     Products with quantised weights do not round their inputs, whatever ``input_quant`` says.
     """
 
@@ -89,7 +109,7 @@ class ExpertsParams:
     w2: Tensor | QuantizedWeight  # [experts, hidden, width]
     b13: Tensor | None = None  # [experts, 2 * width]
     b2: Tensor | None = None  # [experts, hidden]
-    activation: GatedSilu = GatedSilu()
+    activation: ExpertActivation = GatedSilu()
 
     @property
     def num_experts(self) -> int:
@@ -150,11 +170,10 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> T
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(params.num_experts):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        gate_up = x[tokens].float() @ weight_of_expert(params.w13, expert).float().T
+        rows = x[tokens].float() @ weight_of_expert(params.w13, expert).float().T
         if params.b13 is not None:
-            gate_up += params.b13[expert]
-        gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2])
-        computed = gated @ weight_of_expert(params.w2, expert).float().T
+            rows += params.b13[expert]
+        computed = params.activation.of_rows(rows) @ weight_of_expert(params.w2, expert).float().T
         if params.b2 is not None:
             computed += params.b2[expert]
         out.index_add_(0, tokens, computed * weights[tokens, places, None])

@@ -10,14 +10,15 @@ from enum import Enum
 from torch import Tensor
 
 from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces
-from lightserve.common.ops import GatedSilu
+from lightserve.common.ops import ExpertActivation, GatedSilu
 from lightserve.common.quantization.linear_method import length
 
 
 class ExpertsLayout(Enum):
     """How a checkpoint stores the experts of a layer."""
 
-    EACH = "each"  # three linears for each expert: PREFIX.3.gate_proj.weight [width, hidden]
+    # three linears for each expert, or two without a gate: PREFIX.3.gate_proj.weight [width, hidden]
+    EACH = "each"
     STACKED = "stacked"  # gate_up [experts, 2 * width, hidden], all gates first; down [experts, hidden, width]
     # gate_up [experts, hidden, 2 * width], gates and ups alternate; down [experts, width, hidden]
     TRANSPOSED = "transposed"
@@ -31,6 +32,10 @@ class ExpertNames:
     up: str = "up_proj"
     gate_up: str = "gate_up_proj"  # if they are stored together
     down: str = "down_proj"
+
+    def inputs(self, activation: ExpertActivation) -> tuple[str, ...]:
+        """The linears whose outputs are units, in the order of a unit's rows."""
+        return (self.gate, self.up) if activation.rows_per_unit == 2 else (self.up,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +54,15 @@ class ExpertsSpec:
     shared_prefix: str = ""
     has_bias: bool = False  # in the checkpoint
     adds_bias: bool = True  # of down, on this rank; False: another rank adds it
-    activation: GatedSilu = field(default_factory=GatedSilu)
+    activation: ExpertActivation = field(default_factory=GatedSilu)
 
     @property
     def gate_up_modules(self) -> list[str]:
         """The names of gate and up in the checkpoint, of all experts."""
         if self.layout is not ExpertsLayout.EACH:
             return [f"{self.prefix}.{self.names.gate_up}"]
-        return [f"{prefix}.{name}" for prefix in self._prefixes() for name in (self.names.gate, self.names.up)]
+        names = self.names.inputs(self.activation)
+        return [f"{prefix}.{name}" for prefix in self._prefixes() for name in names]
 
     @property
     def down_modules(self) -> list[str]:

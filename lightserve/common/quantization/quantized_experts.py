@@ -56,19 +56,20 @@ class QuantizedExperts(ExpertsMethod):
         self._spec, self._formats = spec, formats
         _check_order(spec, formats)
         experts, units, hidden = spec.num_own, spec.num_units, spec.hidden_size
+        rows = units * spec.activation.rows_per_unit
         group_13 = own_group_size(formats.gate_up, spec.prefix, hidden, slice(0, hidden))
         group_2 = own_group_size(formats.down, spec.prefix, spec.width, spec.units, WHOLE_EXPERTS)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.w13 = formats.gate_up.empty((experts, 2 * units, hidden), group_13 or hidden, device)
+        self.w13 = formats.gate_up.empty((experts, rows, hidden), group_13 or hidden, device)
         self.w2 = formats.down.empty((experts, hidden, units), group_2 or units, device)
         _check_kinds(spec, self.w13, self.w2)
         self.params = ops.ExpertsParams(
             w13=self.w13,
             w2=self.w2,
-            b13=zeros(experts, 2 * units) if spec.has_bias else None,
+            b13=zeros(experts, rows) if spec.has_bias else None,
             b2=zeros(experts, hidden) if spec.has_bias and spec.adds_bias else None,
             activation=spec.activation,
         )
@@ -103,8 +104,9 @@ class QuantizedExperts(ExpertsMethod):
             slot = spec.slot_of(number)
             first = index * spec.width
             units = slice(first + spec.units.start, first + spec.units.stop)
-            for side, name in enumerate((spec.names.gate, spec.names.up)):
-                yield from _pieces_of_one(f"{prefix}.{name}", self._gate_up(width, units, slice(side, None, 2)), slot)
+            for side, name in enumerate(spec.names.inputs(spec.activation)):
+                into = slice(side, None, spec.activation.rows_per_unit)
+                yield from _pieces_of_one(f"{prefix}.{name}", self._gate_up(width, units, into), slot)
             yield from _pieces_of_one(f"{prefix}.{spec.names.down}", self._down(width, units), slot)
 
     def _stacked(self) -> Iterator[Piece]:

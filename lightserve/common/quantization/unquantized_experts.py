@@ -29,14 +29,15 @@ class UnquantizedExperts(ExpertsMethod):
     def __init__(self, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._spec = spec
         experts, units, hidden = spec.num_own, spec.num_units, spec.hidden_size
+        rows = units * spec.activation.rows_per_unit
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self._tensors = _Tensors(
-            w13=empty(experts, 2 * units, hidden),
+            w13=empty(experts, rows, hidden),
             w2=empty(experts, hidden, units),
-            b13=empty(experts, 2 * units) if spec.has_bias else None,
+            b13=empty(experts, rows) if spec.has_bias else None,
             b2=empty(experts, hidden) if spec.has_bias and spec.adds_bias else None,
         )
         self.params = ops.ExpertsParams(**self._tensors._asdict(), activation=spec.activation)
@@ -66,9 +67,9 @@ def _expert(prefix: str, spec: ExpertsSpec, tensors: _Tensors, slot: int | None,
     is_shared = prefix == spec.shared_prefix
     total = spec.width * (spec.num_shared if is_shared else 1)
     units = slice(shared_index * spec.width + spec.units.start, shared_index * spec.width + spec.units.stop)
-    gate_up = _by_unit(tensors.w13)
-    for side, name in enumerate((spec.names.gate, spec.names.up)):
-        into = None if slot is None else gate_up[slot, :, side]
+    by_unit = _by_unit(tensors.w13, spec.activation.rows_per_unit)
+    for side, name in enumerate(spec.names.inputs(spec.activation)):
+        into = None if slot is None else by_unit[slot, :, side]
         yield Piece(f"{prefix}.{name}.weight", (total, spec.hidden_size), into, slicer(units))
     into = None if slot is None else tensors.w2[slot]
     yield Piece(f"{prefix}.{spec.names.down}.weight", (spec.hidden_size, total), into, slicer(slice(None), units))
@@ -106,6 +107,6 @@ _PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, _Tensors], Iterator[Piece]]]
 }
 
 
-def _by_unit(w13: Tensor) -> Tensor:
-    """``[experts, units, 2, hidden]``: gate and up of each unit."""
-    return w13.view(len(w13), -1, 2, w13.shape[2])
+def _by_unit(w13: Tensor, rows_per_unit: int = 2) -> Tensor:
+    """``[experts, units, rows, hidden]``: gate and up of each unit, or up alone."""
+    return w13.view(len(w13), -1, rows_per_unit, w13.shape[2])

@@ -25,7 +25,7 @@ def windows_except_every(count: int) -> Derive:
     def derive(hf: Fields) -> dict[str, Any]:
         pattern: Any = hf.get("sliding_window_pattern") or count
         layers: Any = hf.get("num_hidden_layers")
-        if hf.get("layer_types") is not None or not _are_counts(pattern, layers):
+        if hf.get("layer_types") is not None or not are_counts(pattern, layers):
             return {}
         kinds = ("full_attention", "sliding_attention")
         return {"layer_types": [kinds[bool((i + 1) % pattern)] for i in range(min(layers, 10_000))]}
@@ -39,7 +39,7 @@ def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
     def derive(hf: Fields) -> dict[str, Any]:
         bound: Any = 28 if hf.get("max_window_layers") is None else hf["max_window_layers"]
         layers: Any = hf.get("num_hidden_layers")
-        if hf.get("layer_types") is not None or not (_are_counts(layers) and isinstance(bound, int)):
+        if hf.get("layer_types") is not None or not (are_counts(layers) and isinstance(bound, int)):
             return {}
         has_windows = bool(hf.get("use_sliding_window")) and hf.get("sliding_window") is not None
         kinds = ("full_attention", "sliding_attention")
@@ -54,7 +54,7 @@ def recurrent_except_every(count: int) -> Derive:
     def derive(hf: Fields) -> dict[str, Any]:
         interval: Any = hf.get("full_attention_interval") or count
         layers: Any = hf.get("num_hidden_layers")
-        if hf.get("layer_types") is not None or not _are_counts(interval, layers):
+        if hf.get("layer_types") is not None or not are_counts(interval, layers):
             return {}
         kinds = ("full_attention", "linear_attention")
         return {"layer_types": [kinds[bool((i + 1) % interval)] for i in range(min(layers, 10_000))]}
@@ -69,65 +69,37 @@ def granite_hybrid(hf: Fields) -> dict[str, Any]:
     layers: Any = hf.get("num_hidden_layers")
     if isinstance(types, list):
         return {"layer_types": [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in types]}
-    return {"layer_types": ["linear_attention"] * min(layers, 10_000) if _are_counts(layers) else types}
-
-
-def bamba(hf: Fields) -> dict[str, Any]:
-    """layer_types from the numbers of the layers with attention."""
-    layers: Any = hf.get("num_hidden_layers")
-    attention = hf.get("attn_layer_indices") or []
-    if not isinstance(attention, list) or not _are_counts(layers):
-        return {"layer_types": attention}  # ModelConfig refuses it
-    kinds = ("linear_attention", "full_attention")
-    return {"layer_types": [kinds[i in attention] for i in range(min(layers, 10_000))]}
-
-
-def falcon_h1(hf: Fields) -> dict[str, Any]:
-    """layer_types, which are all the same. A null as the width of Mamba2 is a value."""
-    layers: Any = hf.get("num_hidden_layers")
-    types = ["hybrid"] * min(layers, 10_000) if _are_counts(layers) else None
-    return {"layer_types": types, "mamba_d_ssm": hf.get("mamba_d_ssm", 1024)}
-
-
-def kimi_linear(hf: Fields) -> dict[str, Any]:
-    """layer_types and the sizes of recurrent layers from the table of the hub's files, which counts layers from 1."""
-    table = _table(hf.get("linear_attn_config"))
-    names = {
-        "head_dim": "linear_head_dim",
-        "num_heads": "linear_num_heads",
-        "short_conv_kernel_size": "linear_conv_kernel_dim",
-    }
-    fields = {ours: table[name] for name, ours in names.items() if name in table}
-    layers: Any = hf.get("num_hidden_layers")
-    attention: Any = table.get("full_attn_layers")
-    types = hf.get("layer_types")
-    if types is None and _are_counts(layers):
-        numbers = range(min(layers, 10_000))
-        is_listed = isinstance(attention, list) and _are_counts(*attention)
-        with_attention = [i - 1 for i in attention] if is_listed else [*numbers[4::4]]
-        types = [("linear_attention", "full_attention")[i in with_attention] for i in numbers]
-    return {**fields, "layer_types": types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
+    return {"layer_types": ["linear_attention"] * min(layers, 10_000) if are_counts(layers) else types}
 
 
 def nemotron_h(hf: Fields) -> dict[str, Any]:
-    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward."""
+    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward.
+
+    Files without layers of experts have fields of experts too.
+    """
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     kinds |= {"mamba": "linear_attention", "attention": "full_attention"}
-    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern")
+    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern") or "ME*-"
     if not isinstance(listed, list | str):
-        return {}
+        return {"layer_types": listed}  # ModelConfig refuses it
     types = [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
 
     def where(kind: str, value: Any) -> list[Any]:
         return [value if layer_type == kind else 0 for layer_type in types]
 
+    widths = {"mlp": hf.get("intermediate_size"), "moe": hf.get("moe_intermediate_size")}
     shapes = {
         "num_attention_heads": where("full_attention", hf.get("num_attention_heads")),
         "num_key_value_heads": where("full_attention", hf.get("num_key_value_heads")),
-        "intermediate_size": where("mlp", hf.get("intermediate_size")),
+        "intermediate_size": [widths.get(layer_type, 0) if isinstance(layer_type, str) else 0 for layer_type in types],
     }
-    with_attention = ["full_attention" if layer_type == "mlp" else layer_type for layer_type in types]
-    return {"layer_types": with_attention, "num_hidden_layers": len(types), **layer_lists(shapes)}
+    return {
+        "layer_types": ["full_attention" if layer_type in ("mlp", "moe") else layer_type for layer_type in types],
+        "mlp_layer_types": ["sparse" if layer_type == "moe" else "dense" for layer_type in types],
+        "num_hidden_layers": len(types),
+        "n_routed_experts": hf.get("n_routed_experts") if "moe" in types else None,
+        **layer_lists(shapes),
+    }
 
 
 def lfm2(hf: Fields) -> dict[str, Any]:
@@ -136,15 +108,20 @@ def lfm2(hf: Fields) -> dict[str, Any]:
     width: Any = hf.get("block_ff_dim", hf.get("intermediate_size"))
     layers: Any = hf.get("num_hidden_layers")
     factor, multiple = hf.get("block_ffn_dim_multiplier", 1.0), hf.get("block_multiple_of", 256)
-    if _are_counts(width) and hf.get("block_auto_adjust_ff_dim", True):
+    if are_counts(width) and hf.get("block_auto_adjust_ff_dim", True):
         width = int(2 * width / 3)
-        if isinstance(factor, int | float) and 0 < factor < MAX_FACTOR and _are_counts(multiple):
+        if isinstance(factor, int | float) and 0 < factor < MAX_FACTOR and are_counts(multiple):
             width = -(-int(factor * width) // multiple) * multiple
     attention = hf.get("full_attn_idxs")
-    if hf.get("layer_types") is None and isinstance(attention, list) and _are_counts(layers):
+    if hf.get("layer_types") is None and isinstance(attention, list) and are_counts(layers):
         kinds = ("conv", "full_attention")
         fields["layer_types"] = [kinds[i in attention] for i in range(min(layers, 10_000))]
     return {**fields, "intermediate_size": width}
+
+
+def lfm2_moe(hf: Fields) -> dict[str, Any]:
+    """Dense layers are as wide as the file says."""
+    return lfm2({**hf, "block_auto_adjust_ff_dim": False})
 
 
 def whole_rope(hf: Fields) -> dict[str, Any]:
@@ -173,7 +150,7 @@ def minicpm3(hf: Fields) -> dict[str, Any]:
     """Files that lack v_head_dim share hidden_size among the heads."""
     hidden: Any = hf.get("hidden_size")
     heads: Any = hf.get("num_attention_heads")
-    if hf.get("v_head_dim") is not None or not _are_counts(hidden, heads):
+    if hf.get("v_head_dim") is not None or not are_counts(hidden, heads):
         return {}
     return {"v_head_dim": hidden // heads}
 
@@ -264,13 +241,13 @@ def mpt(hf: Fields) -> dict[str, Any]:
     attention = hf.get("attn_config")
     ratio, hidden = hf.get("expansion_ratio", 4), hf.get("hidden_size")
     fields = {key: value for key, value in attention.items() if key not in hf} if isinstance(attention, dict) else {}
-    return fields | ({"intermediate_size": ratio * hidden} if _are_counts(ratio, hidden) else {})
+    return fields | ({"intermediate_size": ratio * hidden} if are_counts(ratio, hidden) else {})
 
 
 def gptj(hf: Fields) -> dict[str, Any]:
     """rotary_dim is a number of dimensions instead of a part of the head."""
     rotary, hidden, heads = hf.get("rotary_dim", 64), hf.get("hidden_size"), hf.get("num_attention_heads")
-    if not _are_counts(rotary, hidden, heads):
+    if not are_counts(rotary, hidden, heads):
         return {"rotary_dim": rotary}
     # rounded up, so that head_dim times it is not less than rotary_dim
     return {"rotary_dim": rotary, "partial_rotary_factor": math.nextafter(rotary * heads / hidden, 1.0)}
@@ -301,7 +278,7 @@ def chatglm(hf: Fields) -> dict[str, Any]:
 def cwm(hf: Fields) -> dict[str, Any]:
     """layer_types: the first of every four layers sees all tokens."""
     layers: Any = hf.get("num_hidden_layers")
-    if hf.get("layer_types") is not None or not _are_counts(layers):
+    if hf.get("layer_types") is not None or not are_counts(layers):
         return {}
     kinds = ("full_attention", "sliding_attention")
     return {"layer_types": [kinds[bool(i % 4)] for i in range(min(layers, 10_000))]}
@@ -311,18 +288,18 @@ def hunyuan(hf: Fields) -> dict[str, Any]:
     """A dynamic rope with a fixed alpha is a default one with a larger base. Lists have one number for all layers."""
     names = ("num_experts_per_tok", "num_shared_expert", "moe_intermediate_size")
     fields = {name: _same_in_all(hf[name]) for name in names if name in hf}
-    rope = {**(_table(hf.get("rope_scaling"))), **_table(hf.get("rope_parameters"))}
+    rope = {**(table_of(hf.get("rope_scaling"))), **table_of(hf.get("rope_parameters"))}
     alpha, base = rope.get("alpha"), rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
     hidden: Any = hf.get("hidden_size")
     heads: Any = hf.get("num_attention_heads")
-    dim: Any = hf.get("head_dim") or (hidden // heads if _are_counts(hidden, heads) else None)
-    if not alpha or not isinstance(alpha, int | float) or not isinstance(base, int | float) or not _are_counts(dim):
+    dim: Any = hf.get("head_dim") or (hidden // heads if are_counts(hidden, heads) else None)
+    if not alpha or not isinstance(alpha, int | float) or not isinstance(base, int | float) or not are_counts(dim):
         return fields
     scaled = base * alpha ** (dim / max(dim - 2, 1))
     return {**fields, "rope_parameters": None, "rope_scaling": None, "rope_theta": scaled}
 
 
-def _table(value: Any) -> Fields:
+def table_of(value: Any) -> Fields:
     return value if isinstance(value, dict) else {}
 
 
@@ -334,7 +311,7 @@ def _same_in_all(value: Any) -> Any:
 def mimo(hf: Fields) -> dict[str, Any]:
     """The hub's files list windows and experts as 0 and 1, and have fields of their own for windowed layers."""
     layers: Any = hf.get("num_hidden_layers")
-    if not _are_counts(layers):
+    if not are_counts(layers):
         return {}
     numbers, before = range(min(layers, 10_000)), hf.get("sliding_window_size")
     windows = hf.get("hybrid_layer_pattern") or [int(i > 0 and (i + 1) % 6 > 0) for i in numbers]
@@ -352,11 +329,11 @@ def mimo(hf: Fields) -> dict[str, Any]:
 def _mimo_kv_heads(hf: Fields, kinds: Any) -> dict[str, Any]:
     """Windowed layers have a number of their own."""
     heads: Any = hf.get("num_key_value_heads")
-    if not _are_counts(heads) or not isinstance(kinds, list):
+    if not are_counts(heads) or not isinstance(kinds, list):
         return {}
     windowed: Any = hf.get("swa_num_key_value_heads") or 2 * heads
     of_layers = [windowed if kind == "sliding_attention" else heads for kind in kinds]
-    largest = max(of_layers) if _are_counts(*of_layers) else windowed
+    largest = max(of_layers) if are_counts(*of_layers) else windowed
     return {"num_key_value_heads": largest, "num_key_value_heads_per_layer": of_layers}
 
 
@@ -400,7 +377,7 @@ def roberta(hf: Fields) -> dict[str, Any]:
     """The table of positions begins with those of the padding token and before, which no token has."""
     positions: Any = hf.get("max_position_embeddings")
     padding: Any = hf.get("pad_token_id", 1)
-    if not _are_counts(positions) or not isinstance(padding, int):
+    if not are_counts(positions) or not isinstance(padding, int):
         return {}
     return {"pad_token_id": padding, "max_position_embeddings": positions - padding - 1}
 
@@ -410,7 +387,7 @@ def nomic_bert(hf: Fields) -> dict[str, Any]:
     positions: Any = hf.get("max_position_embeddings")
     trained: Any = hf.get("max_trained_positions")
     fields: dict[str, Any] = {"hidden_act": "silu"} if hf.get("hidden_act") in ("swiglu", None) else {}
-    if _are_counts(positions, trained):
+    if are_counts(positions, trained):
         fields["max_position_embeddings"] = min(positions, trained)
     if hf.get("rope_theta") is None and hf.get("rope_parameters") is None:
         fields["rope_theta"] = 1000.0
@@ -423,7 +400,7 @@ def modernbert(hf: Fields) -> dict[str, Any]:
     layers: Any = hf.get("num_hidden_layers")
     given = hf.get("rope_parameters") or {}
     fields: dict[str, Any] = {"sliding_window": hf.get("local_attention") or hf.get("sliding_window")}
-    if hf.get("layer_types") is None and _are_counts(every, layers):
+    if hf.get("layer_types") is None and are_counts(every, layers):
         kinds = ("full_attention", "sliding_attention")
         fields["layer_types"] = [kinds[bool(i % every)] for i in range(min(layers, 10_000))]
     if not isinstance(given, dict) or not all(isinstance(table, dict | None) for table in given.values()):
@@ -441,5 +418,5 @@ def _product(base: int, ratio: Any) -> Any:
     return base * ratio if isinstance(ratio, int | float) else ratio
 
 
-def _are_counts(*values: Any) -> bool:
+def are_counts(*values: Any) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)

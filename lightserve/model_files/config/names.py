@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightserve.model_files.config import derived as config_derived
+from lightserve.model_files.config import derived as config_derived, derived_recurrent
 from lightserve.model_files.config.layer_shapes import layer_lists, nemotron_nas_fields
 from lightserve.model_files.config.text_part import with_text_config
 
@@ -122,6 +122,13 @@ _CWM = {
         "original_max_position_embeddings": 8192,
     },
 }
+_LFM2 = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 1_000_000.0,
+    "conv_L_cache": 3,
+}
 _MELLUM_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -181,7 +188,7 @@ MODELS = {
     "bailing_moe_v2": ConfigNames(_SHARED_EXPERTS, {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1}),
     "bamba": ConfigNames(
         defaults={**_MAMBA2, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
-        derived=config_derived.bamba,
+        derived=derived_recurrent.bamba,
     ),
     "bert": ConfigNames(defaults=_BERT),
     "bitnet": ConfigNames(
@@ -209,7 +216,7 @@ MODELS = {
     ),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
     "falcon_h1": ConfigNames(
-        defaults={**_MAMBA2, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}, derived=config_derived.falcon_h1
+        defaults={**_MAMBA2, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}, derived=derived_recurrent.falcon_h1
     ),
     "flex_olmo": ConfigNames(defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
@@ -274,17 +281,18 @@ MODELS = {
             "linear_num_heads": 32,
             "linear_conv_kernel_dim": 4,
         },
-        config_derived.kimi_linear,
+        derived_recurrent.kimi_linear,
     ),
-    "lfm2": ConfigNames(
+    "lfm2": ConfigNames(defaults=_LFM2, derived=config_derived.lfm2),
+    "lfm2_moe": ConfigNames(
         defaults={
-            "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-            "rope_theta": 1_000_000.0,
-            "conv_L_cache": 3,
+            **_LFM2,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
         },
-        derived=config_derived.lfm2,
+        derived=config_derived.lfm2_moe,
     ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "mellum": ConfigNames(
@@ -314,6 +322,10 @@ MODELS = {
             "n_groups": 8,
             "ssm_state_size": 128,
             "conv_kernel": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
         },
         derived=config_derived.nemotron_h,
     ),

@@ -1,4 +1,4 @@
-"""Nemotron-H: every layer is one of Mamba2, attention without positions, or a feed-forward."""
+"""Nemotron-H: every layer is one of Mamba2, attention without positions, a feed-forward, or experts without a gate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
+from lightserve.common.ops import Relu2
+from lightserve.models.glm4_moe.model import SPARSE, deepseek_v3_moe
 from lightserve.models.granitemoehybrid.model import dt_limits
 
 LAYER_NAMES = bm.LayerNames(
@@ -28,6 +30,14 @@ MAMBA_NAMES = bm.Mamba2Names(
     norm="mixer.norm",
     out="mixer.out_proj",
 )
+MOE_NAMES = bm.MoeNames(
+    router="mixer.gate",
+    score_bias="mixer.gate.e_score_correction_bias",
+    experts="mixer.experts",
+    shared="mixer.shared_experts",
+    latent_in="mixer.fc1_latent_proj",
+    latent_out="mixer.fc2_latent_proj",
+)
 MODEL_NAMES = bm.ModelNames(embedding="backbone.embeddings", final_norm="backbone.norm_f")
 
 
@@ -42,10 +52,23 @@ class NemotronHTpPartModel(bm.TpPartBaseModel):
             is_gated=False,
             ffn_bias=config.flag("mlp_bias"),
             mixer=self._mixer() if config.is_recurrent(layer_num) else None,
+            moe=self._moe() if config.hf["mlp_layer_types"][layer_num] == SPARSE else None,
         )
 
     def model_spec(self) -> bm.ModelSpec:
         return replace(super().model_spec(), names=MODEL_NAMES)
+
+    def _moe(self) -> bm.MoeSpec:
+        """Chosen as DeepSeek V3 chooses them."""
+        config = self.config
+        return replace(
+            deepseek_v3_moe(config),
+            names=MOE_NAMES,
+            activation=Relu2(),
+            latent_size=config.count_or_0("moe_latent_size"),
+            shared_size=config.count("moe_shared_expert_intermediate_size"),
+            has_shared_apart=config.flag("mlp_bias"),  # which the others lack
+        )
 
     def _mixer(self) -> bm.Mamba2Spec:
         config = self.config
@@ -69,6 +92,10 @@ class NemotronHTpPartModel(bm.TpPartBaseModel):
         self.config.check_value("attention_bias", False)
         self.config.check_value("residual_in_fp32", False)
         self.config.check_value("tie_word_embeddings", False)
+        if self.config.experts_name is not None:
+            self.config.check_value("n_shared_experts", 1)
+            if self.config.count_or_0("moe_latent_size"):
+                self.config.check_value("mlp_bias", False)
 
     def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:
         """Without the layers for drafts."""

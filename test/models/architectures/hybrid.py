@@ -28,6 +28,14 @@ ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25
 
 # attention in two of four layers
 CONV = {**SMALL, "num_hidden_layers": 4, "hidden_size": 96, "full_attn_idxs": [1, 3]}
+CONV_EXPERTS = {
+    **{key: value for key, value in CONV.items() if key != "full_attn_idxs"},
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+}
 # three heads share an input and an output of the states
 MAMBA = {
     "num_hidden_layers": 4,
@@ -88,6 +96,15 @@ KIMI = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+NEMOTRON_EXPERTS = {
+    **NEMOTRON,
+    "hybrid_override_pattern": "ME*E-",
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
@@ -113,8 +130,10 @@ def _as_granite_published(config_json: Json, tensors: Tensors) -> tuple[Json, Te
 
 def _with_pattern(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     """As Nemotron-H was published."""
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     fields = {key: value for key, value in config_json.items() if key != "layers_block_type"}
-    return {**fields, "hybrid_override_pattern": NEMOTRON["hybrid_override_pattern"]}, tensors
+    pattern = "".join(letters[kind] for kind in config_json["layers_block_type"])
+    return {**fields, "hybrid_override_pattern": pattern}, tensors
 
 
 def with_limits_of_config(hf: Any) -> Any:
@@ -130,8 +149,9 @@ def with_all_experts(case: Case) -> Case:
     fields = deepcopy(case.fields)
     text = fields.get("text_config", fields)
     if "num_experts_per_tok" in text:
-        text.update({key: 1 for key in ("n_group", "topk_group") if key in text})
-        text["num_local_experts" if "num_local_experts" in text else "num_experts"] = text["num_experts_per_tok"]
+        names = ("num_local_experts", "n_routed_experts", "num_experts")
+        text[next(name for name in names if name in text)] = text["num_experts_per_tok"]
+        text |= dict.fromkeys(text.keys() & {"n_group", "topk_group"}, 1)
     return replace(case, fields=fields)
 
 
@@ -245,6 +265,19 @@ CASES = {
         },
         without("layer_types"),
     ),
+    "lfm2_moe": Case("lfm2_moe", CONV_EXPERTS),
+    "lfm2_moe-no-bias": Case(
+        "lfm2_moe",
+        {
+            **CONV_EXPERTS,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "nemotron_h": Case("nemotron_h", NEMOTRON, _with_pattern, with_limits_of_config),
     "nemotron_h-bias": Case(
         "nemotron_h",
@@ -257,6 +290,22 @@ CASES = {
             "mlp_bias": True,
         },
         adapt_oracle=with_limits_of_config,
+    ),
+    "nemotron_h-experts": Case("nemotron_h", NEMOTRON_EXPERTS, _with_pattern, with_limits_of_config),
+    "nemotron_h-latent": Case(
+        "nemotron_h",
+        {
+            **NEMOTRON_EXPERTS,
+            "moe_latent_size": 20,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+        adapt_oracle=with_limits_of_config,
+    ),
+    "nemotron_h-biased-experts": Case(
+        "nemotron_h", {**NEMOTRON_EXPERTS, "mlp_bias": True}, adapt_oracle=with_limits_of_config
     ),
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),

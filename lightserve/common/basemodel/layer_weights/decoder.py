@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.experts import MoeFfnWeight
-from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight, PlainFfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, dense_ffn_weight
 from lightserve.common.basemodel.layer_weights.key_scaling import KeyLayout, scale_keys
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
@@ -180,7 +180,7 @@ def _o_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:
 def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:
     if spec.moe is not None and not spec.moe.is_beside_ffn:
         return MoeFfnWeight(spec, spec.moe, context)
-    return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
+    return dense_ffn_weight(spec, context)
 
 
 def _qkv(spec: LayerSpec) -> list[Block]:

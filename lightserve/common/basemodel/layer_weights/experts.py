@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel.expert_rows import ExpertRows
-from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import DenseFfnWeight, FfnWeight, dense_ffn_weight
 from lightserve.common.basemodel.layer_weights.linears import Block, ReplicatedWeight
-from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.common.basemodel.spec import LayerSpec
 from lightserve.common.checkpoint.piece import Piece, StoredSize
@@ -21,7 +21,8 @@ from lightserve.common.quantization import ExpertsSpec, are_alike
 from lightserve.errors import ModelFilesError, ServerError
 
 # of a layer: what its experts compute between their linears
-EXPERT_ACTIVATIONS = {"silu": ops.GatedSilu(), "gelu_tanh": ops.GATED_GELU_TANH}
+GATED_ACTIVATIONS: dict[str, ops.ExpertActivation] = {"silu": ops.GatedSilu(), "gelu_tanh": ops.GATED_GELU_TANH}
+PLAIN_ACTIVATIONS: dict[str, ops.ExpertActivation] = {"relu2": ops.Relu2()}
 
 
 class ExpertsWeight(Weight):
@@ -35,7 +36,7 @@ class ExpertsWeight(Weight):
             ExpertsSpec(
                 prefix=f"{spec.prefix}.{moe.names.experts}",
                 num_experts=moe.num_experts,
-                hidden_size=spec.hidden_size,
+                hidden_size=moe.latent_size or spec.hidden_size,
                 width=moe.intermediate_size,
                 expert_range=experts,
                 units=units,
@@ -86,6 +87,15 @@ class ScoreBiasWeight(Weight):
         yield Piece(self._name, tuple(self.tensor.shape), self.tensor)
 
 
+class LatentWeight(WeightGroup):
+    """The linears before and behind experts that are narrower than the hidden states. Every rank has both."""
+
+    def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
+        at, names, hidden, latent = spec.prefix, moe.names, spec.hidden_size, moe.latent_size
+        self.in_proj = ReplicatedWeight([Block(f"{at}.{names.latent_in}", latent)], hidden, context)
+        self.out_proj = ReplicatedWeight([Block(f"{at}.{names.latent_out}", hidden)], latent, context)
+
+
 class MoeFfnWeight(FfnWeight):
     """A router, experts, and perhaps shared experts, which every token uses."""
 
@@ -105,9 +115,10 @@ class MoeFfnWeight(FfnWeight):
         self.score_bias = ScoreBiasWeight(score_bias, moe.num_experts, context) if moe.has_score_bias else None
         self.experts = ExpertsWeight(spec, moe, context)
         is_beside = moe.shared_size > 0 and not moe.num_shared
-        self.shared = GatedFfnWeight(_shared_spec(spec, moe), context) if is_beside else None
+        self.shared = dense_ffn_weight(_shared_spec(spec, moe), context) if is_beside else None
         gate = Block(f"{at}.{names.shared_gate}", 1)
         self.shared_gate = ReplicatedWeight([gate], hidden, context, is_router=True) if moe.has_shared_gate else None
+        self.latent = LatentWeight(spec, moe, context) if moe.latent_size else None
 
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         if rows is None:
@@ -123,9 +134,12 @@ class MoeFfnWeight(FfnWeight):
         logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
         bias = None if self.score_bias is None else self.score_bias.tensor
         ids, weights = ops.route(logits, self._route, bias, is_padding)
-        return self.experts.partial_forward(x, ids, weights)
+        if self.latent is None:
+            return self.experts.partial_forward(x, ids, weights)
+        computed = self.experts.partial_forward(self.latent.in_proj.mm(x), ids, weights)
+        return self.latent.out_proj.mm(computed)  # of each rank's part: it has no bias
 
-    def _shared(self, x: Tensor, shared: GatedFfnWeight) -> Tensor:
+    def _shared(self, x: Tensor, shared: DenseFfnWeight) -> Tensor:
         """What the shared experts add, without the parts of other ranks."""
         out = shared.partial_forward(x)
         return out if self.shared_gate is None else out * ops.gate(self.shared_gate.mm(x))
@@ -133,12 +147,13 @@ class MoeFfnWeight(FfnWeight):
 
 def _with_activation(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
     """The layer's activation in its experts, unless the model gives them one of their own."""
-    if spec.activation not in EXPERT_ACTIVATIONS:
-        known = ", ".join(EXPERT_ACTIVATIONS)
-        raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: {known}")
+    known, kind = (GATED_ACTIVATIONS, "experts") if spec.is_gated else (PLAIN_ACTIVATIONS, "experts without a gate")
+    if spec.activation not in known:
+        supported = ", ".join(known)
+        raise ModelFilesError(f"config.json: {kind} with {spec.activation} are not supported; supported: {supported}")
     if moe.activation != ops.GatedSilu():
         return moe
-    return replace(moe, activation=EXPERT_ACTIVATIONS[spec.activation])
+    return replace(moe, activation=known[spec.activation])
 
 
 def _route_spec(moe: MoeSpec) -> ops.RouteSpec:
@@ -171,7 +186,7 @@ def _with_shared_apart(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
         f"{spec.prefix}.{moe.names.shared}",
         moe.names.expert,
     )
-    sizes = {linears.gate: (spec.hidden_size,) * 2, linears.up: (spec.hidden_size,) * 2}
+    sizes = dict.fromkeys(linears.inputs(moe.activation), (spec.hidden_size,) * 2)
     sizes[linears.down] = (moe.intermediate_size, moe.shared_size)
     return replace(
         moe,

@@ -71,6 +71,14 @@ class DenseFfnWeight(FfnWeight):
     def _down(self, activated: Tensor) -> Tensor:
         return self.down_proj.mm(self._input_of_down(activated))
 
+    @abstractmethod
+    def _activated(self, x: Tensor) -> Tensor:
+        """What is between the linears."""
+
+    def partial_forward(self, x: Tensor) -> Tensor:
+        """This rank's part of ``forward``, for a caller that sums over the ranks."""
+        return self.down_proj.partial_mm(self._input_of_down(self._activated(x)))
+
 
 class GatedFfnWeight(DenseFfnWeight):
     """``down(activation(gate(x)) * up(x))``."""
@@ -86,17 +94,13 @@ class GatedFfnWeight(DenseFfnWeight):
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         if self._fuses_down:
             return self.down_proj.silu_and_mul_mm(self.gate_up_proj.mm(x))
-        return self._down(self._gated(x))
+        return self._down(self._activated(x))
 
     @property
     def _fuses_down(self) -> bool:
         return self._is_silu and self.down_norm is None and self.down_proj.method.fuses_silu_and_mul
 
-    def partial_forward(self, x: Tensor) -> Tensor:
-        """This rank's part of ``forward``, for a caller that sums over the ranks."""
-        return self.down_proj.partial_mm(self._input_of_down(self._gated(x)))
-
-    def _gated(self, x: Tensor) -> Tensor:
+    def _activated(self, x: Tensor) -> Tensor:
         return self._activation(self.gate_up_proj.mm(x))
 
     def add_norm_forward(
@@ -127,7 +131,10 @@ class PlainFfnWeight(DenseFfnWeight):
         self._init_down(spec, context)
 
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
-        return self._down(self._activation(self.up_proj.mm(x)))
+        return self._down(self._activated(x))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return self._activation(self.up_proj.mm(x))
 
 
 class XieluWeight(Weight):
@@ -151,6 +158,10 @@ class XieluWeight(Weight):
 
     def activate(self, x: Tensor) -> Tensor:
         return ops.xielu(x, self.tensor)
+
+
+def dense_ffn_weight(spec: LayerSpec, context: WeightContext) -> DenseFfnWeight:
+    return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
 
 
 def _down_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:

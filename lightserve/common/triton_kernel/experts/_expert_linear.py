@@ -8,12 +8,13 @@ neighbouring rows of one weight. So an expert with several blocks is read from m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.common.ops.experts import GatedSilu
+from lightserve.common.ops.experts import ExpertActivation, GatedSilu, Relu2
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._gpu import stages_that_fit
 
@@ -63,6 +64,25 @@ def gated_silu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl
 
 
 @triton.jit
+def relu2(x):
+    x = tl.maximum(x, 0.0)
+    return x * x
+
+
+def activation_constants(activation: ExpertActivation | None) -> dict[str, Any]:
+    """What kernels with an activation are compiled for; None: they have none."""
+    gated = activation if isinstance(activation, GatedSilu) else GatedSilu()
+    return {
+        "IS_GATED": isinstance(activation, GatedSilu),
+        "IS_RELU2": isinstance(activation, Relu2),
+        "ALPHA": gated.alpha,
+        "LIMIT": gated.limit,
+        "UP_OFFSET": gated.up_offset,
+        "CUBIC": gated.cubic,
+    }
+
+
+@triton.jit
 def pair_rows(blocks_ptr, pairs_ptr, n_blocks, PAIRS_A_ROW: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of this program's block: the rows of its pairs in the result and in x, and which of these there are."""
     block = tl.program_id(1)
@@ -91,6 +111,7 @@ def store_pairs(
     is_row,
     out_size,
     IS_GATED: tl.constexpr,
+    IS_RELU2: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
@@ -106,6 +127,8 @@ def store_pairs(
     if IS_GATED:
         gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
         acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
+    if IS_RELU2:
+        acc = relu2(acc)
     PARTS: tl.constexpr = 2 if IS_GATED else 1
     width = out_size // PARTS
     out_cols = (tl.program_id(0) * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS))[:, None]
@@ -128,6 +151,7 @@ def _expert_linear_kernel(
     weight_row_stride,
     PAIRS_A_ROW: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_RELU2: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
@@ -154,7 +178,9 @@ def _expert_linear_kernel(
         x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_in, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=is_weight_row[:, None] & is_in, other=0.0)
         acc = tl.dot(weight, x.T, acc=acc, input_precision="ieee")
-    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET, CUBIC)
+    store_pairs(
+        acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, IS_RELU2, ALPHA, LIMIT, UP_OFFSET, CUBIC
+    )
 
 
 def expert_linear(
@@ -163,9 +189,9 @@ def expert_linear(
     blocks: PairBlocks,
     config: Config,
     bias: Tensor | None = None,
-    activation: GatedSilu | None = None,
+    activation: ExpertActivation | None = None,
 ) -> Tensor:
-    """``weight[expert] @ x`` for each pair, in the rows of the pairs, with ``activation`` of gate and up.
+    """``weight[expert] @ x`` for each pair, in the rows of the pairs, with ``activation``.
 
     With an activation ``x`` has a row for each token, else one for each pair, in the same order as the result.
     ``config.block_m`` is that of the blocks.
@@ -173,8 +199,7 @@ def expert_linear(
     n_pairs = blocks.count if blocks.pairs is None else len(blocks.pairs)
     out_size, in_size = weight.shape[1:]
     block_k = config.block_k(in_size, x.element_size())
-    out = x.new_empty((n_pairs, out_size if activation is None else out_size // 2))
-    shape = activation or GatedSilu()
+    out = x.new_empty((n_pairs, out_size // (1 if activation is None else activation.rows_per_unit)))
     _expert_linear_kernel[(cdiv(out_size, config.block_n), blocks.count)](
         x,
         weight,
@@ -189,16 +214,12 @@ def expert_linear(
         weight.stride(0),
         weight.stride(1),
         PAIRS_A_ROW=None if activation is None else blocks.top_k,
-        IS_GATED=activation is not None,
-        ALPHA=shape.alpha,
-        LIMIT=shape.limit,
-        UP_OFFSET=shape.up_offset,
-        CUBIC=shape.cubic,
         IS_EVEN=in_size % block_k == 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         num_warps=config.num_warps,
         num_stages=stages_that_fit((config.block_n + config.block_m) * block_k * x.element_size(), config.num_stages),
+        **activation_constants(activation),
     )
     return out

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.ops.experts import GatedSilu
+from lightserve.common.ops.experts import ExpertActivation
 from lightserve.common.triton_kernel._blocks import cdiv
-from lightserve.common.triton_kernel.experts._expert_linear import gated_silu
+from lightserve.common.triton_kernel.experts._expert_linear import activation_constants, gated_silu, relu2
 
 BLOCK = 1024
 ALIGNED_BYTES = 16  # of rows, for the tensor memory accelerator
@@ -31,13 +31,15 @@ def _gather_tokens_kernel(x_ptr, pairs_ptr, out_ptr, x_row_stride, n_cols, TOP_K
 
 @triton.jit
 def _activate_pairs_kernel(
-    gate_up_ptr,
+    in_ptr,
     bias_ptr,
     ids_ptr,
     pairs_ptr,
     out_ptr,
-    gate_up_row_stride,
+    in_row_stride,
     width,
+    IS_GATED: tl.constexpr,
+    IS_RELU2: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
@@ -48,14 +50,19 @@ def _activate_pairs_kernel(
     expert = tl.load(ids_ptr + tl.load(pairs_ptr + row)).to(tl.int64)
     if expert < 0:
         return
-    both = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    gate_up = tl.load(gate_up_ptr + row * gate_up_row_stride + both, mask=both < 2 * width, other=0.0).to(tl.float32)
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    in_size = PARTS * width
+    in_cols = tl.program_id(1) * (PARTS * BLOCK) + tl.arange(0, PARTS * BLOCK)
+    x = tl.load(in_ptr + row * in_row_stride + in_cols, mask=in_cols < in_size, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        gate_up += tl.load(bias_ptr + expert * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
-    gate, up = tl.split(gate_up.reshape(BLOCK, 2))
+        x += tl.load(bias_ptr + expert * in_size + in_cols, mask=in_cols < in_size, other=0.0).to(tl.float32)
+    if IS_GATED:
+        gate, up = tl.split(x.reshape(BLOCK, 2))
+        x = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
+    if IS_RELU2:
+        x = relu2(x)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gated = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
-    tl.store(out_ptr + row * width + cols, gated, mask=cols < width)
+    tl.store(out_ptr + row * width + cols, x, mask=cols < width)
 
 
 def is_usable(x: Tensor, weight: Tensor) -> bool:
@@ -79,22 +86,19 @@ def gather_tokens(x: Tensor, pairs: Tensor, top_k: int) -> Tensor:
     return out
 
 
-def activate_pairs(gate_up: Tensor, bias: Tensor | None, ids: Tensor, pairs: Tensor, activation: GatedSilu) -> Tensor:
-    """The activation of gate and up in the rows of ``pairs``, after the bias of each row's expert."""
-    width = gate_up.shape[1] // 2
-    out = gate_up.new_empty((len(gate_up), width))
-    _activate_pairs_kernel[(len(gate_up), cdiv(width, BLOCK))](
-        gate_up,
+def activate_pairs(x: Tensor, bias: Tensor | None, ids: Tensor, pairs: Tensor, activation: ExpertActivation) -> Tensor:
+    """The activation of what ``w13`` computes in the rows of ``pairs``, after the bias of each row's expert."""
+    width = x.shape[1] // activation.rows_per_unit
+    out = x.new_empty((len(x), width))
+    _activate_pairs_kernel[(len(x), cdiv(width, BLOCK))](
+        x,
         bias,
         ids,
         pairs,
         out,
-        gate_up.stride(0),
+        x.stride(0),
         width,
-        ALPHA=activation.alpha,
-        LIMIT=activation.limit,
-        UP_OFFSET=activation.up_offset,
-        CUBIC=activation.cubic,
         BLOCK=BLOCK,
+        **activation_constants(activation),
     )
     return out

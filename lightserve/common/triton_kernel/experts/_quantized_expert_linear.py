@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common.ops import SCALE_BYTES, Int4Weight, QuantizedWeight
-from lightserve.common.ops.experts import GatedSilu
+from lightserve.common.ops.experts import ExpertActivation
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._gpu import stages_that_fit
 from lightserve.common.triton_kernel.experts._dequantize import (
@@ -26,7 +26,12 @@ from lightserve.common.triton_kernel.experts._dequantize import (
     nibble_values,
     power_of_2,
 )
-from lightserve.common.triton_kernel.experts._expert_linear import PairBlocks, pair_rows, store_pairs
+from lightserve.common.triton_kernel.experts._expert_linear import (
+    PairBlocks,
+    activation_constants,
+    pair_rows,
+    store_pairs,
+)
 
 MIN_BLOCK_K = 32  # two products of 16 numbers, the shortest sum that tl.dot takes
 MIN_EVEN_K = 128  # inputs of a tile that is made smaller so that tiles divide the inputs
@@ -140,6 +145,7 @@ def _quantized_expert_linear_kernel(
     scales_row_stride,
     PAIRS_A_ROW: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_RELU2: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
@@ -196,7 +202,9 @@ def _quantized_expert_linear_kernel(
         acc *= _load_scales(scales_ptr + at, is_weight_row, KIND)
         if offsets_ptr is not None:
             acc += tl.load(offsets_ptr + at, mask=is_weight_row, other=0.0) * x_sum
-    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET, CUBIC)
+    store_pairs(
+        acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, IS_RELU2, ALPHA, LIMIT, UP_OFFSET, CUBIC
+    )
 
 
 def block_k_of(weight: QuantizedWeight, most: int) -> int:
@@ -235,15 +243,14 @@ def quantized_expert_linear(
     blocks: PairBlocks,
     block_m: int,
     bias: Tensor | None = None,
-    activation: GatedSilu | None = None,
+    activation: ExpertActivation | None = None,
 ) -> Tensor:
     """As ``expert_linear``. ``block_m``: pairs of a block."""
     n_pairs = blocks.count if blocks.pairs is None else len(blocks.pairs)
     tile = TILES[block_m]
     out_size, in_size = weight.shape[-2:]
     block_k = block_k_of(weight, tile.block_k * 2 // x.element_size())
-    out = x.new_empty((n_pairs, out_size if activation is None else out_size // 2))
-    shape = activation or GatedSilu()
+    out = x.new_empty((n_pairs, out_size // (1 if activation is None else activation.rows_per_unit)))
     tile_bytes = block_m * block_k * x.element_size() + tile.block_n * block_k // weight.codes_per_byte
     converted_bytes = tile.block_n * block_k * x.element_size()  # a tile's numbers may pass through shared memory
     stages = stages_that_fit(tile_bytes, tile.num_stages, converted_bytes)
@@ -267,11 +274,6 @@ def quantized_expert_linear(
         weight.scales.stride(0),
         weight.scales.stride(-2),
         PAIRS_A_ROW=None if activation is None else blocks.top_k,
-        IS_GATED=activation is not None,
-        ALPHA=shape.alpha,
-        LIMIT=shape.limit,
-        UP_OFFSET=shape.up_offset,
-        CUBIC=shape.cubic,
         KIND=KINDS[type(weight)],
         NUMBERS=weight.codes_per_byte,
         GROUP=weight.group_size,
@@ -283,5 +285,6 @@ def quantized_expert_linear(
         STAGES=stages,
         num_warps=tile.num_warps,
         num_stages=stages,
+        **activation_constants(activation),
     )
     return out

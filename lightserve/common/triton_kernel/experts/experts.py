@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.ops import ExpertsParams, GatedSilu, QuantizedWeight
+from lightserve.common.ops import ExpertActivation, ExpertsParams, QuantizedWeight
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._gpu import fits
@@ -88,7 +88,7 @@ class Plan:
     groups_down: bool = False
 
     def gate_up(self, x: Tensor, params: ExpertsParams) -> Tensor:
-        """The activation of gate and up, a row for each pair."""
+        """The activation of gate and up, or of up alone; a row for each pair."""
         if not self.groups_gate_up or self.pairs is None:
             return self._multiply(x, params.w13, params.b13, params.activation)
         gathered = grouped.gather_tokens(x, self.pairs.pairs, self.ids.shape[1])
@@ -115,7 +115,7 @@ class Plan:
         x: Tensor,
         weight: Tensor | QuantizedWeight,
         bias: Tensor | None = None,
-        activation: GatedSilu | None = None,
+        activation: ExpertActivation | None = None,
     ) -> Tensor:
         if isinstance(weight, QuantizedWeight):
             return quantized_expert_linear(x, weight, self._blocks(), self.config.block_m, bias, activation)

@@ -50,6 +50,21 @@ def _activation_kernel(
     tl.store(out_ptr + row * n_cols + cols, out, mask=mask)
 
 
+@triton.jit
+def _xielu_kernel(x_ptr, numbers_ptr, out_ptr, x_row_stride, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+
+    x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    bent = tl.minimum(x, tl.load(numbers_ptr + 3))
+    # exp(x) - 1 of a small x has few digits
+    series = bent * (1 + bent * (0.5 + bent * (1 / 6 + bent / 24)))
+    less_one = tl.where(tl.abs(bent) < 0.02, series, tl.exp(bent) - 1)
+    curve = tl.where(x > 0, tl.load(numbers_ptr) * x * x, tl.load(numbers_ptr + 1) * (less_one - x))
+    tl.store(out_ptr + row * n_cols + cols, curve + tl.load(numbers_ptr + 2) * x, mask=mask)
+
+
 def _launch(op: str, x: Tensor, function: str, is_gated: bool) -> Tensor:
     if is_gated and x.shape[-1] % 2:
         raise ValueError(f"{op}: the last dimension holds gate and up, and {x.shape[-1]} is odd")
@@ -97,6 +112,18 @@ def gelu(x: Tensor) -> Tensor:
 @ops.gelu_tanh.impl("triton")
 def gelu_tanh(x: Tensor) -> Tensor:
     return _launch("gelu_tanh", x, "gelu_tanh", is_gated=False)
+
+
+@ops.xielu.impl("triton")
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    if out.numel() == 0:
+        return out
+    rows = x.reshape(-1, x.shape[-1])
+    check_last_contiguous("xielu", x=rows, numbers=numbers)
+    grid = (rows.shape[0], cdiv(rows.shape[1], BLOCK))
+    _xielu_kernel[grid](rows, numbers, out, rows.stride(0), rows.shape[1], BLOCK)
+    return out
 
 
 @ops.silu_and_mul.impl("triton")
