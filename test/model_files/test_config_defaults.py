@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gptj": {**GPT, "n_embd": 512},
     "mpt": {"vocab_size": 96, "d_model": 64, "n_layers": 7, "n_heads": 4, "max_seq_len": 128},
     "nemotron": {**SHAPE, "head_dim": 16},
+    "nemotron_h": {**SHAPE, "num_hidden_layers": 4},  # a layer of each kind, where the file names none
     "opt": WITHOUT_KV_HEADS,
     "phi": SHAPE,
     "qwen2": WITH_EPS,

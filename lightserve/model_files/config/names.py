@@ -112,6 +112,8 @@ _QWEN_FIELDS = config_derived.all_of(
 _SHARED_EXPERTS = {"num_shared_experts": "n_shared_experts"}
 _CWM = {
     "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
     "sliding_window": 8192,
     "rope_parameters": {
         "rope_type": "llama3",
@@ -143,13 +145,21 @@ _APERTUS_ROPE = {
 }
 _MINICPM3 = {
     "rms_norm_eps": 1e-5,
+    "head_dim": 32,
     "tie_word_embeddings": True,
     "rope_interleave": False,
     "scale_emb": 12,
     "scale_depth": 1.4,
     "dim_model_base": 256,
 }
-_ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
+_MIMO = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "sliding_window": 129,
+}
+_ERNIE = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 _QWEN3_HYBRID = ConfigNames(
@@ -207,7 +217,7 @@ MODELS = {
         defaults={"use_sliding_window": True, "max_window_layers": 62},
         derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
     ),
-    "ernie4_5": ConfigNames(defaults=_ERNIE),
+    "ernie4_5": ConfigNames(defaults={**_ERNIE, "num_key_value_heads": 2, "head_dim": 128}),
     "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "exaone_moe": ConfigNames(
@@ -253,14 +263,22 @@ MODELS = {
         },
         derived=config_derived.granite_hybrid,
     ),
-    "helium": ConfigNames(defaults={"rms_norm_eps": 1e-8}),
+    "helium": ConfigNames(
+        defaults={"rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100_000.0}
+    ),
     "hunyuan_v1_dense": ConfigNames({"attention_head_dim": "head_dim"}, derived=config_derived.hunyuan),
     "hunyuan_v1_moe": ConfigNames(
         {"attention_head_dim": "head_dim", "moe_topk": "num_experts_per_tok"}, derived=config_derived.hunyuan
     ),
     "hy_v3": ConfigNames(
         {**_SHARED_EXPERTS, "router_scaling_factor": "routed_scaling_factor"},
-        {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "rope_theta": 11_158_840.0},
+        {
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "first_k_dense_replace": 1,
+            "rope_theta": 11_158_840.0,
+        },
     ),
     "hyperclovax": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
@@ -299,7 +317,7 @@ MODELS = {
         defaults={"norm_topk_prob": True, "sliding_window": 1024, "rope_parameters": _MELLUM_ROPE},
         derived=config_derived.windows_of_layers(lambda layer, bound: False),
     ),
-    "mimo_v2_flash": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 129}, derived=config_derived.mimo),
+    "mimo_v2_flash": ConfigNames(defaults=_MIMO, derived=config_derived.mimo),
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm
     ),
@@ -367,7 +385,7 @@ MODELS = {
     ),
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
-    "vaultgemma": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
+    "vaultgemma": ConfigNames(defaults={**_GEMMA2, "num_key_value_heads": 4}, derived=config_derived.gemma2),
     "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "youtu": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"tie_word_embeddings": True}),
 }
