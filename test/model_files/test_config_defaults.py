@@ -27,10 +27,12 @@ WITHOUT_KV_HEADS = {name: value for name, value in SHAPE.items() if name != "num
 WITH_EPS = {**SHAPE, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
     "arcee": SHAPE,
+    "bamba": WITHOUT_KV_HEADS | {"num_attention_heads": 8, "mamba_n_heads": 8},
     "bitnet": SHAPE,
     "cohere": SHAPE,
     "cohere2": SHAPE,
     "falcon": {**WITHOUT_KV_HEADS, "ffn_hidden_size": 80},
+    "falcon_h1": WITHOUT_KV_HEADS | {"num_attention_heads": 8},
     "gemma": SHAPE,
     "gemma2": SHAPE,
     "gemma3_text": SHAPE,
@@ -40,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": GPT,
     "gpt_neox": WITHOUT_KV_HEADS,
     "gptj": {**GPT, "n_embd": 512},
+    "kimi_linear": WITHOUT_KV_HEADS,
     "mpt": {"vocab_size": 96, "d_model": 64, "n_layers": 7, "n_heads": 4, "max_seq_len": 128},
     "nemotron": {**SHAPE, "head_dim": 16},
     "nemotron_h": {**SHAPE, "num_hidden_layers": 4},  # a layer of each kind, where the file names none
