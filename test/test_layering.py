@@ -62,7 +62,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
     },
     "models": {"errors", "common.basemodel", "common.ops"},
-    "models.registry": {"errors", "model_files", "common.basemodel"},
+    "models.registry": {"errors", "model_files", "common.basemodel", "utils"},
     "models.served_config": {"errors", "model_files", "models.registry", "utils"},
     "models.transformers_backend": {"errors", "common.basemodel", "common.ops", "model_files"},
     "router.kv.identity": {*GROUND, "links", "model_files"},
