@@ -170,7 +170,16 @@ class AdmissionControl:
     def _wait_of(self, req: Req, prefilling: list[Req], context: LoadContext) -> Wait | None:
         """What a request must wait for before it can run; None: nothing but room."""
         wait = self._adapters.wait_of(req) or self.prefixes.wait_of(req, prefilling)
-        return wait or next(filter(None, (source.wait_of(req, context) for source in self._sources)), None)
+        return wait or self._wait_for_kv(req, context)
+
+    def _wait_for_kv(self, req: Req, context: LoadContext) -> Wait | None:
+        for source in self._sources:
+            wait = source.wait_of(req, context)
+            if wait is not None and context.now_s < wait.deadline_s:
+                return wait
+            if wait is not None:  # others began it, and have stopped waiting for it
+                wait.on_late(req)
+        return None
 
     def _has_room(self, tokens: int) -> bool:
         """Whether a load can hold so many slots beside what running requests will need."""

@@ -84,6 +84,22 @@ def test_a_request_waits_for_a_source_and_finds_its_kv_in_the_cache() -> None:
     assert remote.admitted == [1]
 
 
+def test_a_request_does_not_wait_for_what_others_wait_for_no_more() -> None:
+    scheduler, remote = with_remote(blocks=0)
+    late: list[int] = []
+    remote.wait_of = lambda req, context: Wait(5.0, lambda req: late.append(req.req_id))  # type: ignore[method-assign]
+    scheduler.add(make_req(1, list(range(LENGTH))))
+
+    assert scheduler.next_step(4.9) is None
+    assert scheduler.num_blocked == 1
+    scheduler.add(make_req(2, list(range(100, 100 + LENGTH))))
+    step = scheduler.next_step(5.0)
+
+    assert step is not None
+    assert [new.req_id for new in step.new] == [1, 2]
+    assert 2 in late
+
+
 def test_sources_are_asked_in_their_order_until_one_makes_the_request_wait() -> None:
     scheduler, nothing = with_remote(blocks=0)
     first, second = Remote(scheduler.only_group.pool), Remote(scheduler.only_group.pool)
