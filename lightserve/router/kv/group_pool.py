@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.router.kv.group_slots import GroupSlots
 from lightserve.router.kv.slots import Slots
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
@@ -40,25 +41,32 @@ class KvGroupPool(ABC):
 
     name: str  # in metrics
 
+    def __init__(self, size: int, num_tokens: int) -> None:
+        """``size``: slots of this pool; ``num_tokens``: of the pool of all tokens."""
+        self._num_tokens = num_tokens
+        self._evicted_before = 0  # the last reset
+        self.slots = GroupSlots(size, num_tokens)
+        self._clear()
+
     @property
-    @abstractmethod
     def size(self) -> int:
         """Slots."""
+        return self.slots.size
 
     @property
-    @abstractmethod
     def used(self) -> int:
         """Slots that requests hold."""
+        return self.slots.used
 
     @property
-    @abstractmethod
     def num_kept(self) -> int:
         """Slots of cached tokens that no request holds."""
+        return self.slots.num_unheld
 
     @property
-    @abstractmethod
     def num_evicted(self) -> int:
         """Slots that cached tokens have lost so far because requests needed them."""
+        return self._evicted_before + self.slots.num_evicted
 
     @property
     def available(self) -> int:
@@ -74,9 +82,15 @@ class KvGroupPool(ABC):
     def bind(self, running: RunningReqs) -> None:
         """Called once, before any request is attached."""
 
-    @abstractmethod
     def reset(self) -> None:
         """All KV is lost. No request holds anything."""
+        self._evicted_before += self.slots.num_evicted
+        self.slots = GroupSlots(self.size, self._num_tokens)
+        self._clear()
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget what requests hold."""
 
     @abstractmethod
     def fits(self, req: Req, step_tokens: int) -> bool:
@@ -132,10 +146,10 @@ class KvGroupPool(ABC):
         again. ``is_leaving``: the request is released next.
         """
 
-    @abstractmethod
     def remove_cached(self, tokens: Slots) -> None:
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
+        self.slots.remove_cached(tokens)
 
-    @abstractmethod
     def invalidate(self, slots: Slots) -> None:
         """Cached tokens lose these slots, which ``alloc`` returned: the steps that should fill them have failed."""
+        self.slots.invalidate(slots)

@@ -15,7 +15,7 @@ import numpy as np
 from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.int_arrays import NO_INT32, GrowingArray, Heads, Int32Array, Int64Array, Tails
 from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
-from lightserve.router.kv.group_slots import NONE, GroupSlots
+from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
 from lightserve.router.req import Req
 
@@ -36,14 +36,9 @@ class SlidingWindowPool(KvGroupPool):
         self.figures = figures
         self.kept_tokens = figures.kept_tokens  # a request holds the slots of so many last tokens
         self._needed = max(figures.window - 1, 1)  # tokens before a token that its window reaches
-        self._num_tokens = num_tokens
-        self._evicted_before = 0
-        self.slots = GroupSlots(figures.size, num_tokens)
-        self.reset()
+        super().__init__(figures.size, num_tokens)
 
-    def reset(self) -> None:
-        self._evicted_before += self.slots.num_evicted
-        self.slots = GroupSlots(self.figures.size, self._num_tokens)
+    def _clear(self) -> None:
         self._reqs: dict[Req, ReqSlots] = {}
 
     def bind(self, running: RunningReqs) -> None:
@@ -52,22 +47,6 @@ class SlidingWindowPool(KvGroupPool):
         self._begin: Int64Array = np.zeros(rows, dtype=np.int64)  # a running request holds its slots from here on
         self._tails = Tails(rows)  # the last slots
         self._leaving = Heads(rows)  # slots from ``_begin`` on
-
-    @property
-    def size(self) -> int:
-        return self.slots.size
-
-    @property
-    def used(self) -> int:
-        return self.slots.used
-
-    @property
-    def num_kept(self) -> int:
-        return self.slots.num_unheld
-
-    @property
-    def num_evicted(self) -> int:
-        return self._evicted_before + self.slots.num_evicted
 
     @property
     def available(self) -> int:
@@ -135,12 +114,6 @@ class SlidingWindowPool(KvGroupPool):
     def add_cached(self, req: Req, tokens: Slots, begin: int, is_leaving: bool = False) -> None:
         begin = max(begin, self._begin.item(req.row))
         self.slots.add_cached(tokens[begin:], self._flush(req).view[begin : len(tokens)])
-
-    def remove_cached(self, tokens: Slots) -> None:
-        self.slots.remove_cached(tokens)
-
-    def invalidate(self, slots: Slots) -> None:
-        self.slots.invalidate(slots)
 
     def _flush(self, req: Req) -> GrowingArray:
         """All slots of a running request."""

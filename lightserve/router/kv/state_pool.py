@@ -27,7 +27,7 @@ from lightserve.messages.control import StateKv
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.router.chunk_boundaries import in_blocks
 from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
-from lightserve.router.kv.group_slots import NONE, GroupSlots
+from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
 from lightserve.router.req import Req
 
@@ -60,14 +60,9 @@ class StatePool(KvGroupPool):
         if figures.size < 2:
             raise ValueError(f"{figures.size} rows of states: a request may read one and write another")
         self.figures = figures
-        self._num_tokens = num_tokens
-        self._evicted_before = 0
-        self.slots = GroupSlots(figures.size, num_tokens)
-        self.reset()
+        super().__init__(figures.size, num_tokens)
 
-    def reset(self) -> None:
-        self._evicted_before += self.slots.num_evicted
-        self.slots = GroupSlots(self.figures.size, self._num_tokens)
+    def _clear(self) -> None:
         self._reqs: dict[Req, ReqState] = {}
         self._num_needed = 0  # requests whose next steps need new rows
         self._left = list[int]()  # rows that the step which is being planned reads for the last time
@@ -77,22 +72,6 @@ class StatePool(KvGroupPool):
         rows = len(running.columns.planned_len)
         self._row: Slots = np.full(rows, NONE, dtype=np.int32)  # ReqState.row of running requests
         self._needs_row = np.zeros(rows, dtype=np.bool_)
-
-    @property
-    def size(self) -> int:
-        return self.slots.size
-
-    @property
-    def used(self) -> int:
-        return self.slots.used
-
-    @property
-    def num_kept(self) -> int:
-        return self.slots.num_unheld
-
-    @property
-    def num_evicted(self) -> int:
-        return self._evicted_before + self.slots.num_evicted
 
     def fits(self, req: Req, step_tokens: int) -> bool:
         short = self._num_needed + (req not in self._reqs) - self.slots.available
@@ -189,12 +168,6 @@ class StatePool(KvGroupPool):
             is_wanted = len(tokens) in state.ends and self._num_needed < self.slots.available
         if is_wanted and self.slots.add_cached(tokens[-1:], int32s([state.row])):
             self._set(state, state.row, is_kept=True)
-
-    def remove_cached(self, tokens: Slots) -> None:
-        self.slots.remove_cached(tokens)
-
-    def invalidate(self, slots: Slots) -> None:
-        self.slots.invalidate(slots)
 
     def _set(self, state: ReqState, row: int, is_kept: bool) -> None:
         self._num_needed -= state.needs_row
