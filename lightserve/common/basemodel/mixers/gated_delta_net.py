@@ -20,6 +20,7 @@ from lightserve.common.basemodel.mixers.mixer import (
     HeadValues,
     MixerSpec,
     MixerWeight,
+    check_divides,
     check_heads,
 )
 from lightserve.common.kv.layout import StateTensor
@@ -83,11 +84,7 @@ class GatedDeltaSpec(MixerSpec):
         )
 
     def check_tp(self, size: int) -> None:
-        if self.num_value_heads % size:
-            raise ModelFilesError(
-                f"{self.num_value_heads} value heads of recurrent layers do not divide among tp={size} ranks; choose a "
-                "tp that divides them"
-            )
+        check_divides("value heads of recurrent layers", self.num_value_heads, size)
         check_heads("key heads of recurrent layers", self.num_key_heads, size)
 
     def num_weights(self, hidden_size: int) -> int:

@@ -19,10 +19,9 @@ from lightserve.common.basemodel.layer_weights.linears import (
 )
 from lightserve.common.basemodel.layer_weights.norms import RmsNormWeight
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
-from lightserve.common.basemodel.mixers.mixer import DecayRates, HeadValues, MixerSpec, MixerWeight
+from lightserve.common.basemodel.mixers.mixer import DecayRates, HeadValues, MixerSpec, MixerWeight, check_divides
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.kv.layout import StateTensor
-from lightserve.errors import ModelFilesError
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.spec import LayerSpec
@@ -70,11 +69,7 @@ class KimiDeltaSpec(MixerSpec):
         )
 
     def check_tp(self, size: int) -> None:
-        if self.num_heads % size:
-            raise ModelFilesError(
-                f"{self.num_heads} heads of recurrent layers do not divide among tp={size} ranks; choose a tp that "
-                "divides them"
-            )
+        check_divides("heads of recurrent layers", self.num_heads, size)
 
     def num_weights(self, hidden_size: int) -> int:
         narrow = 2 * self.head_dim * (hidden_size + self.width)

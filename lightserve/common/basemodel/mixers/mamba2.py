@@ -20,6 +20,7 @@ from lightserve.common.basemodel.mixers.mixer import (
     HeadValues,
     MixerSpec,
     MixerWeight,
+    check_divides,
     check_heads,
 )
 from lightserve.common.kv.layout import StateTensor
@@ -94,11 +95,7 @@ class Mamba2Spec(MixerSpec):
         )
 
     def check_tp(self, size: int) -> None:
-        if self.num_heads % size:
-            raise ModelFilesError(
-                f"{self.num_heads} heads of recurrent layers do not divide among tp={size} ranks; choose a tp that "
-                "divides them"
-            )
+        check_divides("heads of recurrent layers", self.num_heads, size)
         check_heads("groups of recurrent layers", self.num_groups, size)
         if self.has_norm and self.norms_groups and self.num_groups % size:
             raise ModelFilesError(

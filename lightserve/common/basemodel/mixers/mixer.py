@@ -63,6 +63,12 @@ def state_groups(specs: Iterable[LayerSpec], tp_size: int, dtype: torch.dtype) -
     return tuple(StateGroup(tuple(numbers), tensors) for tensors, numbers in layers.items())
 
 
+def check_divides(what: str, count: int, tp_size: int) -> None:
+    """Check that ranks can share them: each has its own."""
+    if count % tp_size:
+        raise ModelFilesError(f"{count} {what} do not divide among tp={tp_size} ranks; choose a tp that divides them")
+
+
 def check_heads(what: str, count: int, tp_size: int) -> None:
     """Check that each rank gets the same number of heads, or that ranks share heads equally."""
     if count % tp_size and tp_size % count:

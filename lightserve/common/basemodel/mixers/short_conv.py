@@ -13,9 +13,8 @@ from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight
 from lightserve.common.basemodel.layer_weights.row_map import in_blocks
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
-from lightserve.common.basemodel.mixers.mixer import ConvWeight, MixerSpec, MixerWeight
+from lightserve.common.basemodel.mixers.mixer import ConvWeight, MixerSpec, MixerWeight, check_divides
 from lightserve.common.kv.layout import StateTensor
-from lightserve.errors import ModelFilesError
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.spec import LayerSpec
@@ -47,11 +46,7 @@ class ShortConvSpec(MixerSpec):
         return (StateTensor((self.conv_width - 1, self.num_channels // tp_size), dtype),)
 
     def check_tp(self, size: int) -> None:
-        if self.num_channels % size:
-            raise ModelFilesError(
-                f"{self.num_channels} channels of recurrent layers do not divide among tp={size} ranks; choose a tp "
-                "that divides them"
-            )
+        check_divides("channels of recurrent layers", self.num_channels, size)
 
     def num_weights(self, hidden_size: int) -> int:
         return 4 * hidden_size * self.num_channels
