@@ -22,15 +22,7 @@ BAICHUAN_13B = 5120, 40  # hidden_size, num_hidden_layers
 def windows_except_every(count: int) -> Derive:
     """layer_types: windows in all layers except every ``count``-th, unless sliding_window_pattern has another count."""
 
-    def derive(hf: Fields) -> dict[str, Any]:
-        pattern: Any = hf.get("sliding_window_pattern") or count
-        layers: Any = hf.get("num_hidden_layers")
-        if hf.get("layer_types") is not None or not are_counts(pattern, layers):
-            return {}
-        kinds = ("full_attention", "sliding_attention")
-        return {"layer_types": [kinds[bool((i + 1) % pattern)] for i in range(min(layers, 10_000))]}
-
-    return derive
+    return _except_every(count, "sliding_window_pattern", "sliding_attention")
 
 
 def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
@@ -51,12 +43,18 @@ def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
 def recurrent_except_every(count: int) -> Derive:
     """layer_types: recurrent layers except every ``full_attention_interval``-th, which is ``count`` by default."""
 
+    return _except_every(count, "full_attention_interval", "linear_attention")
+
+
+def _except_every(count: int, field: str, kind: str) -> Derive:
+    """layer_types: ``kind`` in all layers except every ``count``-th, unless ``field`` has another count."""
+
     def derive(hf: Fields) -> dict[str, Any]:
-        interval: Any = hf.get("full_attention_interval") or count
+        interval: Any = hf.get(field) or count
         layers: Any = hf.get("num_hidden_layers")
         if hf.get("layer_types") is not None or not are_counts(interval, layers):
             return {}
-        kinds = ("full_attention", "linear_attention")
+        kinds = ("full_attention", kind)
         return {"layer_types": [kinds[bool((i + 1) % interval)] for i in range(min(layers, 10_000))]}
 
     return derive
