@@ -134,5 +134,6 @@ from lightserve.common.ops.step import (
     place_tokens,
     vocab_embedding,
 )
+from lightserve.common.ops.token_selection import best_tokens, select_tokens
 from lightserve.common.ops.traits import DeviceTraits, active_traits, use_traits
 from lightserve.common.ops.watermark import add_watermark
