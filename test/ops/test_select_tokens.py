@@ -15,7 +15,6 @@ from test.ops.cases import (
     ints,
     randn,
     selection_args,
-    wide,
 )
 
 MIXED = [(0, 1), (0, 37), (5, 1), (70, 13), (0, 0), (600, 1), (140, 70)]
@@ -78,12 +77,12 @@ def test_select_tokens_takes_the_highest_scores(backend: str, dtype: torch.dtype
 @each_backend(ops.select_tokens)
 @pytest.mark.parametrize("lens", [[(0, 40)], [(39, 1)], [(40, 1)], [(0, 41)], [(511, 2)], [(512, 1), (1030, 3)]])
 def test_select_tokens_crosses_its_limits(backend: str, lens: Lens) -> None:
-    args = selection_args(lens, (4, 16), torch.float32, device_of(backend))[:4]
+    q, weights, cache, batch, _ = selection_args(lens, (4, 16), torch.float32, device_of(backend))
 
-    found = ops.select_tokens.impls[backend](*args, TOP_K)
+    found = ops.select_tokens.impls[backend](q, weights, cache, batch, TOP_K)
 
-    expected = ops.select_tokens(*(wide(arg) if isinstance(arg, Tensor) else arg for arg in args), TOP_K)
-    for row, seen in enumerate(seen_by_rows(args[3])):
+    expected = ops.select_tokens(q, weights, cache, batch, TOP_K)
+    for row, seen in enumerate(seen_by_rows(batch)):
         count = min(TOP_K, len(seen))
         assert found[row, :count].tolist() == expected[row, :count].tolist()
 

@@ -126,8 +126,9 @@ def _parts(groups: Iterable[_Group], wanted: set[int]) -> tuple[_Group, ...]:
 class KvLayout:
     """The layers of a rank that store KV, each in one group, and those that store states, each in one group.
 
-    Layers that choose tokens by keys of their own have these in a group more, in the same slots. A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no KV
-    group, and neither has one that reads the cache of another layer. A layer may have a KV group and a state group.
+    Layers that choose tokens by keys of their own have these in a group more, in the same slots. A pipeline stage has
+    only its own layers, under their numbers in the model. A layer without attention has no KV group, and neither has
+    one that reads the cache of another layer. A layer may have a KV group and a state group.
     """
 
     groups: tuple[KvGroup, ...]

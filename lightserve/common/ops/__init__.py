@@ -39,8 +39,10 @@ from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
+    best_tokens,
     latent_context_attention,
     latent_token_attention,
+    select_tokens,
     write_latent,
 )
 from lightserve.common.ops.linear import linear, linear_float32
@@ -134,6 +136,5 @@ from lightserve.common.ops.step import (
     place_tokens,
     vocab_embedding,
 )
-from lightserve.common.ops.token_selection import best_tokens, select_tokens
 from lightserve.common.ops.traits import DeviceTraits, active_traits, use_traits
 from lightserve.common.ops.watermark import add_watermark

@@ -139,13 +139,21 @@ def select_tokens(q: Tensor, weights: Tensor, key_cache: Tensor, batch: ops.Attn
     tiles = batch.plans.get("select_tokens")
     if tiles is None:
         tiles = batch.plans["select_tokens"] = list_tiles(batch, rows, 1, 1)
-    part = max(min(SCORE_BYTES // (weights.element_size() * table.shape[1]), rows), 1)
-    scores = weights.new_empty(part, table.shape[1])
-    for first in range(0, rows, part):
-        of_part = tiles[first : min(first + part, rows)]
-        _score(q, weights, key_cache, scores, table, of_part, top_k)
-        _select_tokens_kernel[(len(of_part),)](
-            scores, slots, table, of_part, top_k, table.shape[1], table.stride(0), CHUNK=CHUNK, num_warps=SEARCH_WARPS
+    part_rows = max(min(SCORE_BYTES // (weights.element_size() * table.shape[1]), rows), 1)
+    scores = weights.new_empty(part_rows, table.shape[1])
+    for first in range(0, rows, part_rows):
+        part_tiles = tiles[first : min(first + part_rows, rows)]
+        _score(q, weights, key_cache, scores, table, part_tiles, top_k)
+        _select_tokens_kernel[(len(part_tiles),)](
+            scores,
+            slots,
+            table,
+            part_tiles,
+            top_k,
+            table.shape[1],
+            table.stride(0),
+            CHUNK=CHUNK,
+            num_warps=SEARCH_WARPS,
         )
     return slots
 
