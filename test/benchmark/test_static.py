@@ -37,6 +37,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+HYBRID = TINY | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "num_experts": 0,
+    "partial_rotary_factor": 0.25,
+}
+
+
 @pytest.fixture
 def bench(folder: Path) -> StaticBench:
     config = WorkerConfig(
@@ -115,3 +131,14 @@ def test_the_tables_have_a_row_for_every_load(folder: Path, capsys: pytest.Captu
 def test_a_profile_needs_a_gpu(folder: Path) -> None:
     with pytest.raises(ServerError, match="GPU"):
         static.main(["--model_dir", str(folder), "--load_format", "dummy", "--device", "cpu", "--profile"])
+
+
+def test_a_model_with_recurrent_states_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    options = "--load_format dummy --device cpu --max_total_token_num 400 --steps 3 --repeats 1"
+
+    static.main(["--model_dir", str(tmp_path), *options.split(), "--decode", "2x9", "--prefill", "3+4"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.split()[0] in ("2x9", "1x3+4")] != ["not", "not"]
+    assert len(lines) == 5
