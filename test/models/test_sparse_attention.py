@@ -114,9 +114,9 @@ def test_a_server_of_short_requests_is_dense_and_stores_no_keys(tiny: Tiny) -> N
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_rows_are_attended_to_in_parts_that_fit_the_memory(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_attended_to_in_several_launches(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Session(model_of(tiny)).step({0: PROMPTS[0]}, logit_rows=LogitRows.ALL)
-    monkeypatch.setattr(infer_state, "ABSORBED_ROWS", 6 * 7)  # of 6 heads
+    monkeypatch.setattr(infer_state, "MAX_ROWS", 7)
 
     logits = Session(model_of(tiny)).step({0: PROMPTS[0]}, logit_rows=LogitRows.ALL)
 

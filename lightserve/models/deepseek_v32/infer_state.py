@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
 
-# Rows times heads of sparse attention at once. The partial results of a row and head take 2 KiB.
-ABSORBED_ROWS = 2**17
+# Of sparse attention, in one launch. A kernel that divides the work has all of them in one program, and is compiled for
+# up to 64, up to 512 and each power of two above. Partial results of 512 rows of 128 heads take 134 MB.
+MAX_ROWS = 512
 
 
 def is_dense(args: bm.ModelArgs) -> bool:
@@ -43,8 +44,7 @@ class SparseInferState(bm.InferStateInfo):
             self.dense_attn = replace(attn, b_seq_len=b_dense_len, plans={})
         else:
             b_seen = attn.b_seq_len.clamp(max=self.top_k)
-        rows = max(ABSORBED_ROWS * model.tp.size // model.config.num_heads, 1)
-        self._batches = [self._batch(b_seen[first : first + rows]) for first in range(0, len(b_seen), rows)]
+        self._batches = [self._batch(b_seen[first : first + MAX_ROWS]) for first in range(0, len(b_seen), MAX_ROWS)]
 
     def _batch(self, b_seen: Tensor) -> ops.AttnBatch:
         """A batch in which each row is a request of so many tokens; its table is not known yet."""
