@@ -58,6 +58,7 @@ from test.ops.cases import (
     latent_args,
     latent_context_args,
     lora_linear_args,
+    selection_args,
     share_prefixes,
     with_alibi,
     with_options,
@@ -200,6 +201,8 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
         for backend in BACKENDS:
             ops.latent_token_attention.impls[backend](*decode)
         ops.latent_context_attention.impls["triton"](q, latent, cache, kv_b, batch, options)
+    for heads in (32, 64):  # of GLM-5 and DeepSeek V3.2
+        ops.select_tokens.impls["triton"](*selection_args([(70, 1), (80, 9)], (heads, 128), dtype, "cpu"))
 
 
 def compile_state(dtype: torch.dtype) -> None:
