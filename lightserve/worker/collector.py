@@ -43,19 +43,13 @@ from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
 from lightserve.worker.sampling.sampler import NONE_ALLOWED
+from lightserve.worker.speculation.draft_input import VerifiedCounts
 
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
 
 
-class VerifiedCounts(NamedTuple):
-    """Of each request at its first row of logits, int64 on the device."""
-
-    tokens: Tensor  # that it gets
-    proposed: Tensor  # drafts that the proposer had
-
-
 class HostCounts(NamedTuple):
-    """The same on the host."""
+    """VerifiedCounts on the host."""
 
     tokens: Int64Array
     proposed: Int64Array

@@ -41,7 +41,7 @@ from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
-from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
+from lightserve.worker.speculation.draft_runner import DraftRunner
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import (
     FIRST_POOL_TOKENS,
@@ -308,7 +308,8 @@ class ModelWorker:
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         prompts = packed.prompt_logprobs(self._device)
         if packed.drafts is not None:
-            return self._launch_drafts(packed, self._drafts.run(packed, shape, prompts, masks), plan, masks)
+            out = self._drafts.run(packed, shape, prompts, self._drafts.propose(packed))
+            return self._launch_drafts(packed, out, plan, masks)
         out = self._runner.run(packed.inputs, shape, prompts, masks)
         tokens, logprobs = self._sample(plan, out, masks)
         if plan.sampler_reqs:
@@ -318,11 +319,16 @@ class ModelWorker:
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
     def _launch_drafts(
-        self, packed: PackedStep, out: DraftOut, plan: SamplingPlan, masks: StepMasks | None
+        self, packed: PackedStep, out: StepOut, plan: SamplingPlan, masks: StepMasks | None
     ) -> GetResult:
         """Sample after every draft of a step, and accept those drafts that were sampled."""
-        tokens, logprobs = self._sample(plan, out.step, masks, out.b_position)
-        counts = self._drafts.verify(out, tokens)
+        if masks is not None:
+            out = self._drafts.masked(out, masks)
+        assert out.drafts is not None
+        tokens, logprobs = self._sample(plan, out, masks, out.drafts.b_position)
+        counts = out.drafts.verified
+        if counts is None or plan.sampler_reqs:
+            counts = self._drafts.verify(out, tokens)
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 
     def compile_grammar(self, command: CompileGrammar) -> None:

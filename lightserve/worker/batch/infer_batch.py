@@ -292,8 +292,8 @@ class InferBatch:
     def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts or drafts keeps its
-        shape, because no captured step computes them.
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts, or drafts beside
+        prompts, keeps its shape, because no captured step computes them.
         """
         step_rows = self._rows_of(step)
         self._record_prompts(step_rows)
@@ -304,7 +304,8 @@ class InferBatch:
         start = np.cumsum(q_len) - q_len
         prompt_targets = self._prompt_targets(step_rows, start)
         shape = self._shape(step_rows, bool(groups))
-        shape = shape if prompt_targets or step_rows.counts is not None else captured_shape(shape)
+        if not prompt_targets:
+            shape = captured_shape(shape) if step_rows.counts is None else step_rows.draft_shape(shape, captured_shape)
         inputs, columns = padded_input(shape, self._padding)
 
         ready = self.columns.cache_len[rows]
