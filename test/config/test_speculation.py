@@ -20,6 +20,10 @@ from lightserve.errors import OptionError
         ),
         ('{"method": "ngram", "prompt_lookup_max": 1}', SpeculativeConfig(prompt_lookup_max=1, prompt_lookup_min=1)),
         ('{"method": "ngram", "prompt_lookup_min": 9}', SpeculativeConfig(prompt_lookup_max=9, prompt_lookup_min=9)),
+        (
+            '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.79}',
+            SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_length=2.79),
+        ),
     ],
 )
 @pytest.mark.parametrize("flag", ["--speculative_config", "--speculative-config"])
@@ -45,6 +49,13 @@ def test_without_the_flag_there_are_no_drafts() -> None:
         ('{"method": "ngram", "num_speculative_tokens": "3"}', "num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": 33}', "<= 32.*num_speculative_tokens"),
         ('{"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}', r"prompt_lookup_min \(4\) is more"),
+        ('{"method": "ngram", "rejection_sample_method": "block"}', "'block'.*rejection_sample_method"),
+        ('{"method": "ngram", "rejection_sample_method": "synthetic"}', "synthetic_acceptance_length from 1 to 5"),
+        ('{"method": "ngram", "synthetic_acceptance_length": 2}', 'needs rejection_sample_method "synthetic"'),
+        (
+            '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 5.5}',
+            "synthetic_acceptance_length is 5.5; .* from 1 to 5 tokens",
+        ),
     ],
 )
 def test_a_wrong_value_is_an_error_that_says_what_may_be_there(text: str, problem: str) -> None:

@@ -71,8 +71,8 @@ class DraftTensors(NamedTuple):
     def of(cls, inputs: Tensor, shape: StepShape, rows: int) -> DraftTensors:
         """``inputs``: those of DraftInput.packed. ``rows``: of logits."""
         sizes = _sizes(shape, rows)
-        parts = inputs.split_with_sizes([_aligned(size) for size in sizes])
-        return cls(*(part[:size] for part, size in zip(parts, sizes, strict=True)))
+        padded = inputs.split_with_sizes([_aligned(size) for size in sizes])
+        return cls(*(array[:size] for array, size in zip(padded, sizes, strict=True)))
 
 
 class VerifiedCounts(NamedTuple):

@@ -25,7 +25,7 @@ from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
-from lightserve.worker.sampling.verification import NO_DRAFT, verify
+from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, accept, verify
 from lightserve.worker.speculation.draft_input import DraftRows, DraftTensors, VerifiedCounts, packed_size, ready_len
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
@@ -51,6 +51,7 @@ class DraftRunner:
         self._batch = batch
         self._runner = runner
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
+        self._synthetic: SyntheticAcceptance | None = None
         self._table: TokenTable | None = None
         self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
@@ -58,7 +59,9 @@ class DraftRunner:
         if config is not None:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = ngram = NgramProposer(config, self._table)
-            self._ngram = ngram if may_leave_out else None
+            self._ngram = ngram if may_leave_out and not config.is_synthetic else None
+            if config.synthetic_acceptance_length is not None:
+                self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
             most = runner.capture_drafts(self.num_drafts, self._compute_captured)
             self._captured_drafts = self._no_drafts(most) if most else None
 
@@ -105,13 +108,13 @@ class DraftRunner:
             draft_ids = self._captured_drafts[: shape.tokens].fill_(NO_DRAFT)
         else:
             draft_ids = self._no_drafts(shape.tokens)
-        found, self._found = self._found, None
+        token_ids, self._found = self._found, None
         if len(places := drafts.draft_tokens):
-            if found is None:
-                found = self.proposer.propose(
+            if token_ids is None:
+                token_ids = self.proposer.propose(
                     packed.reqs, drafts.drafts, self._ready_len(packed.rows, drafts.ready_len)
                 )
-            draft_ids.index_copy_(0, to_device(places, draft_ids.device), found)
+            draft_ids.index_copy_(0, to_device(places, draft_ids.device), token_ids)
         return draft_ids
 
     @torch.inference_mode()
@@ -146,15 +149,22 @@ class DraftRunner:
         tokens = torch.cat((tokens, out.tokens[len(tokens) :]))  # of padding
         tensors = drafts.tensors
         logit_reqs = tensors.logit_reqs.long()
-        counts, last_ids = verify(tokens, drafts.drafts_after, tensors.first_rows.long(), drafts.max_drafts)
+        first_rows = tensors.first_rows.long()
+        if self._synthetic is None:
+            is_draft = drafts.drafts_after != NO_DRAFT
+            counts, last_ids = verify(tokens, drafts.drafts_after, first_rows, drafts.max_drafts)
+        else:
+            number = torch.arange(len(tokens), device=tokens.device) - first_rows[logit_reqs]
+            is_draft = number < tensors.draft_counts[logit_reqs]
+            is_accepted = is_draft & self._synthetic.accepts(number, *drafts.sampled_at[1:])
+            counts, last_ids = accept(is_accepted, tokens, first_rows, drafts.max_drafts)
         rows = reqs["row"].long()
         self._batch.last_ids.index_copy_(0, rows, last_ids)
         computed = tensors.q_len - tensors.draft_counts + counts.int() - 1
         self._batch.lengths.index_copy_(0, rows, reqs["ready_len"] + computed)
         if self._table is not None:
             self._table.record(out.columns.tokens["row"][tensors.logit_tokens.long()], drafts.b_position, tokens)
-        is_draft = (drafts.drafts_after != NO_DRAFT).long()
-        proposed = torch.zeros_like(counts).index_add_(0, logit_reqs, is_draft)
+        proposed = torch.zeros_like(counts).index_add_(0, logit_reqs, is_draft.long())
         return VerifiedCounts(counts[logit_reqs], proposed[logit_reqs])
 
     def _no_drafts(self, count: int) -> Tensor:
