@@ -327,9 +327,6 @@ class Req(ReqProgress):
 
 
 def _may_draft(params: GenerationParams) -> bool:
-    """Whether the workers can sample several of its tokens in one step, and return them without details."""
+    """Whether the workers can sample several of its tokens in one step."""
     sampling = params.sampling
-    if not sampling.speculative:
-        return False
-    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    return not (sampling.depends_on_output or has_logprobs or params.stopping.min_new_tokens)
+    return sampling.speculative and not (sampling.depends_on_output or params.stopping.min_new_tokens)

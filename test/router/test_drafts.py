@@ -141,8 +141,8 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
         ({"exponential_decay_length_penalty": (3, 1.1)}, False),
         ({"watermark": True}, False),
         ({"min_new_tokens": 3}, False),
-        ({"logprobs": 0}, False),
-        ({"prompt_logprobs": 0}, False),
+        ({"logprobs": 0}, True),
+        ({"prompt_logprobs": 0}, True),
     ],
 )
 def test_a_request_has_drafts_unless_its_rules_depend_on_its_output(fields: dict[str, Any], may_draft: bool) -> None:

@@ -40,11 +40,11 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "one token": {"max_new_tokens": 1},
     "two tokens": {"max_new_tokens": 2},
     "five tokens": {"max_new_tokens": 5},
+    "logprobs": {"logprobs": 3},
+    "logprobs of the prompt": {"prompt_logprobs": 2},
 }
 TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {
     "switched off": {"speculative": False},
-    "logprobs": {"logprobs": 3},
-    "logprobs of the prompt": {"prompt_logprobs": 2},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     "bad words of several tokens": {"bad_words_ids": ((5, 9), (7, 8))},
     "no repeated n-grams": {"no_repeat_ngram_size": 4},
