@@ -191,12 +191,12 @@ def _plain_columns(plain: TokenOnlyRows, ids: Int64Array, counts: Int64Array | N
 def _draft_columns(sampled: Sampled, drafts: HostCounts | None) -> DraftColumns:
     if drafts is None:
         return NO_DRAFTS
-    plain, others = sampled.plain, [other for other in sampled.with_details if other.drafts]
+    plain, detailed = sampled.plain, [of_req for of_req in sampled.with_details if of_req.drafts]
     computes = plain.drafts > 0
     rows, req_ids = plain.indices[computes], plain.req_ids[computes]
-    if others:
-        rows = np.concatenate((rows, int64s([other.row for other in others])))
-        req_ids = np.concatenate((req_ids, int64s([other.req.req_id for other in others])))
+    if detailed:
+        rows = np.concatenate((rows, int64s([of_req.row for of_req in detailed])))
+        req_ids = np.concatenate((req_ids, int64s([of_req.req.req_id for of_req in detailed])))
     accepted = drafts.tokens[rows] - 1
     return DraftColumns(req_ids, drafts.proposed[rows].astype(np.int32), accepted.astype(np.int32))
 

@@ -299,16 +299,19 @@ class ModelWorker:
         if not step.num_rows:
             self._runner.run_empty(group_tokens)
             return StepResult
+        if self._drafts.needs_tokens(step):
+            self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         if not self.model.pp.is_last:
             self._runner.run_stage(packed.inputs, packed.shape)
             return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
-        plan = self._sampler.prepare(packed.logit_reqs)
+        draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
+        plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         prompts = packed.prompt_logprobs(self._device)
-        if packed.drafts is not None:
-            out = self._drafts.run(packed, shape, prompts, self._drafts.propose(packed))
+        if draft_ids is not None:
+            out = self._drafts.run(packed, shape, prompts, draft_ids)
             return self._launch_drafts(packed, out, plan, masks)
         out = self._runner.run(packed.inputs, shape, prompts, masks)
         tokens, logprobs = self._sample(plan, out, masks)

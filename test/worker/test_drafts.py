@@ -20,8 +20,8 @@ from lightserve.offline.llm import LLM, Generation
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.scheduler import GroupScheduler, Scheduler
-from lightserve.worker.batch.sampled import Sampled, TokenOnlyRows
 from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.batch.sampled import Sampled, TokenOnlyRows
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.verification import NO_DRAFT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from lightserve.messages.params import GenerationParams, GrammarSpec
+from lightserve.messages.params import GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.offline.llm import LLM, Generation
 from lightserve.text.beam_search import BeamParams
 from lightserve.text.grammar.specs import schema_grammar
@@ -42,18 +42,19 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "five tokens": {"max_new_tokens": 5},
     "logprobs": {"logprobs": 3},
     "logprobs of the prompt": {"prompt_logprobs": 2},
-}
-TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {
-    "switched off": {"speculative": False},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     "bad words of several tokens": {"bad_words_ids": ((5, 9), (7, 8))},
     "no repeated n-grams": {"no_repeat_ngram_size": 4},
-    "regex": {"grammar": GrammarSpec("regex", "(ab|[0-9]){2,30}")},
-    "json schema": {"grammar": schema_grammar(SCHEMA)},
     "length penalty": {"exponential_decay_length_penalty": (5, 1.1)},
     "first tokens": {"first_allowed_token_ids": (3, 4)},
     "min tokens": {"min_new_tokens": 9},
     "watermark": {"watermark": True},
+    "thinking": {"thinking": ThinkingLimit(5, "a", "b", (5, 6, 7), is_begun=True)},
+}
+TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {
+    "switched off": {"speculative": False},
+    "regex": {"grammar": GrammarSpec("regex", "(ab|[0-9]){2,30}")},
+    "json schema": {"grammar": schema_grammar(SCHEMA)},
 }
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.4, "seed": 7}

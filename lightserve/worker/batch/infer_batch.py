@@ -168,6 +168,7 @@ class InferBatch:
         columns.last_known[row] = req.known.item(len(req.known) - 1)
         columns.seed[row], columns.temperature[row] = req.seed, req.temperature
         columns.lora_slot[row] = req.lora_slot
+        columns.reads_tokens[row] = req.reads_tokens
         columns.is_plain[row] = req.is_plain and req.prompt_chunks is None
 
     @property
@@ -331,6 +332,12 @@ class InferBatch:
     def reqs_of(self, req_ids: Int64Array) -> list[InferReq]:
         """Requests of the batch by their ids."""
         return list(map(self._reqs.__getitem__, req_ids.tolist()))
+
+    def reads_tokens_of(self, step: Step) -> bool:
+        """Whether rules of its decodes depend on drafts: those that it computes, or those in flight."""
+        rows = np.array([self._row_of[req_id] for req_id in int64s(step.decode_ids).tolist()], dtype=np.int64)
+        has_drafts = (int32s(step.draft_counts) > 0) | (self.columns.drafts_in_flight[rows] > 0)
+        return bool((has_drafts & (self.columns.reads_tokens[rows] > 0)).any())
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._req_by_row.__getitem__, rows.tolist()))

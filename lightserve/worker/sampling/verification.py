@@ -11,8 +11,8 @@ distribution of the model, whatever is drafted. It is even the same text: greedi
 noise depends only on (seed, position, token). This holds as far as the logits do. On a GPU the last bit of a logit may
 depend on the shape of the step (see --deterministic), and two tokens that differ by less may change places.
 
-A row does not know the tokens sampled before it in the same step. So a request whose rules depend on its output gets no
-drafts: see SamplingParams.depends_on_output.
+If the rules of a request depend on its output, a row is sampled as if the drafts before it were accepted: see
+drafted_req.py. If they are not, the row does not count.
 """
 
 from __future__ import annotations

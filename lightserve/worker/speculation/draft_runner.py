@@ -20,6 +20,7 @@ from lightserve.common.ops.step import COUNTED
 from lightserve.config.speculation import SpeculativeConfig
 from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.step import Step
+from lightserve.worker.batch.drafted_req import DraftedReq
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -70,6 +71,10 @@ class DraftRunner:
         if self._table is not None:
             self._table.add(req)
 
+    def needs_tokens(self, step: Step) -> bool:
+        """Whether the step cannot be packed before the tokens of all steps in flight are known."""
+        return len(step.draft_counts) > 0 and self._batch.reads_tokens_of(step)
+
     @torch.inference_mode()
     def planned(self, step: Step) -> Step:
         """The step as it is to be computed: on a CPU without the drafts that nobody proposes, which would cost time.
@@ -116,6 +121,20 @@ class DraftRunner:
                 )
             draft_ids.index_copy_(0, to_device(places, draft_ids.device), token_ids)
         return draft_ids
+
+    def logit_reqs(self, packed: PackedStep, draft_ids: Tensor) -> list[InferReq]:
+        """The request of each row of logits, as its rules see it: with the drafts before the row."""
+        drafts = packed.drafts
+        assert drafts is not None
+        if not any(count and req.reads_tokens for req, count in zip(packed.reqs, drafts.drafts.tolist(), strict=True)):
+            return packed.logit_reqs
+        reqs: list[InferReq] = []
+        on_host = np.maximum(draft_ids.cpu().numpy(), 0).astype(np.int32)  # nothing is sampled after a missing draft
+        for req, count, end in zip(packed.reqs, drafts.drafts.tolist(), np.cumsum(drafts.q_len).tolist(), strict=True):
+            before = on_host[end - count : end]
+            reqs.append(req)
+            reqs += [DraftedReq(req, before[: n + 1]) for n in range(count)] if req.reads_tokens else [req] * count
+        return reqs
 
     @torch.inference_mode()
     def run(
