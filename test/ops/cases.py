@@ -308,6 +308,11 @@ def _activation_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return (randn(tokens, 70, dtype=dtype, device=device),)
 
 
+def _add_gated_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    out, values = (randn(tokens, 70, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    return out, values, randn(tokens, 1, dtype=dtype, device=device, seed=2)
+
+
 def _xielu_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return *_activation_args(tokens, dtype, device), torch.tensor([0.7, 1.2, 0.4, -0.3], device=device)
 
@@ -580,6 +585,7 @@ def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
+    "add_gated": _add_gated_args,
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
     "add_lora": _lora_args,
     "add_rms_norm": _norm_args("rows", "rows", "param"),
@@ -627,7 +633,6 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "rotary_write_kv": _rotary_write_kv_args,
     "route": _route_args,
     "silu": _activation_args,
-    "softplus": _activation_args,
     "silu_and_mul": _activation_args,
     "silu_and_mul_quantize": _quantize_rows_args,
     "token_attention": _attention_args,

@@ -207,12 +207,16 @@ def test_the_product_reads_every_tile_and_writes_the_rows_of_its_pairs(
         assert_close(out[row], activation(gate_up[::2], gate_up[1::2]), dtype)
 
 
+MAX_SMALL_TILES = 8500  # tokens with two experts: the tiles are the large ones
+
 ID_LISTS = {
     "one pair": [[0]],
     "no expert": [[-1, -1], [-1, -1]],
     "mixed": [[2, 0], [-1, -1], [2, 1], [2, 4], [-1, -1], [0, 2]],
     "all the same": [[3]] * 300,
     "others' experts": [[7, 1], [2, 9]],
+    "many tiles": [[(i * i // 3) % 7 - 1, (5 * i) % 6] for i in range(1500)],
+    "a large tile": [[i // 5000, 4] for i in range(MAX_SMALL_TILES)],
 }
 
 

@@ -54,6 +54,19 @@ def test_linear_of_few_rows_reads_every_tile_of_its_weight(
     assert_close(out, ops.linear(wide(x), wide(weight)), dtype)
 
 
+@each_backend_and_dtype(ops.linear)
+@pytest.mark.parametrize("wide_in", [1, 512, 2100, 5000])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_has_a_single_output(backend: str, dtype: torch.dtype, wide_in: int, has_bias: bool) -> None:
+    x, weight = (randn(*size, dtype=dtype, device=device_of(backend)) for size in ((37, wide_in), (1, wide_in)))
+    bias = randn(1, dtype=dtype, device=device_of(backend), seed=2) if has_bias else None
+    weight *= wide_in**-0.5
+
+    out = ops.linear.impls[backend](x, weight, bias)
+
+    assert_close(out, ops.linear(wide(x), wide(weight), None if bias is None else wide(bias)), dtype)
+
+
 @pytest.mark.parametrize("config", [linear.NARROW, linear.WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32])

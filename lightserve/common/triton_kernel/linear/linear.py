@@ -35,6 +35,7 @@ class Config:
 NARROW = Config(block_n=16, block_bytes=1024, num_warps=1, num_stages=4)
 WIDE = Config(block_n=64, block_bytes=512, num_warps=4, num_stages=4)
 ANY = 1 << 30
+DOT_BLOCK = 2048  # numbers of a row that are multiplied at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,28 @@ def _linear_kernel(
     tl.store(out_ptr + out_rows[None, :] * out_size + out_cols[:, None], acc, mask=is_row[None, :] & is_col[:, None])
 
 
+@triton.jit
+def _dot_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, in_size, x_row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, in_size, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=cols < in_size, other=0.0).to(tl.float32)
+        sums += x * tl.load(weight_ptr + cols, mask=cols < in_size, other=0.0).to(tl.float32)
+    out = tl.sum(sums, axis=0)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr).to(tl.float32)
+    tl.store(out_ptr + row, out)
+
+
+def _dot(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product with one output, such as the gate of a shared expert: cuBLAS takes 10 us for a row of 2,048 numbers."""
+    rows, in_size = x.shape
+    out = x.new_empty(rows, 1)
+    _dot_kernel[(rows,)](x, weight, bias, out, in_size, x.stride(0), min(next_power_of_2(in_size), DOT_BLOCK))
+    return out
+
+
 def first_fit(rules: tuple[Rule, ...], rows: int, out_size: int, in_size: int) -> Config | None:
     return next((rule.config for rule in rules if rule.fits(rows, out_size, in_size)), None)
 
@@ -149,6 +172,8 @@ def multiply(
 @ops.linear.impl("triton")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_last_contiguous("linear", x=x, weight=weight)
+    if x.dim() == 2 and x.numel() and len(weight) == 1:
+        return _dot(x, weight, bias)
     config = config_of(len(x), *weight.shape) if x.dim() == 2 and x.numel() else None
     return F.linear(x, weight, bias) if config is None else multiply(x, weight, bias, config)
 
