@@ -10,8 +10,9 @@ from msgspec import Meta
 from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
+DEFAULT_PAST_OUTPUTS = 100
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 
 
@@ -22,8 +23,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = DEFAULT_DRAFTS  # at most, in a step
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MAX  # tokens of an n-gram
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MIN
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
+
+    @property
+    def past_outputs(self) -> int:
+        """Outputs of ended requests that are kept for drafts of later ones, with the same salt and adapter."""
+        return self.suffix_decoding_max_cached_requests if self.method == "suffix" else 0
 
     @property
     def is_synthetic(self) -> bool:
@@ -70,6 +77,8 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
     if config.prompt_lookup_min > config.prompt_lookup_max:
         bounds = f"prompt_lookup_min ({config.prompt_lookup_min}) is more than prompt_lookup_max"
         raise _error(f"{bounds} ({config.prompt_lookup_max})")
+    if "suffix_decoding_max_cached_requests" in fields and method != "suffix":
+        raise _error('suffix_decoding_max_cached_requests needs the method "suffix"')
     _check_synthetic(config)
     return config
 

@@ -252,3 +252,14 @@ def test_a_wrong_prediction_changes_nothing(plain: LLM, drafting: LLM) -> None:
     drafted = drafting.generate(prompts, params_of(SEEDED, {"prediction_ids": wrong}))
 
     assert_same(drafted, plain.generate(prompts, params_of(SEEDED)))
+
+
+def test_outputs_of_ended_requests_are_drafted_from(small_folder: str, plain: LLM, depth: int) -> None:
+    llm = make(small_folder, CONFIG.replace("ngram", "suffix", 1))
+    prompts, params = [[3, 14, 15], [9, 2, 6]], params_of(SEEDED)
+    first = llm.generate(prompts, params)
+
+    again = llm.generate(prompts, params)
+
+    assert_same(again, plain.generate(prompts, params))
+    assert num_accepted(again) > max(num_accepted(first), 0.5 * sum(len(one.token_ids) for one in again))
