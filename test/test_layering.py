@@ -182,6 +182,7 @@ LAYERS: dict[str, set[str]] = {
     "ray": {*GROUND, "cluster.proxy", "links", "server"},
     "cli": {
         *GROUND,
+        "batches",
         "links",
         "common.cpu_kernel",
         "common.device",

@@ -78,8 +78,8 @@ def parse_line(text: bytes, endpoint: str | None = None) -> LineRequest:
     return LineRequest(custom_id, _url(value.get("url"), endpoint), body)
 
 
-def check_file(path: Path, endpoint: str, max_line_bytes: int) -> FileCheck:
-    """Check every line. Reads the file once; holds one line and the custom ids."""
+def check_file(path: Path, endpoint: str | None, max_line_bytes: int) -> FileCheck:
+    """Check every line, for ``parse_line``. Reads the file once; holds one line and the custom ids."""
     check = FileCheck(0, [])
     first_lines: dict[str, int] = {}
     for number, text in read_lines(path):
@@ -97,7 +97,7 @@ def check_file(path: Path, endpoint: str, max_line_bytes: int) -> FileCheck:
     return check
 
 
-def _check_line(number: int, text: bytes, endpoint: str, max_bytes: int, first_lines: dict[str, int]) -> None:
+def _check_line(number: int, text: bytes, endpoint: str | None, max_bytes: int, first_lines: dict[str, int]) -> None:
     if len(text) > max_bytes:
         problem = f"this line has {len(text)} bytes; the limit is {max_bytes} (--max_body_bytes)"
         raise LineError("line_too_long", problem)
