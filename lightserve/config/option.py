@@ -20,6 +20,7 @@ class FlagGroup(StrEnum):
     PARALLEL = "Several devices or machines"
     SCHEDULING = "Scheduling"
     HTTP = "HTTP"
+    BATCHES = "Files and batches"
     KEYS = "Keys and TLS"
     OBSERVABILITY = "Logs and metrics"
     FAULTS = "Faults and shutdown"
