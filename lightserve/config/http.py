@@ -99,6 +99,11 @@ class HttpConfig:
     use_tgi_api: bool = option(
         False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's", group=FlagGroup.HTTP
     )
+    enable_rl: bool = option(
+        False,
+        "serve the endpoints of trainers: pause, sleep, tokens in and out; they change the server, so set --admin_key",
+        group=FlagGroup.HTTP,
+    )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
     )

@@ -24,6 +24,8 @@ from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
 from lightserve.httpserver.pooling.task_guard import refusing
 from lightserve.httpserver.resume.middleware import StreamLogMiddleware
+from lightserve.httpserver.rl import routes as rl_routes
+from lightserve.httpserver.rl.calls import paths_of
 from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
 
@@ -71,6 +73,9 @@ def build_app(context: ServerContext) -> FastAPI:
 def _add_routes(app: FastAPI, context: ServerContext) -> None:
     """Add routes to the app's own table: with include_router an empty request takes 74-147 us, not 51-94."""
     routes = [route for module in ROUTE_MODULES for route in module.routes(context).routes]
+    of_trainers = rl_routes.admin_routes(context)
+    context.keys.more_admin_paths = paths_of(of_trainers)
+    routes += of_trainers.routes
     if context.pooling is not None:
         routes = [refusing(route, context.pooling) for route in routes]
     for route in routes:

@@ -19,6 +19,7 @@ from lightserve.httpserver.http.body import Body, read_json, validate
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
+from lightserve.httpserver.rl.settings import RlSettings
 from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
@@ -54,6 +55,7 @@ class ServerContext:
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
+    rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:

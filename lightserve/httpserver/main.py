@@ -20,6 +20,7 @@ from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
 from lightserve.httpserver.resume.stream_log import StreamLog, report_stream_log
+from lightserve.httpserver.rl.settings import settings_of
 from lightserve.httpserver.tracing.exporter import CLOSE_S, SpanExporter, report_counts, start_exporter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
@@ -69,6 +70,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         has_adapters=config.worker.num_loras > 0,
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
+        rl=settings_of(config),
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         stream_log=None
         if config.http.stream_log is None

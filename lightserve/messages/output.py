@@ -8,6 +8,7 @@ import msgspec
 
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.request import AbortByRequestId
+from lightserve.messages.rl import RlReply
 from lightserve.messages.step import NO_DRAFTS, NO_TOKENS, DraftColumns, ReqFailed, Token, TokenColumns
 
 
@@ -157,7 +158,9 @@ class AdapterReply(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterCard] = []
 
 
-QueryReply = Timelines | ProfileReply | AdapterReply  # goes through the detokenizer to the HTTP process that asked
+QueryReply = (
+    Timelines | ProfileReply | AdapterReply | RlReply
+)  # goes through the detokenizer to the HTTP process that asked
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 

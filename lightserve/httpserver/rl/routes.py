@@ -1,0 +1,19 @@
+"""The routes of --enable_rl, for trainers that use the server as a rollout engine: see docs/rl.md.
+
+Those of ``admin_routes`` need an admin key where one is set.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.rl.info import add_info
+
+
+def admin_routes(context: ServerContext) -> APIRouter:
+    """Without the flag: none."""
+    router = APIRouter(tags=["reinforcement learning"])
+    if context.config.enable_rl:
+        add_info(router, context)
+    return router
