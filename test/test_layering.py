@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "messages", "ipc"}
-HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http"}
+HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http", "httpserver.prompt_request"}
 HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
@@ -73,10 +73,12 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.http": {"errors", "messages", "utils"},
     "text.logprobs": {"messages"},
     "httpserver.tracing": {"errors", "httpserver.http", "messages", "utils", "ipc"},
+    "httpserver.prompt_request": {"messages"},
     "httpserver.router_queries": {"errors", "messages", "utils", "ipc"},
     "httpserver.grammar.memory": {"errors", "messages"},
     "httpserver.engine_client": {
         "errors",
+        "httpserver.prompt_request",
         "httpserver.grammar.memory",
         "httpserver.router_queries",
         "httpserver.http",

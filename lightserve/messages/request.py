@@ -53,6 +53,7 @@ class AbortReq(msgspec.Struct, frozen=True, tag=True):
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
+    keeps_tokens: bool = False  # its client is there, and gets what the request has
 
 
 class ReleaseParents(msgspec.Struct, frozen=True, tag=True):

@@ -51,6 +51,7 @@ from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.rl.control import RlControl
+from lightserve.router.rl.pause import PauseControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -84,7 +85,7 @@ class RouterManager:
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
-        self.rl = RlControl(to_detokenization)
+        self.rl = RlControl(PauseControl(scheduler, self.steps, self._output_processor), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -220,6 +221,9 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
+        if self.rl.pause.refusal and not is_moved:
+            self._refuse(message, timeline, self.rl.pause.refusal, 503)
+            return
         full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
             self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
@@ -335,9 +339,13 @@ class RouterManager:
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
-        if req is not None:  # None: it has ended meanwhile
+        if req is None:  # it has ended meanwhile
+            return
+        if message.keeps_tokens:
+            self._output_processor.end([req])
+        else:
             self._output_processor.abort(req, message.reason)
-            self.steps.wake()
+        self.steps.wake()
 
     async def _watch_deadlines(self) -> None:
         while True:

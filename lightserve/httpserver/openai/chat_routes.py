@@ -55,6 +55,7 @@ def routes(context: ServerContext) -> APIRouter:
             if body.return_token_ids
             else (),
             is_prompt_only=body.is_prompt_only,
+            returns_aborted=context.config.enable_rl,
         )
         if body.beam_width is not None:
             return await respond_with_beam_search(context, request, body, chat.prompt_requests, spec, chat.log)

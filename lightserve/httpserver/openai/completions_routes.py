@@ -79,6 +79,7 @@ def routes(context: ServerContext) -> APIRouter:
             prompt_logprobs=_prompt_logprobs(context, body, prompt_requests, echoes),
             prompt_token_ids=shown_ids,
             is_prompt_only=body.is_prompt_only,
+            returns_aborted=context.config.enable_rl,
         )
         if body.beam_width is not None:
             return await respond_with_beam_search(context, request, body, prompt_requests, spec, log)

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.rl.info import add_info
+from lightserve.httpserver.rl.pause_routes import add_pause
 
 
 def admin_routes(context: ServerContext) -> APIRouter:
@@ -16,4 +17,5 @@ def admin_routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["reinforcement learning"])
     if context.config.enable_rl:
         add_info(router, context)
+        add_pause(router, context)
     return router

@@ -11,7 +11,17 @@ import msgspec
 from lightserve.errors import LightserveError
 from lightserve.ipc.channel import Sender
 from lightserve.messages.output import ToDetokenization
-from lightserve.messages.rl import GetRlState, RlQuery, RlReply, RlState
+from lightserve.messages.rl import (
+    AbortAll,
+    FlushCache,
+    GetRlState,
+    PauseGeneration,
+    ResumeGeneration,
+    RlQuery,
+    RlReply,
+    RlState,
+)
+from lightserve.router.rl.pause import PauseControl
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -20,12 +30,20 @@ Q = TypeVar("Q", bound=RlQuery)
 
 
 class RlControl:
-    def __init__(self, replies: Sender[ToDetokenization]) -> None:
-        self.state = RlState()
+    def __init__(self, pause: PauseControl, replies: Sender[ToDetokenization]) -> None:
+        self.pause = pause
         self._replies = replies
         self._handlers: dict[type[Any], Callable[[Any], Awaitable[RlReply]]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self.handle(GetRlState, self._get_state)
+        self.handle(PauseGeneration, pause.pause)
+        self.handle(ResumeGeneration, pause.resume)
+        self.handle(FlushCache, pause.flush)
+        self.handle(AbortAll, pause.abort_all)
+
+    @property
+    def state(self) -> RlState:
+        return RlState(is_paused=self.pause.is_paused)
 
     def handle(self, query_type: type[Q], handler: Callable[[Q], Awaitable[RlReply]]) -> None:
         """From now on, ``handler`` answers these queries. The id of its reply does not matter."""
