@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from lightserve.config import HttpConfig
+from lightserve.config.http import MAX_LOGPROBS
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
@@ -83,6 +84,18 @@ class ServerContext:
             if self.pooling is None:
                 self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
+
+    def top_logprobs(self, field: str, k: int | None) -> int | None:
+        """How many alternatives to a token a request gets that wants ``k``; -1: the vocabulary."""
+        vocab_size = self.manager.limits.vocab_size
+        if k is None or (self.config.enable_rl and k <= vocab_size):
+            return vocab_size if k == -1 else k
+        if self.config.enable_rl:
+            raise InvalidRequestError(f"{field}: {k} alternatives; the vocabulary has {vocab_size} tokens", field)
+        if not 0 <= k <= MAX_LOGPROBS:
+            message = f"{field}: must be from 0 to {MAX_LOGPROBS}, found {k}; --enable_rl lifts the limit"
+            raise InvalidRequestError(message, field)
+        return k
 
     def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:
         """The maximum of a request that names none: the endpoint's, else the model's, within --default_max_tokens.

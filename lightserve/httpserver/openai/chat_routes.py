@@ -37,6 +37,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await context.read_body(request, ChatBody, validate_supported)
+        body.limit_logprobs(context)
         k = body.top_logprobs or 0 if body.logprobs else None
         chat = await prepare_chat(context, request, body, k)
         chat.log.counts_output = not body.is_prompt_only

@@ -53,6 +53,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = await context.read_body(request, CompletionBody, validate_supported)
         context.check_model(body.model)
+        body.limit_logprobs(context)
         check_choices(context, len(body.prompt), body.beam_width or body.candidates)
         log = context.log(request, body.request_id or body.rid)
 
