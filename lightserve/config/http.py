@@ -16,7 +16,6 @@ from lightserve.utils.cpu import available_cores
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
-MAX_LOGPROBS = 20  # alternatives to a token, as in OpenAI's APIs
 RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 

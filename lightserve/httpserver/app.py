@@ -37,6 +37,7 @@ ROUTE_MODULES = (
     anthropic_routes,
     ollama_routes,
     generate_routes,
+    rl_routes,
     pooling_routes,
     tokenize_routes,
     admin_routes,

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from lightserve.config import HttpConfig
-from lightserve.config.http import MAX_LOGPROBS
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
@@ -22,6 +21,7 @@ from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.httpserver.rl.settings import RlSettings
 from lightserve.httpserver.tracing.request_trace import Export
+from lightserve.messages.params import MAX_LOGPROBS
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pinned_prefixes import after_pinned_prefix

@@ -32,6 +32,8 @@ OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
+MAX_LOGPROBS = 20  # alternatives to a token, as in OpenAI's APIs; --enable_rl lifts the limit
+
 TopCount = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # at most the vocabulary; HTTP sets a lower limit
 
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from lightserve.config.http import MAX_LOGPROBS
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_fields import BeamFields
@@ -22,6 +21,7 @@ from lightserve.httpserver.fields.shared import PromptFields, StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.http.body import Body, at_most, validate
 from lightserve.httpserver.http.validation_errors import listed
+from lightserve.messages.params import MAX_LOGPROBS
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_IDS = 1024
