@@ -217,7 +217,7 @@ def compile_state(dtype: torch.dtype) -> None:
 
 def compile_linear(dtype: torch.dtype) -> None:
     weight = torch.ones(128, 2048, dtype=dtype)
-    for config in (linear.NARROW, linear.WIDE):
+    for config in (linear.NARROW, linear.WIDE, linear.SMALL):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), weight, None, config)
     batch_invariant.linear(torch.ones(64, 2048, dtype=dtype), weight)
