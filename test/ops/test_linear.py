@@ -67,7 +67,7 @@ def test_linear_has_a_single_output(backend: str, dtype: torch.dtype, wide_in: i
     assert_close(out, ops.linear(wide(x), wide(weight), None if bias is None else wide(bias)), dtype)
 
 
-@pytest.mark.parametrize("config", [linear.NARROW, linear.WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("config", [linear.NARROW, linear.WIDE, linear.SMALL], ids=["narrow", "wide", "small"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32])
 @pytest.mark.parametrize("wide_in", [100, 1024, 1100])
@@ -86,6 +86,7 @@ def test_linear_in_either_way_adds_a_bias(config: linear.Config, dtype: torch.dt
     [
         (1, 4096, 14336, linear.NARROW),
         (8, 4096, 4096, linear.NARROW),
+        (4, 1024, 2048, linear.SMALL),
         (9, 4096, 4096, linear.WIDE),
         (8, 6144, 4096, linear.WIDE),
         (16, 3584, 18944, linear.NARROW),

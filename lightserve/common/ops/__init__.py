@@ -39,8 +39,10 @@ from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
+    best_tokens,
     latent_context_attention,
     latent_token_attention,
+    select_tokens,
     write_latent,
 )
 from lightserve.common.ops.linear import linear, linear_float32

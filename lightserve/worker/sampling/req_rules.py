@@ -67,6 +67,7 @@ class ReqRules:
             or sampling.has_penalty
             or sampling.watermark
             or self.filters not in (None, Filters.NONE)
+            or (sampling.processed_logprobs and sampling.logprobs is not None)
         )
 
     @property

@@ -22,11 +22,13 @@ from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 
 NO_EXPERT = tl.constexpr(ops.NO_EXPERT)
 BLOCKS = (256, 1024)  # pairs that a program reads at once; few sizes, for each is compiled
-MAX_FEW = (
-    1024  # pairs. 80 take 12 us with 512 experts on an H200, 640 take 15 us, 1,280 took 54 us and 80,000 took 1 ms
-)
-TILES = ((1 << 14, 256), (1 << 30, 1024))  # pairs of a tile, for so many in all at most
-TILES_AT_ONCE, COMPARED = 8, 128
+# What takes one kernel: with 128 experts 2.6 us for 64 pairs on an H200 and 4 us for 1,024, instead of 8 us by tile.
+# With 512 experts it is 12 and 15 us for 80 and 640 pairs instead of 10, and for 80,000 it was 1 ms instead of 57 us.
+MAX_FEW_PAIRS, MAX_FEW_BINS = 1024, 512
+# Pairs of a tile, for so many in all at most, and the pairs that they are compared with at once. Twice as many in a
+# tile are twice as slow, for the registers do not hold the comparisons.
+TILES = ((1 << 14, 128, 16), (1 << 30, 256, 32))
+TILES_AT_ONCE, BLOCKS_AT_ONCE = 8, 128
 
 
 class SortedPairs(NamedTuple):
@@ -141,6 +143,7 @@ def _place_pairs_kernel(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
     COMPARED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """A program for each tile, for each expert's blocks, and one for the blocks without an expert."""
     tile = tl.program_id(0)
@@ -157,7 +160,7 @@ def _place_pairs_kernel(
         expert = tile - n_tiles
         first, end = tl.load(firsts_ptr + expert), tl.load(firsts_ptr + expert + 1)
         first_block = tl.load(first_blocks_ptr + expert)
-        _store_blocks(blocks_ptr, expert, first, end, first_block, n_experts, n_blocks, block_m, COMPARED)
+        _store_blocks(blocks_ptr, expert, first, end, first_block, n_experts, n_blocks, block_m, BLOCKS)
 
 
 def max_blocks(n_pairs: int, n_experts: int, block_m: int) -> int:
@@ -168,8 +171,8 @@ def max_blocks(n_pairs: int, n_experts: int, block_m: int) -> int:
 
 def sort_pairs(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
     """The pairs ``ids`` ``[tokens, top_k]``, contiguous, in blocks of ``block_m`` rows."""
-    sort = _sort_few if ids.numel() <= MAX_FEW else _sort_many
-    return sort(ids, n_experts, block_m)
+    is_few = ids.numel() <= MAX_FEW_PAIRS and next_power_of_2(n_experts + 2) <= MAX_FEW_BINS
+    return (_sort_few if is_few else _sort_many)(ids, n_experts, block_m)
 
 
 def _sort_few(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
@@ -193,7 +196,7 @@ def _sort_few(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
 
 def _sort_many(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
     n_pairs, n_blocks = ids.numel(), max_blocks(ids.numel(), n_experts, block_m)
-    tile = next(tile for most, tile in TILES if n_pairs <= most)
+    tile, compared = next(sizes for most, *sizes in TILES if n_pairs <= most)
     bins, n_tiles = next_power_of_2(n_experts + 2), cdiv(n_pairs, tile)
     pairs, rows, blocks = _empty(ids, n_pairs, n_pairs, 3 * n_blocks)
     counts, firsts, first_blocks = _empty(ids, n_tiles * bins, bins, bins)
@@ -216,8 +219,8 @@ def _sort_many(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
         block_m,
         BINS=bins,
         TILE=tile,
-        COMPARED=COMPARED,
-        num_warps=8 if tile > COMPARED * 2 else 4,
+        COMPARED=compared,
+        BLOCKS=BLOCKS_AT_ONCE,
     )
     return SortedPairs(pairs, rows, firsts[1 : n_experts + 1], blocks.view(3, n_blocks))
 

@@ -34,6 +34,7 @@ class Config:
 
 NARROW = Config(block_n=16, block_bytes=1024, num_warps=1, num_stages=4)
 WIDE = Config(block_n=64, block_bytes=512, num_warps=4, num_stages=4)
+SMALL = Config(block_n=16, block_bytes=512, num_warps=4, num_stages=4)
 ANY = 1 << 30
 DOT_BLOCK = 2048  # numbers of a row that are multiplied at once
 
@@ -55,6 +56,8 @@ class Rule:
 # an H200, by this kernel and by cuBLAS.
 RULES = (
     # [2048, 4096], 1 and 8 rows: 1.62, 1.97 and 1.62, 1.99; [128, 2048] in us: 5.4, 4.6 and 5.3, 4.9
+    Rule(None, max_rows=32, max_out=768),
+    Rule(SMALL, max_rows=4, max_out=1024),  # [1024, 2048], 1, 2 and 4 rows in us: 5.8 and 12.7, 8.1, 11.6
     Rule(None, max_rows=32, max_out=2048),
     Rule(NARROW, max_rows=8, max_out=4096),  # [4096, 4096]: 2.95, 2.61; [4096, 14336]: 3.74, 3.56
     Rule(NARROW, max_rows=4, max_out=8192),  # [6144, 4096]: 3.24, 3.06; [4608, 3584]: 2.86, 2.80
