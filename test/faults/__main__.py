@@ -26,6 +26,7 @@ from test.faults.cases import (
     CORE,
     CORE_STARTS,
     DISAGGREGATION_CASES,
+    DRAFT_CASES,
     GROUP_CASES,
     STAGE_CASES,
     START_CASES,
@@ -33,6 +34,7 @@ from test.faults.cases import (
     TIER_CASES,
     adapters,
     disaggregation,
+    drafts,
     groups,
     kv_tiers,
     stages,
@@ -92,6 +94,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
             outcomes += run_cases(GROUP_CASES, groups.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STATE_CASES, states.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(DRAFT_CASES, drafts.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:

@@ -15,6 +15,7 @@ from test.faults.cases import (
     CASES,
     CORE,
     DISAGGREGATION_CASES,
+    DRAFT_CASES,
     GROUP_CASES,
     STAGE_CASES,
     START_CASES,
@@ -22,6 +23,7 @@ from test.faults.cases import (
     TIER_CASES,
     adapters,
     disaggregation,
+    drafts,
     groups,
     kv_tiers,
     stages,
@@ -71,6 +73,12 @@ def group_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 @pytest.fixture(scope="module")
 def state_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(states.worker_flags(tmp_path_factory.mktemp("states"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def draft_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(drafts.worker_flags(tmp_path_factory.mktemp("drafts"))) as pool:
         yield pool
 
 
@@ -133,6 +141,11 @@ def test_a_fault_of_an_attention_group_causes_its_reaction(group_server_pool: Se
 @pytest.mark.parametrize("case", [param(case) for case in STATE_CASES])
 def test_a_fault_beside_recurrent_states_causes_its_reaction(state_server_pool: ServerPool, case: Case) -> None:
     case.run(state_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in DRAFT_CASES])
+def test_a_fault_beside_drafts_causes_its_reaction(draft_server_pool: ServerPool, case: Case) -> None:
+    case.run(draft_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in START_CASES])

@@ -15,6 +15,7 @@ from test.faults.cases import (
     clocks,
     connections,
     disaggregation,
+    drafts,
     engines,
     grammars,
     groups,
@@ -61,6 +62,7 @@ TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flag
 DISAGGREGATION_CASES: list[Case] = disaggregation.CASES  # on a server with disaggregation.worker_flags
 GROUP_CASES: list[Case] = groups.CASES  # on a server with groups.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
+DRAFT_CASES: list[Case] = drafts.CASES  # on a server with drafts.worker_flags
 STATE_CASES: list[Case] = states.CASES  # on a server with states.worker_flags
 START_CASES: list[StartCase] = [
     *hosts.CASES,
