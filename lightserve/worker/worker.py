@@ -42,6 +42,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
+from lightserve.worker.speculation.heads.load import load_draft_head
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import (
     FIRST_POOL_TOKENS,
@@ -84,6 +85,7 @@ class ModelWorker:
         computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
+        self._head = load_draft_head(config, source, self.model)
         self.kv_identity = make_kv_identity(config, self.model, computed)
         self._batch = InferBatch(
             self.model.req_manager,
@@ -149,6 +151,7 @@ class ModelWorker:
             config.speculation,
             # attention groups tell each other before a step how many tokens they have
             may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
+            head=self._head,
         )
         self._collector = StepCollector()
 
@@ -314,6 +317,7 @@ class ModelWorker:
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         self._drafts.record(out.columns, tokens)
+        self._drafts.draft_next(packed, out)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 

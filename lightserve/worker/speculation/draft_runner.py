@@ -21,6 +21,8 @@ from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.verification import NO_DRAFT, verify
 from lightserve.worker.speculation.draft_input import DraftInput, DraftTensors
+from lightserve.worker.speculation.heads.head import DraftHead
+from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer, without_missing_drafts
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.token_table import TokenTable
@@ -35,6 +37,7 @@ class DraftOut(NamedTuple):
     drafts_after: Tensor  # [rows] int64: the draft after each row, or NO_DRAFT
     tensors: DraftTensors
     max_drafts: int
+    known_after: Tensor | None = None  # see HeadProposer
 
 
 class DraftRunner:
@@ -47,8 +50,9 @@ class DraftRunner:
         runner: StepRunner,
         config: SpeculativeConfig | None = None,
         may_leave_out: bool = False,
+        head: DraftHead | None = None,
     ) -> None:
-        """``config`` None: there are no drafts.
+        """``config`` None: there are no drafts. ``head``: that computes them, if its method has one.
 
         ``may_leave_out``: a step need not compute drafts without a proposal, because kernels end before Python goes on.
         """
@@ -59,13 +63,18 @@ class DraftRunner:
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
         self._table: TokenTable | None = None
         self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
-        if config is not None:
+        self.head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
+        if self.head is not None:
+            self.proposer = self.head
+        elif config is not None:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = ngram = NgramProposer(config, self._table)
             self._ngram = ngram if may_leave_out else None
 
     def add(self, req: InferReq) -> None:
         """A request that enters the batch."""
+        if self.head is not None:
+            self.head.add(req)
         if self._table is not None:
             self._table.add(req)
 
@@ -81,6 +90,12 @@ class DraftRunner:
         if self._table is not None:
             reqs, count = columns.reqs, len(tokens)
             self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
+
+    @torch.inference_mode()
+    def draft_next(self, packed: PackedStep, out: StepOut) -> None:
+        """After a step without drafts, when its tokens are sampled: draft those of the next step."""
+        if self.head is not None:
+            self.head.draft(out, None, self.head.known_after(packed))
 
     @torch.inference_mode()
     def run(
@@ -99,7 +114,9 @@ class DraftRunner:
         tokens = self._runner.sample(
             logits, (columns.reqs["temperature"][reqs], columns.reqs["seed"][reqs], b_position), masks
         )
-        return DraftOut(StepOut(logits, tokens, columns), b_position, drafts_after, tensors, packed.drafts.max_drafts)
+        out = StepOut(logits, tokens, columns, self._runner.for_head)
+        known = None if self.head is None else self.head.known_after(packed)
+        return DraftOut(out, b_position, drafts_after, tensors, packed.drafts.max_drafts, known)
 
     @torch.inference_mode()
     def verify(self, out: DraftOut, tokens: Tensor) -> VerifiedCounts:
@@ -113,6 +130,9 @@ class DraftRunner:
         self._batch.lengths.index_copy_(0, rows, reqs["ready_len"] + computed)
         if self._table is not None:
             self._table.record(rows[tensors.logit_reqs.long()], out.b_position, tokens)
+        if self.head is not None and out.known_after is not None:
+            at = RowsOfStep(tensors.logit_tokens.long(), tokens, first_rows + counts - 1, first_rows)
+            self.head.draft(out.step, at, out.known_after)
         is_draft = (out.drafts_after != NO_DRAFT).long()
         proposed = torch.zeros_like(counts).index_add_(0, tensors.logit_reqs.long(), is_draft)
         return VerifiedCounts(
