@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
-from lightserve.worker.speculation.heads.load import load_draft_head
+from lightserve.worker.speculation.heads.load import load_draft_head, without_head
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import (
     FIRST_POOL_TOKENS,
@@ -170,16 +171,17 @@ class ModelWorker:
     ) -> TpPartBaseModel:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
+        of_model = partial(without_head, config.speculation, self.model_config.num_layers)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,
             device=self._device,
             parallel=parallel,
-            checkpoint=_with_progress(source, self.pooling) if has_weights else None,
+            checkpoint=of_model(_with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            tensor_metadata=_metadata(source, self.pooling) if has_weights else (),
+            tensor_metadata=of_model(_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
             lora=lora_args(config),

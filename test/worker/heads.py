@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+
+from lightserve.common import ops
+from lightserve.messages.int_arrays import Int64Array
+from lightserve.offline.llm import LLM
+from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
+from lightserve.worker.step_runner import StepOut
 
 HIDDEN, HEADS, KV_HEADS, DIM, WIDTH = 48, 4, 2, 16, 96
 EPS = 1e-5
@@ -82,6 +89,41 @@ def save_head(
     (folder / "config.json").write_text(json.dumps(config | fields))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+class Recorder:
+    """What the head computes after each step: the last position of a request, its drafts and their logits."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drafted: list[tuple[int, int, list[int], list[Tensor]]] = []  # row, position, drafts, logits of each
+        self._logits: list[Tensor] = []
+        proposer = llm.worker._drafts.head
+        assert proposer is not None
+        sample, draft = ops.sample, proposer.draft
+
+        def record_logits(logits: Tensor, *at: Any) -> Tensor:
+            self._logits.append(logits)
+            return sample(logits, *at)
+
+        def record(out: StepOut, rows: RowsOfStep | None, known_after: Int64Array) -> None:
+            self._logits = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ops, "sample", record_logits)
+                draft(out, rows, known_after)
+            if self._logits:  # some request has sampled
+                self._record(proposer, out, rows)
+
+        monkeypatch.setattr(proposer, "draft", record)
+
+    def _record(self, proposer: HeadProposer, out: StepOut, rows: RowsOfStep | None) -> None:
+        assert out.for_head is not None
+        step = out.for_head.step
+        last = step.attn.b_start_loc + step.attn.b_seq_len - step.attn.b_ready_cache_len - 1
+        places = last.long() if rows is None else rows.tokens[rows.last]
+        for index, row in enumerate(out.columns.reqs["row"].tolist()):
+            position = int(step.position_ids[places[index]])
+            logits = [of_draft[index] for of_draft in self._logits]
+            self.drafted.append((row, position, proposer._table[row].tolist(), logits))
 
 
 class TorchHead:

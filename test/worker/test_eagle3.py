@@ -16,10 +16,8 @@ from transformers import AutoModelForCausalLM
 from lightserve.errors import CheckpointError, OptionError
 from lightserve.messages.params import GenerationParams
 from lightserve.offline.llm import LLM, Generation
-from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
-from lightserve.worker.step_runner import StepOut
 from lightserve.worker.worker import ModelWorker
-from test.worker.heads import AUX_LAYERS, TorchHead, save_head
+from test.worker.heads import AUX_LAYERS, Recorder, TorchHead, save_head
 from test.worker.test_ngram import (
     DRAFTED,
     GREEDY,
@@ -134,39 +132,6 @@ def test_a_quantised_kv_cache_holds_that_of_the_head_too(small_folder: str, head
 
     assert_same(drafted, make(small_folder, None, kv_dtype=kv_dtype).generate(prompts, params))
     assert accepted(drafted) > 0
-
-
-class Recorder:
-    """What the head computes after each step: the last position of a request, its drafts and their logits."""
-
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.drafted: list[tuple[int, int, list[int], list[Tensor]]] = []  # row, position, drafts, logits of each
-        self._logits: list[Tensor] = []
-        proposer = llm.worker._drafts.head
-        assert proposer is not None
-        logits_of, draft = proposer._head.logits, proposer.draft  # type: ignore[attr-defined]
-
-        def logits(normed: Tensor) -> Tensor:
-            self._logits.append(logits_of(normed))
-            return self._logits[-1]
-
-        def record(out: StepOut, rows: RowsOfStep | None, known_after: Tensor) -> None:
-            self._logits = []
-            draft(out, rows, known_after)
-            self._record(proposer, out, rows, known_after)
-
-        monkeypatch.setattr(proposer._head, "logits", logits)
-        monkeypatch.setattr(proposer, "draft", record)
-
-    def _record(self, proposer: HeadProposer, out: StepOut, rows: RowsOfStep | None, known_after: Tensor) -> None:
-        assert out.for_head is not None
-        step = out.for_head.step
-        last = step.attn.b_start_loc + step.attn.b_seq_len - step.attn.b_ready_cache_len - 1
-        places = last.long() if rows is None else rows.tokens[rows.last]
-        for index, row in enumerate(out.columns.reqs["row"].tolist()):
-            position = int(step.position_ids[places[index]])
-            logits = [of_draft[index] for of_draft in self._logits]
-            self.drafted.append((row, position, proposer._table[row].tolist(), logits))
 
 
 def expected_logits(model: Any, head: TorchHead, text: list[int], drafts: list[int]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import to_device
 from lightserve.config.speculation import SpeculativeConfig
+from lightserve.messages.int_arrays import Int64Array
 from lightserve.messages.step import Step
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
@@ -37,7 +38,7 @@ class DraftOut(NamedTuple):
     drafts_after: Tensor  # [rows] int64: the draft after each row, or NO_DRAFT
     tensors: DraftTensors
     max_drafts: int
-    known_after: Tensor | None = None  # see HeadProposer
+    known_after: Int64Array | None = None  # see HeadProposer
 
 
 class DraftRunner:

@@ -42,6 +42,15 @@ def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBase
     return head
 
 
+def without_head(
+    speculation: SpeculativeConfig | None, num_layers: int, tensors: Iterable[CheckpointTensor]
+) -> Iterable[CheckpointTensor]:
+    """The tensors of a model's checkpoint without those that its MTP head reads."""
+    if speculation is None or speculation.method != "mtp":
+        return tensors
+    return (tensor for tensor in tensors if not tensor.name.startswith(f"model.layers.{num_layers}."))
+
+
 def _make(
     speculation: SpeculativeConfig, source: ModelSource, model: TpPartBaseModel, has_weights: bool
 ) -> tuple[DraftHead, ModelSource]:

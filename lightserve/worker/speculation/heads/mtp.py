@@ -73,10 +73,8 @@ class MtpHead(DraftHead):
         return states
 
     def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
-        """The token at position 1 has no embedding here, as in training."""
-        embedded = self.model.pre_post_weight.embedding.embed(token_ids)
-        embedded = embedded.masked_fill((state.position_ids == 0)[:, None], 0)
         weights = self.weights
+        embedded = self.model.pre_post_weight.embedding.embed(token_ids)
         normed = weights.embedding_norm.norm(embedded), weights.hidden_norm.norm(hidden)
         return weights.projection.mm(torch.cat(normed, dim=-1))
 

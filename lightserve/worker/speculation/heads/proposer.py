@@ -59,25 +59,29 @@ class HeadProposer:
         b_row, b_number = to_device(np.concatenate((rows, numbers)), self._table.device).view(2, -1).unbind()
         return self._table[b_row, b_number]
 
-    def known_after(self, packed: PackedStep) -> Tensor:
+    def known_after(self, packed: PackedStep) -> Int64Array:
         """The token after those that the step computes of each request, if it is part of its prompt: [requests]."""
         columns, rows = self._batch.columns, packed.rows
-        known = np.full(packed.shape.requests if packed.drafts is None else len(rows), UNKNOWN, dtype=np.int64)
+        known = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for index in np.flatnonzero(columns.known_len[rows] > columns.cache_len[rows]).tolist():
             req = packed.reqs[index]
             known[index] = req.token_ids[req.cache_len]
-        return to_device(known, self._model.device)
+        return known
 
-    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Tensor) -> None:
+    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array) -> None:
         """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch."""
         assert out.for_head is not None
         step, columns = out.for_head.step, out.columns.reqs
-        next_ids, last = self._tokens_after(step, columns["row"].long(), rows, known_after)
+        b_row = columns["row"].long()
+        padded = np.pad(known_after, (0, len(b_row) - len(known_after)), constant_values=UNKNOWN)
+        next_ids, last = self._tokens_after(step, b_row, rows, to_device(padded, b_row.device))
         attn = replace(step.attn, shared_prefixes=None, plans={})
         step = replace(step, input_ids=next_ids, attn=attn, lora=None)
         summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
+        if (known_after != UNKNOWN).all():
+            return  # no request samples a token
         positions = step.position_ids[last]
-        at = SampledAt(self._temperatures[columns["row"].long()], columns["seed"], positions)
+        at = SampledAt(self._temperatures[b_row], columns["seed"], positions)
         self._draft_further(summed, at, step)
 
     def _tokens_after(
