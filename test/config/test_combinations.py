@@ -151,6 +151,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
+        "enable_rl": {"enable_rl": True},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 

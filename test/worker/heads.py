@@ -97,7 +97,7 @@ class Recorder:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafted: list[tuple[int, int, list[int], list[Tensor]]] = []  # row, position, drafts, logits of each
         self._logits: list[Tensor] = []
-        proposer = llm.worker._drafts.head
+        proposer = llm.worker._drafts._head
         assert proposer is not None
         sample, draft = ops.sample, proposer.draft
 

@@ -22,6 +22,7 @@ from lightserve.messages.int_arrays import Int64Array
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.verification import NO_DRAFT
+from lightserve.worker.speculation.draft_input import VerifiedCounts
 from lightserve.worker.speculation.heads.head import DraftHead, SampledAt
 from lightserve.worker.step_runner import StepOut, StepRunner
 
@@ -34,7 +35,15 @@ class RowsOfStep(NamedTuple):
     tokens: Tensor  # [rows] int64: the token of each row
     sampled: Tensor  # [rows] int64: the token that it has sampled
     last: Tensor  # [requests] int64: the row of the last accepted draft, or of the token before the drafts
-    first: Tensor  # [requests] int64
+
+    @classmethod
+    def of(cls, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> RowsOfStep:
+        """``tokens``: of all rows but those of padding."""
+        assert out.drafts is not None
+        tensors = out.drafts.tensors
+        first = tensors.first_rows.long()
+        last = (first + counts.tokens[first] - 1).clamp(max=len(out.tokens) - 1)
+        return cls(tensors.logit_tokens.long(), torch.cat((tokens, out.tokens[len(tokens) :])), last)
 
 
 class HeadProposer:
