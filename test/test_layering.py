@@ -33,6 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "batches": {"errors"},
     "model_files": {"errors", "messages", "utils"},
     "model_files.config.facts": {"config", "model_files"},
+    "model_files.speculation": {"config", "errors", "model_files"},
     "model_files.config.text_part": {"errors"},
     "model_files.lora": {"errors", "model_files.config.text_part", "model_files.safetensors_header"},
     "model_files.safetensors_header": {"errors"},

@@ -81,7 +81,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
     tokens = engine.max_total_token_num
-    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
+    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
     return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 

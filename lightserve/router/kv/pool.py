@@ -33,8 +33,13 @@ class PrefixLoad(NamedTuple):
 
 
 class KvPool:
-    def __init__(self, size: int, groups: Sequence[KvGroupPool] = ()) -> None:
-        """``groups``: pools of layers beside this one, by the number of their KV group."""
+    def __init__(self, size: int, groups: Sequence[KvGroupPool] = (), lookahead: int = 0) -> None:
+        """``groups``: pools of layers beside this one, by the number of their KV group.
+
+        ``lookahead``: the KV of a token depends on so many tokens after it, as that of a draft head does. The last
+        tokens of a cached prefix are then computed again by a request that continues it in another way.
+        """
+        self._lookahead = lookahead
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self._listeners: list[PoolListener] = []
@@ -166,8 +171,9 @@ class KvPool:
         if not req.shares_prefix:
             return
         ids, matched_len = cacheable(req), 0
-        if self.groups:
+        if self.groups or self._lookahead:
             cached = self._cache.find_slots(ids, req.salt)
+            cached = cached[: max(len(cached) - self._lookahead, 0)]
             ids, matched_len = ids[: self._usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
         self._cache.lock(node)
