@@ -424,5 +424,9 @@ class Dispatcher:
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
         self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
-        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
+        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving), is_sleeping=_sleeps(engines))
         self._to_detokenization.send(stats)
+
+
+def _sleeps(engines: list[Engine]) -> bool:
+    return any(engine.stats is not None and engine.stats.is_sleeping for engine in engines)
