@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "ipc": {"errors", "config", "messages", "utils"},
     "config": {"errors", "utils"},
     "messages": {"errors", "utils.spelling"},
+    "batches": {"errors"},
     "model_files": {"errors", "messages", "utils"},
     "model_files.config.facts": {"config", "model_files"},
     "model_files.config.text_part": {"errors"},
@@ -96,6 +97,7 @@ LAYERS: dict[str, set[str]] = {
         "ipc",
     },
     "httpserver.context": {
+        "batches",
         "config",
         "errors",
         "httpserver.grammar.check",
@@ -145,6 +147,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.admin": {
         *HTTP_GROUND,
+        "batches",
         "errors",
         "httpserver.chat",
         "httpserver.fields",
@@ -153,6 +156,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "utils",
     },
+    "httpserver.batches": {*HTTP_GROUND, "batches", "errors", "messages", "utils"},
     "httpserver.rl": {
         *HTTP_API,
         "config",
@@ -163,7 +167,7 @@ LAYERS: dict[str, set[str]] = {
         "utils",
     },
     "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
-    "httpserver": {"config", "messages", "model_files", "utils", "ipc", "links.tls"},
+    "httpserver": {"batches", "config", "messages", "model_files", "utils", "ipc", "links.tls"},
     "cluster.routing": {"errors"},
     "links": {*GROUND, "model_files"},
     "cluster.nodes": {*GROUND, "links", "model_files"},
@@ -171,6 +175,7 @@ LAYERS: dict[str, set[str]] = {
     "cluster": {*GROUND, "links", "model_files"},
     "server": {
         *GROUND,
+        "batches",
         "cluster.nodes",
         "cluster.routing",
         "links",
@@ -198,6 +203,7 @@ LAYERS: dict[str, set[str]] = {
     "ray": {*GROUND, "cluster.proxy", "links", "server"},
     "cli": {
         *GROUND,
+        "batches",
         "links",
         "common.cpu_kernel",
         "common.device",

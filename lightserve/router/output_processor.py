@@ -31,6 +31,7 @@ from lightserve.router.scheduler import ReqTokens, Scheduler
 class OutputProcessor:
     def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
+        self.metrics.values["spec_decode_synthetic"] = float(scheduler.limits.has_synthetic_drafts)
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
