@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "messages", "ipc"}
-HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http"}
+HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http", "httpserver.prompt_request"}
 HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
@@ -74,10 +74,12 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.http": {"errors", "messages", "utils"},
     "text.logprobs": {"messages"},
     "httpserver.tracing": {"errors", "httpserver.http", "messages", "utils", "ipc"},
+    "httpserver.prompt_request": {"messages"},
     "httpserver.router_queries": {"errors", "messages", "utils", "ipc"},
     "httpserver.grammar.memory": {"errors", "messages"},
     "httpserver.engine_client": {
         "errors",
+        "httpserver.prompt_request",
         "httpserver.grammar.memory",
         "httpserver.router_queries",
         "httpserver.http",
@@ -102,9 +104,12 @@ LAYERS: dict[str, set[str]] = {
         "httpserver.resume",
         "httpserver.engine_client",
         "httpserver.tracing",
+        "httpserver.rl.settings",
         "httpserver.http",
+        "messages",
         "model_files",
     },
+    "httpserver.rl.settings": {"config"},
     "text.beam_search": {"errors", "messages"},
     "httpserver.beam_search": {*HTTP_GROUND, "messages", "model_files", "text.beam_search"},
     "httpserver.fields": {
@@ -131,8 +136,15 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "text.parsing"},
     "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "text.beam_search"},
     "httpserver.generate.tgi": HTTP_API,
+    "httpserver.generate.sglang": HTTP_API,
     "httpserver.pooling": {*HTTP_API, "httpserver.generate.tgi"},
-    "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.generate.lightllm", "httpserver.generate.tgi"},
+    "httpserver.generate": {
+        *HTTP_GROUND,
+        "errors",
+        "httpserver.generate.lightllm",
+        "httpserver.generate.sglang",
+        "httpserver.generate.tgi",
+    },
     "httpserver.admin": {
         *HTTP_GROUND,
         "batches",
@@ -145,6 +157,15 @@ LAYERS: dict[str, set[str]] = {
         "utils",
     },
     "httpserver.batches": {*HTTP_GROUND, "batches", "errors", "messages", "utils"},
+    "httpserver.rl": {
+        *HTTP_API,
+        "config",
+        "httpserver.admin",
+        "httpserver.fields",
+        "httpserver.openai",
+        "httpserver.router_queries",
+        "utils",
+    },
     "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
     "httpserver": {"batches", "config", "messages", "model_files", "utils", "ipc", "links.tls"},
     "cluster.routing": {"errors"},

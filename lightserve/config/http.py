@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightserve.config.addresses import check_redis, is_http_url
 from lightserve.config.option import FlagGroup, check_options, option
@@ -16,6 +16,7 @@ from lightserve.utils.cpu import available_cores
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
+RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 
 
@@ -98,6 +99,17 @@ class HttpConfig:
     )
     use_tgi_api: bool = option(
         False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's", group=FlagGroup.HTTP
+    )
+    enable_rl: bool = option(
+        False,
+        "serve the endpoints of trainers: pause, sleep, tokens in and out; they change the server, so set --admin_key",
+        group=FlagGroup.RL,
+    )
+    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = option(
+        None,
+        "distribution of the logprobs of new tokens; raw: the model's; processed: the one that was sampled from, after "
+        "penalties, temperature, top_k and top_p; default: raw, but processed in SGLang's /generate",
+        group=FlagGroup.RL,
     )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
@@ -186,6 +198,16 @@ class HttpConfig:
             raise OptionError(
                 f"metrics_compat={self.metrics_compat!r}: must be vllm, lightllm or both, comma-separated"
             )
+
+    @property
+    def processed_logprobs(self) -> bool | None:
+        """None: each API has its own default."""
+        return None if self.logprobs_mode is None else self.logprobs_mode.startswith("processed")
+
+    @property
+    def choices_limit(self) -> int:
+        """Choices of one request; a trainer sends a whole batch."""
+        return max(self.max_choices, RL_MAX_CHOICES) if self.enable_rl else self.max_choices
 
     @property
     def num_processes(self) -> int:

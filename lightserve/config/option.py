@@ -21,6 +21,7 @@ class FlagGroup(StrEnum):
     SCHEDULING = "Scheduling"
     HTTP = "HTTP"
     BATCHES = "Files and batches"
+    RL = "Reinforcement learning"
     KEYS = "Keys and TLS"
     OBSERVABILITY = "Logs and metrics"
     FAULTS = "Faults and shutdown"

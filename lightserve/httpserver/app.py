@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from lightserve import __version__
 from lightserve.httpserver.admin import routes as admin_routes, tokenize as tokenize_routes
@@ -28,6 +29,8 @@ from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
 from lightserve.httpserver.pooling.task_guard import refusing
 from lightserve.httpserver.resume.middleware import StreamLogMiddleware
+from lightserve.httpserver.rl import routes as rl_routes
+from lightserve.httpserver.rl.calls import paths_of
 from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
 
@@ -39,6 +42,7 @@ ROUTE_MODULES = (
     anthropic_routes,
     ollama_routes,
     generate_routes,
+    rl_routes,
     pooling_routes,
     tokenize_routes,
     admin_routes,
@@ -68,7 +72,9 @@ def build_app(context: ServerContext) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a redirect would name the host that the client sends
     )
-    _add_routes(app, context)
+    of_trainers = rl_routes.admin_routes(context)
+    context.keys.more_admin_paths = paths_of(of_trainers)
+    _add_routes(app, context, ROUTE_MODULES, of_trainers.routes)
     add_error_handlers(app, ERROR_FORMATS)
     _add_middleware(app, context)
     return app
@@ -86,9 +92,11 @@ def build_batch_app(context: ServerContext) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, context: ServerContext, modules: Sequence[ModuleType] = ROUTE_MODULES) -> None:
+def _add_routes(
+    app: FastAPI, context: ServerContext, modules: Sequence[ModuleType], others: Sequence[BaseRoute] = ()
+) -> None:
     """Add routes to the app's own table: with include_router an empty request takes 74-147 us, not 51-94."""
-    routes = [route for module in modules for route in module.routes(context).routes]
+    routes = [route for module in modules for route in module.routes(context).routes] + list(others)
     if context.pooling is not None:
         routes = [refusing(route, context.pooling) for route in routes]
     for route in routes:

@@ -20,7 +20,9 @@ from lightserve.httpserver.http.body import Body, read_json, validate
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
+from lightserve.httpserver.rl.settings import RlSettings
 from lightserve.httpserver.tracing.request_trace import Export
+from lightserve.messages.params import MAX_LOGPROBS
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pinned_prefixes import after_pinned_prefix
@@ -56,6 +58,7 @@ class ServerContext:
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
     batches: BatchStore | None = None  # None: without --batch_dir
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
+    rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,18 @@ class ServerContext:
             if self.pooling is None:
                 self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
+
+    def top_logprobs(self, field: str, k: int | None) -> int | None:
+        """How many alternatives to a token a request gets that wants ``k``; -1: the vocabulary."""
+        vocab_size = self.manager.limits.vocab_size
+        if k is None or (self.config.enable_rl and k <= vocab_size):
+            return vocab_size if k == -1 else k
+        if self.config.enable_rl:
+            raise InvalidRequestError(f"{field}: {k} alternatives; the vocabulary has {vocab_size} tokens", field)
+        if not 0 <= k <= MAX_LOGPROBS:
+            message = f"{field}: must be from 0 to {MAX_LOGPROBS}, found {k}; --enable_rl lifts the limit"
+            raise InvalidRequestError(message, field)
+        return k
 
     def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:
         """The maximum of a request that names none: the endpoint's, else the model's, within --default_max_tokens.

@@ -23,6 +23,7 @@ from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
 from lightserve.httpserver.resume.stream_log import StreamLog, report_stream_log
+from lightserve.httpserver.rl.settings import settings_of
 from lightserve.httpserver.tracing.exporter import CLOSE_S, SpanExporter, report_counts, start_exporter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
@@ -73,6 +74,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         has_adapters=config.worker.num_loras > 0,
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
         batches=None if config.http.batch_dir is None else BatchStore(config.http.batch_dir),
+        rl=settings_of(config),
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         stream_log=None
         if config.http.stream_log is None

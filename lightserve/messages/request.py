@@ -7,6 +7,7 @@ import numpy as np
 
 from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.rl import RlQuery
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +53,7 @@ class AbortReq(msgspec.Struct, frozen=True, tag=True):
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
+    keeps_tokens: bool = False  # its client is there, and gets what the request has
 
 
 class ReleaseParents(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +143,7 @@ ToRouter = (
     | SpanCounts
     | StreamLogCounts
     | AdapterQuery
+    | RlQuery
 )
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
