@@ -188,9 +188,11 @@ LAYERS: dict[str, set[str]] = {
     "simulate": {*GROUND, "router", "cluster"},
     "offline": {
         *GROUND,
+        "common.device",
         "common.parallel",
         "detokenization",
         "text.beam_search",
+        "text.grammar",
         "text.logprobs",
         "model_files",
         "models.registry",

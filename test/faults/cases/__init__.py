@@ -11,6 +11,7 @@ from dataclasses import replace
 from test.faults.case import SERVER, Case
 from test.faults.cases import (
     adapters,
+    batches,
     beams,
     clocks,
     connections,
@@ -68,6 +69,7 @@ DRAFT_CASES: list[Case] = drafts.CASES  # on a server with drafts.worker_flags
 STATE_CASES: list[Case] = states.CASES  # on a server with states.worker_flags
 START_CASES: list[StartCase] = [
     *hosts.CASES,
+    *batches.START_CASES,
     *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,
