@@ -333,6 +333,7 @@ class RouterManager:
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             can_fork=message.is_group_open,
+            generation_prompt_len=scheduling.generation_prompt_len,
             boundaries=self._boundaries_of(message),
         )
 
