@@ -149,6 +149,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},
+        "weights_dir": {"weights_dir": folder},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 
