@@ -1,14 +1,16 @@
 """A trainer in a process of its own: torch and HTTP, nothing of LightServe.
 
-    python -m test.rl_trainer URL KEY PORT API FOLDER...
+    python -m test.rl_trainer URL KEY PORT API WORLD_SIZE FOLDER...
 
 It joins the server by gloo, sends the weights of each folder in turn, and prints the replies of every update as JSON.
-API is sglang, bucket (SGLang's flattened buckets), vllm or packed (vLLM's packed buffers).
+API is sglang, bucket (SGLang's flattened buckets), vllm or packed (vLLM's packed buffers); joins: it sends nothing;
+dies: it exits after the first tensor.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import urllib.error
@@ -36,7 +38,9 @@ class Trainer:
         self._group: Any = None
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
@@ -90,6 +94,13 @@ class Trainer:
         updated = self.beside("/update_weights", {"update_info": info}, send)
         return [started, updated, self.post("/finish_weight_update", {"weight_version": version})]
 
+    def die_in_broadcast(self, tensors: dict[str, Tensor]) -> None:
+        def die() -> None:
+            self.send(next(iter(tensors.values())))
+            os._exit(9)
+
+        self.beside("/update_weights_from_distributed", self.announced(tensors), die)
+
     def _update_half(self, part: dict[str, Tensor], version: str) -> dict[str, Any]:
         body = self.announced(part) | {"weight_version": version}
         if self.api == "bucket":
@@ -133,9 +144,11 @@ def _halves(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def main() -> None:
     url, key, port, api, world_size, *folders = sys.argv[1:]
-    trainer = Trainer(url, key, int(port), api, int(world_size))
+    trainer = Trainer(url, key, int(port), api if api in GROUP else "sglang", int(world_size))
     print(json.dumps([trainer.join()]), flush=True)
-    for folder in folders:
+    if api == "dies":
+        trainer.die_in_broadcast(load_file(Path(folders[0]) / "model.safetensors"))
+    for folder in folders if api in GROUP else ():
         replies = trainer.update(load_file(Path(folder) / "model.safetensors"), version=Path(folder).name)
         print(json.dumps(replies), flush=True)
 

@@ -145,7 +145,7 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "text.parsing"},
     "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "text.beam_search"},
     "httpserver.generate.tgi": HTTP_API,
-    "httpserver.generate.sglang": HTTP_API,
+    "httpserver.generate.sglang": {*HTTP_API, "httpserver.weight_versions"},
     "httpserver.pooling": {*HTTP_API, "httpserver.generate.tgi"},
     "httpserver.generate": {
         *HTTP_GROUND,
@@ -166,6 +166,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.rl": {
         *HTTP_API,
+        "httpserver.weight_versions",
         "config",
         "httpserver.admin",
         "httpserver.fields",

@@ -17,12 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmark.models import TINY, save_model
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.ports import free_port
+from test.rl_checkpoints import save_checkpoints
 from test.rl_trainer import Trainer
 from test.waiting import wait_until
 
@@ -43,20 +42,7 @@ class Text(NamedTuple):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model."""
-    root = tmp_path_factory.mktemp("weights")
-    for seed, name in enumerate(NAMES):
-        folder = root / name
-        folder.mkdir()
-        save_model(folder, None, TINY)
-        hf = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text())))
-        torch.manual_seed(seed)
-        save_file({name: _noise(tensor) for name, tensor in hf.state_dict().items()}, folder / "model.safetensors")
-    return {name: root / name for name in NAMES}
-
-
-def _noise(like: Tensor) -> Tensor:
-    scale = 0.5 if like.ndim > 1 else 0.1
-    return (torch.randn(like.shape) * scale + (like.ndim == 1)).bfloat16()
+    return save_checkpoints(tmp_path_factory.mktemp("weights"), NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -284,18 +270,9 @@ def test_a_trainer_that_dies_in_a_broadcast_leaves_no_text_until_all_weights_cam
     server: ServerProcess, folders: dict[str, Path], expected: dict[str, Text]
 ) -> None:
     load_first(server)
-    script = (
-        "import os, sys; from test.rl_trainer import Trainer; from pathlib import Path; import threading\n"
-        "from safetensors.torch import load_file\n"
-        "url, key, port, folder = sys.argv[1:]\n"
-        "trainer = Trainer(url, key, int(port), 'sglang'); trainer.join()\n"
-        "tensors = load_file(Path(folder) / 'model.safetensors')\n"
-        "def die():\n"
-        "    trainer.send(next(iter(tensors.values()))); os._exit(9)\n"
-        "trainer.beside('/update_weights_from_distributed', trainer.announced(tensors), die)\n"
-    )
-    command = [sys.executable, "-c", script, server.url, KEY, str(free_port()), str(folders["second"])]
-    assert subprocess.run(command, timeout=300, check=False).returncode == 9
+    arguments = [server.url, KEY, str(free_port()), "dies", "2", str(folders["second"])]
+    died = subprocess.run([sys.executable, "-m", "test.rl_trainer", *arguments], timeout=300, check=False)
+    assert died.returncode == 9
 
     wait_until(lambda: get(server, "/get_weight_version")["problem"] is not None)
     assert_refuses(server, "the weight update has failed")
@@ -402,8 +379,8 @@ def test_requests_wait_while_weights_come(
 
 @pytest.mark.parametrize(
     ("flags", "world_size"),
-    [(("--tp", "2"), 3), (("--pp", "1", "--dp", "2"), 3), (("--quantization", "int8"), 2)],
-    ids=["tp", "dp", "int8"],
+    [(("--tp", "2"), 3), (("--pp", "2"), 3), (("--dp", "2"), 3), (("--quantization", "int8"), 2)],
+    ids=["tp", "pp", "dp", "int8"],
 )
 def test_every_rank_gets_its_part(
     folders: dict[str, Path], tmp_path: Path, flags: tuple[str, ...], world_size: int
@@ -420,3 +397,13 @@ def test_every_rank_gets_its_part(
         run_trainer(server, "packed", folders["second"], world_size=world_size)
 
         assert generated(server).ids == second.ids
+
+
+def test_the_endpoints_for_tokens_say_the_version(server: ServerProcess) -> None:
+    load_first(server)
+
+    _, sglang = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}})
+    _, vllm = post(server, "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}})
+
+    assert sglang["meta_info"]["weight_version"] == "first"
+    assert vllm["choices"][0]["weight_versions"] == [{"version": "first", "start": 0, "end": 3}]
