@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "ipc": {"errors", "config", "messages", "utils"},
     "config": {"errors", "utils"},
     "messages": {"errors", "utils.spelling"},
+    "batches": {"errors"},
     "model_files": {"errors", "messages", "utils"},
     "model_files.config.facts": {"config", "model_files"},
     "model_files.config.text_part": {"errors"},
@@ -100,6 +101,7 @@ LAYERS: dict[str, set[str]] = {
         "ipc",
     },
     "httpserver.context": {
+        "batches",
         "config",
         "errors",
         "httpserver.grammar.check",
@@ -156,6 +158,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.admin": {
         *HTTP_GROUND,
+        "batches",
         "errors",
         "httpserver.chat",
         "httpserver.fields",
@@ -164,6 +167,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "utils",
     },
+    "httpserver.batches": {*HTTP_GROUND, "batches", "errors", "messages", "utils"},
     "httpserver.rl": {
         *HTTP_API,
         "httpserver.weight_versions",
@@ -175,7 +179,7 @@ LAYERS: dict[str, set[str]] = {
         "utils",
     },
     "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
-    "httpserver": {"config", "messages", "model_files", "utils", "ipc", "links.tls"},
+    "httpserver": {"batches", "config", "messages", "model_files", "utils", "ipc", "links.tls"},
     "cluster.routing": {"errors"},
     "links": {*GROUND, "model_files"},
     "cluster.nodes": {*GROUND, "links", "model_files"},
@@ -183,6 +187,7 @@ LAYERS: dict[str, set[str]] = {
     "cluster": {*GROUND, "links", "model_files"},
     "server": {
         *GROUND,
+        "batches",
         "cluster.nodes",
         "cluster.routing",
         "links",
@@ -210,6 +215,7 @@ LAYERS: dict[str, set[str]] = {
     "ray": {*GROUND, "cluster.proxy", "links", "server"},
     "cli": {
         *GROUND,
+        "batches",
         "links",
         "common.cpu_kernel",
         "common.device",

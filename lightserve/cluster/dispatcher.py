@@ -437,5 +437,11 @@ class Dispatcher:
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
         problems = (engine.stats.problem for engine in engines if engine.stats is not None)
         problem = "" if serving else next(filter(None, problems), "")
-        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving), problem=problem)
+        stats = RouterStats(
+            min(ages, default=0.0), snapshot, bool(serving), is_sleeping=_sleeps(engines), problem=problem
+        )
         self._to_detokenization.send(stats)
+
+
+def _sleeps(engines: list[Engine]) -> bool:
+    return any(engine.stats is not None and engine.stats.is_sleeping for engine in engines)

@@ -154,6 +154,23 @@ class HttpConfig:
         group=FlagGroup.PARALLEL,
         at_least=1,
     )
+    batch_dir: str | None = option(
+        None,
+        "folder for /v1/files, /v1/batches and /v1/messages/batches; batches outlive the server there; default: none",
+        group=FlagGroup.BATCHES,
+    )
+    batch_concurrency: int = option(
+        256,
+        "maximum requests of batches that run at once, beside those of clients, which go first",
+        group=FlagGroup.BATCHES,
+        at_least=1,
+    )
+    batch_max_file_bytes: int = option(
+        200 * 2**20, "maximum bytes of an uploaded file", group=FlagGroup.BATCHES, at_least=1
+    )
+    batch_dir_bytes: int = option(
+        8 * 2**30, "maximum bytes of all uploaded files and results", group=FlagGroup.BATCHES, at_least=1
+    )
     metrics_compat: str = option(
         "", "also export metrics with the names of vllm and/or lightllm, comma-separated", group=FlagGroup.OBSERVABILITY
     )

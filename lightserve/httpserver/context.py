@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from lightserve.batches.store import BatchStore
 from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.engine_client import HttpServerManager
@@ -55,6 +56,7 @@ class ServerContext:
     pinned_prefixes: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --pinned_prefixes
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
+    batches: BatchStore | None = None  # None: without --batch_dir
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
     rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
     keys: ApiKeys = field(init=False)
@@ -134,8 +136,9 @@ class ServerContext:
         return log
 
     def owner(self, request: Request) -> str:
-        """Whose request it is: see ApiKeys."""
-        return self.keys.owner(dict(request.scope["headers"]))
+        """Whose request it is: see ApiKeys. A line of a batch has the owner of its batch."""
+        of_batch: str | None = request.scope.get("state", {}).get("owner")
+        return self.keys.owner(dict(request.scope["headers"])) if of_batch is None else of_batch
 
     def visible_owner(self, request: Request) -> str | None:
         """Whose requests it may see and abort; None: all."""

@@ -57,6 +57,7 @@ from lightserve.messages.request import (
 from lightserve.messages.step import NO_TOKEN
 
 ABORTED = "the request was aborted"
+SLEEPING = "the server sleeps, and requests wait until POST /wake_up or /resume_memory_occupation"
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
 LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
 HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
@@ -144,7 +145,7 @@ class HttpServerManager:
         if stats is None:
             return None
         if stats.problem or not stats.has_workers:
-            return stats.problem or self.no_workers_reason
+            return stats.problem or (SLEEPING if stats.is_sleeping else self.no_workers_reason)
         is_slow = timeout_s and stats.step_age_s > SLOW_STEP_SHARE * timeout_s
         return f"a step has been running for {stats.step_age_s:.0f} s" if is_slow else None
 

@@ -12,8 +12,11 @@ from contextlib import AbstractContextManager
 
 import uvicorn
 
+from lightserve.batches.store import BatchStore
 from lightserve.config import HttpConfig
-from lightserve.httpserver.app import build_app
+from lightserve.httpserver.app import build_app, build_batch_app
+from lightserve.httpserver.batches.executor import BatchExecutor
+from lightserve.httpserver.batches.runner import LineRunner
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
@@ -70,6 +73,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         has_adapters=config.worker.num_loras > 0,
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
+        batches=None if config.http.batch_dir is None else BatchStore(config.http.batch_dir),
         rl=settings_of(config),
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         stream_log=None
@@ -87,7 +91,15 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         if context.stream_log is not None:
             tasks.create_task(context.stream_log.run())
             tasks.create_task(report_stream_log(context.stream_log, to_router))
+        if context.batches is not None:
+            tasks.create_task(_executor(context, context.batches).run())
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
+
+
+def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:
+    config = context.config
+    runner = LineRunner(build_batch_app(context), logs_requests=not config.disable_log_requests)
+    return BatchExecutor(store, runner, context.manager, (config.batch_concurrency, config.max_body_bytes))
 
 
 def _listeners(sock: socket.socket) -> list[socket.socket]:

@@ -88,7 +88,8 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     metrics: MetricsSnapshot
     has_workers: bool = True  # False while lost workers are being replaced
     crash_suspects: list[int] = []  # requests that were in flight when the workers were lost, right after that
-    problem: str = ""  # why no text can be generated until an operator or a trainer does something
+    is_sleeping: bool = False  # they were stopped: --enable_rl
+    problem: str = ""  # why no text can be generated until a trainer or an operator does something
 
 
 TimelineEventKind = Literal[

@@ -52,6 +52,7 @@ from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.rl.control import RlControl
 from lightserve.router.rl.pause import PauseControl
+from lightserve.router.rl.sleep import SleepControl
 from lightserve.router.rl.weights import WeightsControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
@@ -87,7 +88,8 @@ class RouterManager:
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
         self.weights = WeightsControl(scheduler, self.steps, self._output_processor, to_detokenization.send)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
-        self.rl = RlControl(PauseControl(scheduler, self.steps, self._output_processor), to_detokenization)
+        pause = PauseControl(scheduler, self.steps, self._output_processor)
+        self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -106,7 +108,8 @@ class RouterManager:
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
         self.steps.use_workers(model)
-        self.metrics.workers_restarted()
+        if not self.rl.sleep.is_asleep:
+            self.metrics.workers_restarted()
         self._compute_pinned()
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:

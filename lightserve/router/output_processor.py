@@ -31,11 +31,13 @@ from lightserve.router.scheduler import ReqTokens, Scheduler
 class OutputProcessor:
     def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
+        self.metrics.values["spec_decode_synthetic"] = float(scheduler.limits.has_synthetic_drafts)
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
         self.weight_version = ""  # empty: the weights were never replaced
         self.problem = ""  # why no text can be generated with them
+        self.is_sleeping = False  # the workers are stopped: --enable_rl
         self.pinned: PinnedPrefixes | None = None  # set if there are pinned prefixes
         self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
 
@@ -127,7 +129,8 @@ class OutputProcessor:
             step_part.report(self.metrics)
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
-        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects, self.problem)
+        snapshot = self.metrics.snapshot()
+        stats = RouterStats(step_age_s, snapshot, has_workers, suspects, self.is_sleeping, self.problem)
         self._to_detokenization.send(stats)
 
     def _send_events(self) -> None:

@@ -169,7 +169,9 @@ def _apply(
 
 
 def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
-    template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
+    template = body.own_template
+    if template is None:
+        template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
     if body.documents and "documents" not in template.variables:
         raise InvalidRequestError("documents: the model's chat template takes no documents", "documents")
     return template

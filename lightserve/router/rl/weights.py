@@ -59,6 +59,7 @@ CALL_MARGIN_S = 15.0  # the workers report their own timeouts within this time
 STALLED_S = 600.0  # between the parts of an update
 _HOLD = "weights"
 
+NO_WORKERS = "there are no model workers now: they died, or the server sleeps"
 LOST = (
     "weights_lost: the model workers died after the last weight update, whose weights came from a trainer; "
     "send all weights again"
@@ -247,7 +248,7 @@ class WeightsControl:
             reason = f"a weight update did not end within {timeout_s + CALL_MARGIN_S:g} s"
             self._steps.restart_workers(reason)
             return WorkerWeightsReply(reason)
-        return WorkerWeightsReply("the model workers died") if reply is None else reply
+        return WorkerWeightsReply(NO_WORKERS) if reply is None else reply
 
     @staticmethod
     def _check(reply: WorkerWeightsReply) -> WorkerWeightsReply:

@@ -27,6 +27,7 @@ from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.draft_policy import draft_cost, observe_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
+from lightserve.router.scheduler.past_outputs import PastOutputs
 from lightserve.router.scheduler.planner import PlannedStep, StepPlanner
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
@@ -59,6 +60,7 @@ class GroupScheduler:
         self.planner = StepPlanner(self.queue, self.batch, self.chunking, self.preemption, limits)
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.fork_points = ForkPoints()
+        self.past_outputs = PastOutputs(limits.past_outputs)
         self.sends = KvSends()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
@@ -72,7 +74,7 @@ class GroupScheduler:
     def plan(self, now_s: float) -> GroupStep | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
-        admitted = {req: self.fork_points.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
+        admitted = {req: self._as_new(req) for req in self._admit(now_s)}
         for step_part in self.parts:
             step_part.begin_step()
         planned = self.planner.plan()
@@ -83,6 +85,9 @@ class GroupScheduler:
         if not computes and not planned.transfers and (len(self.batch) or not self._has_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         return GroupStep(planned, self._as_step(planned, admitted))
+
+    def _as_new(self, req: Req) -> NewReq:
+        return self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.group_slots(req)))
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
@@ -199,6 +204,7 @@ class GroupScheduler:
         """The request has got its last token."""
         if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
             self._estimate.observe(req.output_len)
+        self.past_outputs.add(req)
         if req.can_fork:
             self.fork_points.add(req, is_in_workers=req in self.batch)
         self.drop(req)

@@ -28,6 +28,7 @@ from test.faults.cases import (
     pooling,
     processes,
     quantization,
+    rl,
     roles,
     scheduling,
     stages,
@@ -54,6 +55,7 @@ CASES: list[Case] = sorted(
         *hostile.CASES,
         *pooling.CASES,
         *pinned_prefixes.CASES,
+        *rl.CASES,
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
