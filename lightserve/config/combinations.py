@@ -171,7 +171,8 @@ DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
 ROLES = Feature("roles", _roles)
-RL = _set("http", "enable_rl")
+RL, WEIGHTS_DIR = _set("http", "enable_rl"), _set("http", "weights_dir")
+NO_RL = Feature("no_rl", lambda setup: "" if setup.config.http.enable_rl else "a server without --enable_rl")
 ENGINE_FLAG = Feature("engine_flag", _engine_flag)
 HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
 OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
@@ -208,6 +209,8 @@ TABLE = (
     Conflict(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
     Conflict(NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"),
     # trainers
+    Conflict(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
+    Conflict(WEIGHTS_DIR, NO_RL, "only trainers have weights loaded", "add --enable_rl"),
     Conflict(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
     Conflict(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),

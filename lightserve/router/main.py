@@ -71,14 +71,11 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
     workers = await connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
-    if engine.lora_slots:
-        manager.adapters.enable(config.worker, workers)
     if has_dispatcher:
         blocks = manager.report_cached_blocks(outbox.send)
         if server is not None:
             server.link.on_join = blocks.all_blocks
-    _pin_prefixes(manager, config, engine)
-    _enable_profiles(child_config, manager, workers)
+    _enable_features(child_config, manager, engine, workers)
     manager.rl.sleep.connect(launcher.send)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
@@ -87,6 +84,19 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, connect, child_config, server))
         if server is not None:
             tasks.create_task(server.run())
+
+
+def _enable_features(
+    child_config: ChildConfig, manager: RouterManager, engine: EngineInfo, workers: RpycModelClient
+) -> None:
+    """Those that flags turn on."""
+    config = child_config.config
+    if engine.lora_slots:
+        manager.adapters.enable(config.worker, workers)
+    if config.http.enable_rl:
+        manager.weights.enable(manager.rl, config.http.weights_dir, child_config.engine * config.worker.num_ranks)
+    _pin_prefixes(manager, config, engine)
+    _enable_profiles(child_config, manager, workers)
 
 
 def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
@@ -148,6 +158,7 @@ async def _handle_launcher(
         elif isinstance(message, NewWorkers):
             try:
                 workers = await connect(message.generation)
+                await manager.weights.restore(workers)
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
                 _enable_profiles(child_config, manager, workers)

@@ -53,6 +53,7 @@ from lightserve.router.req import Req
 from lightserve.router.rl.control import RlControl
 from lightserve.router.rl.pause import PauseControl
 from lightserve.router.rl.sleep import SleepControl
+from lightserve.router.rl.weights import WeightsControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -85,6 +86,7 @@ class RouterManager:
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
+        self.weights = WeightsControl(scheduler, self.steps, self._output_processor, to_detokenization.send)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
         pause = PauseControl(scheduler, self.steps, self._output_processor)
         self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
@@ -224,8 +226,9 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
-        if self.rl.pause.refusal and not is_moved:
-            self._refuse(message, timeline, self.rl.pause.refusal, 503)
+        refusal = self.weights.served.problem or ("" if is_moved else self.rl.pause.refusal)
+        if refusal:
+            self._refuse(message, timeline, refusal, 503)
             return
         full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
@@ -329,7 +332,7 @@ class RouterManager:
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
             is_private=not uses_cache,
             shares_prefix=shares_prefix,
-            salt=lora + message.prefix_salt(uses_cache),
+            salt=self.weights.served.salt + lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             can_fork=message.is_group_open,

@@ -53,6 +53,7 @@ from lightserve.worker.warm_up import (
     warm_up_steps,
     with_adapter,
 )
+from lightserve.worker.weights.updater import WeightUpdater
 
 OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
 
@@ -108,6 +109,7 @@ class ModelWorker:
         self.cpu_offload: CpuOffload | None = None
         self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
+        self.weights: WeightUpdater | None = None
         self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -122,6 +124,10 @@ class ModelWorker:
 
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
+
+    def add_weight_updates(self, config: WorkerConfig) -> None:
+        """Let a trainer replace the weights."""
+        self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank)
 
     def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
