@@ -35,6 +35,8 @@ LAYERS: dict[str, set[str]] = {
     "model_files.config.text_part": {"errors"},
     "model_files.lora": {"errors", "model_files.config.text_part", "model_files.safetensors_header"},
     "model_files.safetensors_header": {"errors"},
+    "media": {"errors", "messages"},
+    "vision": {"errors", "common.checkpoint", "media", "model_files"},
     "text": set(),
     "text.json_schema": {"errors", "utils"},
     "text.parsing": {"errors", "text.json_schema"},
