@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
@@ -25,6 +25,9 @@ from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightserve.media.reader import ImageReader
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -54,6 +57,7 @@ class ServerContext:
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
+    images: ImageReader | None = None  # None: the server reads none
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
+from lightserve.messages.media import ImageItem
 from lightserve.messages.output import (
     AdapterCard,
     BatchStrOut,
@@ -74,6 +75,7 @@ class PromptRequest:
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     group: int | None = None  # sequences of a group always share prefixes; None: one group for each prompt's choices
     parent: int | None = None  # index of the sequence before ``continue_with`` whose prompt comes before ``prompt_ids``
+    images: tuple[ImageItem, ...] = ()  # in the prompt
 
 
 class HttpServerManager:
@@ -256,6 +258,7 @@ class HttpServerManager:
                 request_id=generation.log.request_id,
                 parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
+                images=generation.images_of(index),
             )
             sent_ids = generation.sent_token_ids.get(index)
             self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))
@@ -307,6 +310,12 @@ class Generation:
         self._unfinished = set(range(len(prompt_requests)))
         self._error: LightserveError | None = None
         self._embeddings: dict[int, bytes] = {}  # by index: results of pooling requests
+
+    def images_of(self, index: int) -> list[ImageItem]:
+        """With their files in the first sequence of a prompt only."""
+        images = self.prompt_requests[index].images
+        is_first = not any(before in self._unfinished for before in range(index - index % self.n, index))
+        return [image if is_first else image.without_file for image in images]
 
     async def __aenter__(self) -> Self:
         self._manager._start(self)

@@ -5,7 +5,6 @@ Error texts are ours: those of Pillow may name addresses of memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from lightserve.errors import InvalidRequestError
+from lightserve.media.sizes import ImageHeader
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_PIXELS = 64_000_000  # 48 kB of PNG may hold 400 million
@@ -35,12 +35,6 @@ SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I")
 Pixels = npt.NDArray[np.uint8]
 
 Image.MAX_IMAGE_PIXELS = None  # ``_check_size`` refuses large pictures, with a better text
-
-
-@dataclass(frozen=True, slots=True)
-class ImageHeader:
-    width: int  # of the upright picture
-    height: int
 
 
 def read_header(data: bytes) -> ImageHeader:

@@ -8,25 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.media.image_file import ImageHeader
+from lightserve.media.sizes import ImageHeader, ImageSize
 
 BICUBIC = 3  # PIL.Image.Resampling
 MAX_RATIO = 200  # of the longer side to the shorter one
 LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's ``detail: low``
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSize:
-    """What the encoder gets of an image, and the tokens that it becomes."""
-
-    height: int  # after resizing
-    width: int
-    rows: int  # of tokens
-    columns: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)

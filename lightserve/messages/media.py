@@ -27,6 +27,10 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         return self.start + self.tokens
 
+    @property
+    def without_file(self) -> ImageItem:
+        return msgspec.structs.replace(self, data=b"")
+
 
 class ImageRows(msgspec.Struct, frozen=True, array_like=True):
     """An image in the prompt of a request, for the workers."""

@@ -128,6 +128,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "engines_file": {"engines_file": folder / "engines", **keys},
         "ep": {"tp": 2, "ep": 2},
         "gateway": engines,
+        "images": {"limit_mm_per_prompt": "image=2"},
         "http_address": {"host": "localhost"},
         "http_flag": {"no_web": True},
         "kv_dtype": {"kv_dtype": "fp8"},

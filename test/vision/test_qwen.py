@@ -13,8 +13,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from lightserve.media.image_file import ImageHeader, resized
+from lightserve.media.image_file import resized
 from lightserve.media.qwen import BICUBIC, QwenImages
+from lightserve.media.sizes import ImageHeader
 from lightserve.vision.qwen import QwenTower, QwenVision, patches_of
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]

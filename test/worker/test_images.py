@@ -12,9 +12,10 @@ from PIL import Image
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.media.image_file import ImageHeader, resized
+from lightserve.media.image_file import resized
 from lightserve.media.qwen import BICUBIC, QwenImages
-from lightserve.media.tokens import expand
+from lightserve.media.sizes import ImageHeader
+from lightserve.media.tokens import expand, locate
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, int32s, int64s
 from lightserve.messages.media import ImageRows
 from lightserve.messages.params import SamplingParams
@@ -58,7 +59,9 @@ class Images:
     def request(self, req_id: int, images: list[Image.Image], prompt: list[int]) -> NewReq:
         """Enters with the images at their places."""
         sizes = [self._reader.size_of(ImageHeader(*image.size)) for image in images]
-        ids, starts = expand(prompt, PAD, [size.tokens for size in sizes])
+        counts = [size.tokens for size in sizes]
+        ids = expand(prompt, PAD, counts)
+        starts = locate(ids, PAD, counts)
         rows = [self.rows_of(image, start) for image, start in zip(images, starts, strict=True)]
         return NewReq(req_id, int32s(ids), SamplingParams(temperature=0.0), 0, images=rows)
 

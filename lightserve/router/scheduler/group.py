@@ -15,6 +15,7 @@ from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, 
 from lightserve.messages.step import DraftColumns, NewReq, Step, TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.fork_points import ForkPoints
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.sends import KvSends
 from lightserve.router.kv.source import Activity, KvSource, StepPart
@@ -69,10 +70,15 @@ class GroupScheduler:
         self.sources.append(source)
         self.parts.append(source)
 
+    def enable_images(self, images: ImageWaits) -> None:
+        """Requests may have images."""
+        self.admission.images = images
+        self.parts.append(images)
+
     def plan(self, now_s: float) -> GroupStep | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
-        admitted = {req: self.fork_points.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
+        admitted = {req: self._as_new(req) for req in self._admit(now_s)}
         for step_part in self.parts:
             step_part.begin_step()
         planned = self.planner.plan()
@@ -90,6 +96,11 @@ class GroupScheduler:
             for step_part in self.parts:
                 step_part.on_admitted(req)
         return admitted
+
+    def _as_new(self, req: Req) -> NewReq:
+        new = self.fork_points.as_new(req, self.pool.group_slots(req))
+        images = self.admission.images
+        return images.as_new(req, new) if req.images and images is not None else new
 
     def _activity(self, computes: bool) -> Activity:
         if computes:
