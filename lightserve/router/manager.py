@@ -36,6 +36,7 @@ from lightserve.messages.request import (
     RouterInbox,
     SpanCounts,
     StreamLogCounts,
+    ToRouter,
     http_process_of,
 )
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
@@ -66,7 +67,7 @@ class RouterManager:
         scheduler: Scheduler,
         model: ModelClient,
         engine: EngineInfo,
-        inbox: Receiver[RouterInbox] | Receiver[ToEngine],
+        inbox: Receiver[RouterInbox] | Receiver[ToRouter] | Receiver[ToEngine],
         to_detokenization: Sender[ToDetokenization],
         config: RouterConfig,
     ) -> None:
