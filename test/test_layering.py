@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "messages", "ipc"}
-HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http"}
+HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http", "httpserver.prompt_request"}
 HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "ipc": {"errors", "config", "messages", "utils"},
     "config": {"errors", "utils"},
     "messages": {"errors", "utils.spelling"},
+    "batches": {"errors"},
     "model_files": {"errors", "messages", "utils"},
     "model_files.config.facts": {"config", "model_files"},
     "model_files.config.text_part": {"errors"},
@@ -80,10 +81,12 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.http": {"errors", "messages", "utils"},
     "text.logprobs": {"messages"},
     "httpserver.tracing": {"errors", "httpserver.http", "messages", "utils", "ipc"},
+    "httpserver.prompt_request": {"messages"},
     "httpserver.router_queries": {"errors", "messages", "utils", "ipc"},
     "httpserver.grammar.memory": {"errors", "messages"},
     "httpserver.engine_client": {
         "errors",
+        "httpserver.prompt_request",
         "httpserver.grammar.memory",
         "httpserver.router_queries",
         "httpserver.http",
@@ -101,16 +104,20 @@ LAYERS: dict[str, set[str]] = {
         "ipc",
     },
     "httpserver.context": {
+        "batches",
         "config",
         "errors",
         "httpserver.grammar.check",
         "httpserver.resume",
         "httpserver.engine_client",
         "httpserver.tracing",
+        "httpserver.rl.settings",
         "httpserver.http",
         "media.reader",
+        "messages",
         "model_files",
     },
+    "httpserver.rl.settings": {"config"},
     "text.beam_search": {"errors", "messages"},
     "httpserver.beam_search": {*HTTP_GROUND, "messages", "model_files", "text.beam_search"},
     "httpserver.fields": {
@@ -139,10 +146,18 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "text.parsing"},
     "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "text.beam_search"},
     "httpserver.generate.tgi": HTTP_API,
+    "httpserver.generate.sglang": HTTP_API,
     "httpserver.pooling": {*HTTP_API, "httpserver.generate.tgi"},
-    "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.generate.lightllm", "httpserver.generate.tgi"},
+    "httpserver.generate": {
+        *HTTP_GROUND,
+        "errors",
+        "httpserver.generate.lightllm",
+        "httpserver.generate.sglang",
+        "httpserver.generate.tgi",
+    },
     "httpserver.admin": {
         *HTTP_GROUND,
+        "batches",
         "errors",
         "httpserver.chat",
         "httpserver.fields",
@@ -151,8 +166,18 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "utils",
     },
+    "httpserver.batches": {*HTTP_GROUND, "batches", "errors", "messages", "utils"},
+    "httpserver.rl": {
+        *HTTP_API,
+        "config",
+        "httpserver.admin",
+        "httpserver.fields",
+        "httpserver.openai",
+        "httpserver.router_queries",
+        "utils",
+    },
     "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
-    "httpserver": {"config", "media", "messages", "model_files", "utils", "ipc", "links.tls"},
+    "httpserver": {"batches", "config", "media", "messages", "model_files", "utils", "ipc", "links.tls"},
     "cluster.routing": {"errors"},
     "links": {*GROUND, "model_files"},
     "cluster.nodes": {*GROUND, "links", "model_files"},
@@ -160,6 +185,7 @@ LAYERS: dict[str, set[str]] = {
     "cluster": {*GROUND, "links", "model_files"},
     "server": {
         *GROUND,
+        "batches",
         "cluster.nodes",
         "cluster.routing",
         "links",
@@ -187,6 +213,7 @@ LAYERS: dict[str, set[str]] = {
     "ray": {*GROUND, "cluster.proxy", "links", "server"},
     "cli": {
         *GROUND,
+        "batches",
         "links",
         "common.cpu_kernel",
         "common.device",

@@ -20,7 +20,7 @@ from lightserve.cluster.link import EngineLink
 from lightserve.cluster.metrics import ClusterMetrics
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.prefill_jobs import PrefillJobs
-from lightserve.cluster.queries import ClusterQueries
+from lightserve.cluster.queries import ClusterQueries, Query
 from lightserve.config import RouterConfig
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.cluster import (
@@ -47,6 +47,7 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
+from lightserve.messages.rl import AbortAll, PauseGeneration
 from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
 
@@ -149,9 +150,19 @@ class Dispatcher:
             elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
                 self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))
             else:
-                reply = self._queries.ask(message, self._placement)
-                if reply is not None:
-                    self._to_detokenization.send(reply)
+                self._ask_engines(message)
+
+    def _ask_engines(self, message: Query) -> None:
+        if isinstance(message, AbortAll | PauseGeneration):
+            self._end_unplaced(message)
+        reply = self._queries.ask(message, self._placement)
+        if reply is not None:
+            self._to_detokenization.send(reply)
+
+    def _end_unplaced(self, message: AbortAll | PauseGeneration) -> None:
+        """The engines abort their requests. Those that no engine has end here."""
+        if self._unplaced and (isinstance(message, AbortAll) or message.mode == "abort"):
+            self._end(list(self._unplaced))
 
     def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
         if http_process_of(message.req_id) in self._lost_http_processes:
@@ -204,7 +215,9 @@ class Dispatcher:
         self._forget(req)
         if engine is not None:
             engine.link.send(message)
-        self._to_detokenization.send(BatchTokenIdOut(aborted=[req.req_id]))
+        is_kept = message.keeps_tokens
+        ids = [req.req_id]
+        self._to_detokenization.send(BatchTokenIdOut(ended=ids if is_kept else [], aborted=[] if is_kept else ids))
 
     # from engines
 
@@ -256,6 +269,15 @@ class Dispatcher:
             self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, drafts=batch.drafts))
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
+        ended = [req_id for req_id in batch.ended if req_id in engine.requests]
+        if ended:
+            self._end(ended)
+
+    def _end(self, req_ids: list[int]) -> None:
+        """Requests were aborted, and their clients get what they have."""
+        for req_id in req_ids:
+            self._forget(self._requests[req_id])
+        self._to_detokenization.send(BatchTokenIdOut(ended=req_ids))
 
     def _is_of_job(self, engine: Engine, out: TokenIdOut) -> bool:
         """Whether this is no token of a request, but the end of a prompt that another engine needs."""

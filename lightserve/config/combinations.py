@@ -166,6 +166,7 @@ DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
 ROLES = Feature("roles", _roles)
+RL = _set("http", "enable_rl")
 ENGINE_FLAG = Feature("engine_flag", _engine_flag)
 HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
 OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
@@ -202,6 +203,8 @@ TABLE = (
     Conflict(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
     Conflict(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
     Conflict(NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"),
+    # trainers
+    Conflict(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
     Conflict(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
     Conflict(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),

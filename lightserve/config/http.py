@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightserve.config.addresses import check_redis, is_http_url
 from lightserve.config.option import FlagGroup, check_options, option
@@ -17,6 +17,7 @@ from lightserve.utils.cpu import available_cores
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
 MAX_IMAGES = 1024  # of a request
+RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 
 
@@ -114,6 +115,17 @@ class HttpConfig:
     use_tgi_api: bool = option(
         False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's", group=FlagGroup.HTTP
     )
+    enable_rl: bool = option(
+        False,
+        "serve the endpoints of trainers: pause, sleep, tokens in and out; they change the server, so set --admin_key",
+        group=FlagGroup.RL,
+    )
+    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = option(
+        None,
+        "distribution of the logprobs of new tokens; raw: the model's; processed: the one that was sampled from, after "
+        "penalties, temperature, top_k and top_p; default: raw, but processed in SGLang's /generate",
+        group=FlagGroup.RL,
+    )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
     )
@@ -152,6 +164,23 @@ class HttpConfig:
         group=FlagGroup.PARALLEL,
         at_least=1,
     )
+    batch_dir: str | None = option(
+        None,
+        "folder for /v1/files, /v1/batches and /v1/messages/batches; batches outlive the server there; default: none",
+        group=FlagGroup.BATCHES,
+    )
+    batch_concurrency: int = option(
+        256,
+        "maximum requests of batches that run at once, beside those of clients, which go first",
+        group=FlagGroup.BATCHES,
+        at_least=1,
+    )
+    batch_max_file_bytes: int = option(
+        200 * 2**20, "maximum bytes of an uploaded file", group=FlagGroup.BATCHES, at_least=1
+    )
+    batch_dir_bytes: int = option(
+        8 * 2**30, "maximum bytes of all uploaded files and results", group=FlagGroup.BATCHES, at_least=1
+    )
     metrics_compat: str = option(
         "", "also export metrics with the names of vllm and/or lightllm, comma-separated", group=FlagGroup.OBSERVABILITY
     )
@@ -189,6 +218,16 @@ class HttpConfig:
     def max_images(self) -> int:
         """Of a request; 0: the server reads none. The launcher sets the default of the model."""
         return 0 if self.limit_mm_per_prompt is None else _image_limit(self.limit_mm_per_prompt)
+
+    @property
+    def processed_logprobs(self) -> bool | None:
+        """None: each API has its own default."""
+        return None if self.logprobs_mode is None else self.logprobs_mode.startswith("processed")
+
+    @property
+    def choices_limit(self) -> int:
+        """Choices of one request; a trainer sends a whole batch."""
+        return max(self.max_choices, RL_MAX_CHOICES) if self.enable_rl else self.max_choices
 
     @property
     def num_processes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,8 +10,9 @@ from msgspec import Meta
 from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
+DEFAULT_PAST_OUTPUTS = 100
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 
 
@@ -22,12 +23,28 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = DEFAULT_DRAFTS  # at most, in a step
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MAX  # tokens of an n-gram
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MIN
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
+
+    @property
+    def past_outputs(self) -> int:
+        """Outputs of ended requests that are kept for drafts of later ones, with the same salt and adapter."""
+        return self.suffix_decoding_max_cached_requests if self.method == "suffix" else 0
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether drafts are accepted by a schedule, whatever the model samples. The texts mean nothing then."""
+        return self.rejection_sample_method == "synthetic"
 
     @property
     def summary(self) -> str:
         """For the banner."""
         sizes = f"{self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
-        return f"{self.method} of {sizes}, up to {self.num_speculative_tokens} drafts a step"
+        drafts = f"{self.method} of {sizes}, up to {self.num_speculative_tokens} drafts a step"
+        if not self.is_synthetic:
+            return drafts
+        return f"{drafts}; SYNTHETIC: {self.synthetic_acceptance_length:g} tokens a step, the texts are not real"
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -60,7 +77,23 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
     if config.prompt_lookup_min > config.prompt_lookup_max:
         bounds = f"prompt_lookup_min ({config.prompt_lookup_min}) is more than prompt_lookup_max"
         raise _error(f"{bounds} ({config.prompt_lookup_max})")
+    if "suffix_decoding_max_cached_requests" in fields and method != "suffix":
+        raise _error('suffix_decoding_max_cached_requests needs the method "suffix"')
+    _check_synthetic(config)
     return config
+
+
+def _check_synthetic(config: SpeculativeConfig) -> None:
+    length, most = config.synthetic_acceptance_length, config.num_speculative_tokens + 1
+    if config.is_synthetic and length is None:
+        raise _error(f"rejection_sample_method synthetic needs a synthetic_acceptance_length from 1 to {most}")
+    if length is not None and not config.is_synthetic:
+        raise _error('synthetic_acceptance_length needs rejection_sample_method "synthetic"')
+    if length is not None and not 1 <= length <= most:
+        raise _error(
+            f"synthetic_acceptance_length is {length:g}; with {config.num_speculative_tokens} num_speculative_tokens "
+            f"a step has from 1 to {most} tokens"
+        )
 
 
 def _add_other_bound(fields: dict[str, Any]) -> None:

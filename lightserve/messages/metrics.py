@@ -102,6 +102,7 @@ METRICS = (
     _counter("spec_decode_num_drafts_total", "With --speculative_config: steps of requests that had drafts."),
     _counter("spec_decode_num_draft_tokens_total", "With --speculative_config: tokens that were drafted."),
     _counter("spec_decode_num_accepted_tokens_total", "With --speculative_config: drafted tokens that were accepted."),
+    _gauge("spec_decode_synthetic", "1: drafts are accepted by a schedule (rejection_sample_method); no text is real."),
     Metric(
         "spec_decode_num_accepted_tokens_per_pos_total",
         Kind.COUNTER,

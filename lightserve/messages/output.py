@@ -8,6 +8,7 @@ import msgspec
 
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.request import AbortByRequestId
+from lightserve.messages.rl import RlReply
 from lightserve.messages.step import NO_DRAFTS, NO_TOKENS, DraftColumns, ReqFailed, Token, TokenColumns
 
 
@@ -58,6 +59,7 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     plain: TokenColumns = NO_TOKENS  # neither the first nor the last of their requests
     embeddings: list[EmbeddingOut] = []
     drafts: DraftColumns = NO_DRAFTS  # of this step
+    ended: list[int] = []  # aborted too, but their clients get what they have; no token of them follows
 
     @property
     def tokens(self) -> list[TokenIdOut]:
@@ -157,7 +159,9 @@ class AdapterReply(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterCard] = []
 
 
-QueryReply = Timelines | ProfileReply | AdapterReply  # goes through the detokenizer to the HTTP process that asked
+QueryReply = (
+    Timelines | ProfileReply | AdapterReply | RlReply
+)  # goes through the detokenizer to the HTTP process that asked
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 
@@ -180,11 +184,24 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True):
     admission: Admission | None = None
     drafts: RequestDrafts | None = None  # with the last token, if there were any
 
+    @property
+    def has_token(self) -> bool:
+        """False: it is only the end of a request that was aborted."""
+        return self.token.id >= 0
+
+
+class EndedOut(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request that was aborted, and whose client gets what it has."""
+
+    req_id: int
+    text: str  # that was held back
+
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     outs: list[StrOut] = []
     failed: list[ReqFailed] = []
     embeddings: list[EmbeddingOut] = []
+    ended: list[EndedOut] = []
 
 
 ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply

@@ -8,6 +8,7 @@ import numpy as np
 from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.media import FromEncoder, ImageItem
 from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.rl import RlQuery
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +55,7 @@ class AbortReq(msgspec.Struct, frozen=True, tag=True):
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
+    keeps_tokens: bool = False  # its client is there, and gets what the request has
 
 
 class ReleaseParents(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +145,7 @@ ToRouter = (
     | SpanCounts
     | StreamLogCounts
     | AdapterQuery
+    | RlQuery
 )
 RouterInbox = ToRouter | FromEncoder
 

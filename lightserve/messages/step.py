@@ -179,6 +179,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
 
 
+NO_TOKEN = Token(-1)  # of the end of a request that was aborted
+
+
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     """A new output token. Several of a request in one result follow one another."""
 

@@ -35,10 +35,13 @@ from lightserve.messages.request import (
     ReleaseParents,
     RouterInbox,
     SpanCounts,
+    StartProfile,
+    StopProfile,
     StreamLogCounts,
     ToRouter,
     http_process_of,
 )
+from lightserve.messages.rl import RlQuery
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.images.image_waits import ImageFailed, with_image_ids
 from lightserve.router.kv.cached_blocks import CachedBlocks
@@ -50,6 +53,8 @@ from lightserve.router.observability.timeline import Timeline, TimelineRing
 from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
+from lightserve.router.rl.control import RlControl
+from lightserve.router.rl.pause import PauseControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -83,6 +88,7 @@ class RouterManager:
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
+        self.rl = RlControl(PauseControl(scheduler, self.steps, self._output_processor), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -96,6 +102,7 @@ class RouterManager:
             tasks.create_task(self._send_heartbeats(log))
             tasks.create_task(self._watch_deadlines())
             tasks.create_task(self.profiles.run())
+            tasks.create_task(self.rl.run())
 
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
@@ -152,17 +159,18 @@ class RouterManager:
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
+            elif isinstance(message, SpanCounts | StreamLogCounts):
+                add_http_counts(self.metrics.values, message)
+            elif isinstance(message, EncoderStarted | ImageEncoded):
+                self._handle_encoder(message)
             else:
-                self._handle_other(message)
+                self._handle_operator(message)
 
-    def _handle_other(self, message: Any) -> None:
-        """What is no request, and no end of one."""
-        if isinstance(message, SpanCounts | StreamLogCounts):
-            add_http_counts(self.metrics.values, message)
-        elif isinstance(message, AdapterQuery):
+    def _handle_operator(self, message: AdapterQuery | StartProfile | StopProfile | RlQuery) -> None:
+        if isinstance(message, AdapterQuery):
             self.adapters.handle(message)
-        elif isinstance(message, EncoderStarted | ImageEncoded):
-            self._handle_encoder(message)
+        elif isinstance(message, RlQuery):
+            self.rl.put(message)
         else:
             self.profiles.put(message)
 
@@ -242,6 +250,9 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
+        if self.rl.pause.refusal and not is_moved:
+            self._refuse(message, timeline, self.rl.pause.refusal, 503)
+            return
         full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
             self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
@@ -365,9 +376,13 @@ class RouterManager:
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
-        if req is not None:  # None: it has ended meanwhile
+        if req is None:  # it has ended meanwhile
+            return
+        if message.keeps_tokens:
+            self._output_processor.end([req])
+        else:
             self._output_processor.abort(req, message.reason)
-            self.steps.wake()
+        self.steps.wake()
 
     async def _watch_deadlines(self) -> None:
         while True:

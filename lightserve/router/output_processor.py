@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import msgspec
@@ -31,6 +31,7 @@ from lightserve.router.scheduler import ReqTokens, Scheduler
 class OutputProcessor:
     def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
+        self.metrics.values["spec_decode_synthetic"] = float(scheduler.limits.has_synthetic_drafts)
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
@@ -62,6 +63,14 @@ class OutputProcessor:
         """A request was aborted. The next message says so."""
         self._aborted.append(req.req_id)
         self._count_finished(req, reason, time.monotonic())
+
+    def end(self, reqs: Sequence[Req]) -> None:
+        """Requests were aborted, and their clients get what they have."""
+        shown = [req for req in reqs if not self._end_internal(req, has_failed=True)]
+        now = time.monotonic()
+        for req in shown:
+            self._count_finished(req, FinishReason.ABORT, now)
+        self._to_detokenization.send(BatchTokenIdOut(ended=[req.req_id for req in shown]))
 
     def confirm_moved(self, req_ids: list[int]) -> None:
         """The dispatcher may send these requests here again: no token of before comes after this message."""

@@ -18,7 +18,7 @@ from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.kv.radix_cache import RadixNode
 from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
-from lightserve.router.req_columns import ReqColumns
+from lightserve.router.req_columns import MAY_DRAFT_IF_FEW, ReqColumns
 
 MANY = 2**62
 MIN_MATCH = 4  # tokens of an image that a cached prefix must have: 120 bits of its digest
@@ -336,10 +336,9 @@ class Req(ReqProgress):
         )
 
 
-def _may_draft(params: GenerationParams) -> bool:
-    """Whether the workers can sample several of its tokens in one step, and return them without details."""
+def _may_draft(params: GenerationParams) -> int:
+    """See ReqColumns.may_draft."""
     sampling = params.sampling
-    if not sampling.speculative:
-        return False
-    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    return not (sampling.depends_on_output or has_logprobs or params.stopping.min_new_tokens)
+    if not sampling.speculative or sampling.grammar is not None:
+        return 0
+    return MAY_DRAFT_IF_FEW if sampling.depends_on_output or params.stopping.min_new_tokens else 1

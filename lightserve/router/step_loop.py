@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
@@ -50,6 +50,8 @@ class StepLoop:
         self._deadline_timer: asyncio.TimerHandle | None = None
         self.recorder: TraceRecorder | None = None  # while a profile runs
         self._num_recorded = 0
+        self._holds: set[str] = set()  # why no step may be sent now
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []  # see wait_until
         self._was_full = False  # requests were left waiting after the last planned step
         self._connect_sources()
 
@@ -68,8 +70,34 @@ class StepLoop:
             if not self._process_result():
                 if not self._in_flight:
                     self._output_processor.report(StepResult())  # aborted requests do not wait for a step
+                self._resolve_waiters()
                 self._wake.clear()
                 await self._wake.wait()
+
+    def hold(self, reason: str) -> None:
+        """Send no more steps, until ``release`` with the same reason. Requests stay as they are."""
+        self._holds.add(reason)
+
+    def release(self, reason: str) -> None:
+        self._holds.discard(reason)
+        self.wake()
+
+    async def wait_idle(self) -> None:
+        """Wait until no step is in flight. Without a hold, the next one may be sent at once."""
+        await self.wait_until(lambda: not self._in_flight)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until it is true. It is asked whenever the loop has nothing more to do."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((condition, future))
+        self.wake()
+        await future
+
+    def _resolve_waiters(self) -> None:
+        for condition, future in self._waiters:
+            if not future.done() and condition():
+                future.set_result(None)
+        self._waiters = [waiter for waiter in self._waiters if not waiter[1].done()]
 
     def wake(self) -> None:
         """Something changed: a request came or left, a result is back, or the next step is due."""
@@ -116,7 +144,7 @@ class StepLoop:
     def _fill_pipeline(self) -> None:
         self.check_workers()
         depth = 1 if self._scheduler.is_isolating_crash else self._engine.pipeline_depth
-        while self.has_workers and len(self._in_flight) < depth:
+        while self.has_workers and not self._holds and len(self._in_flight) < depth:
             now = time.monotonic()
             if self._may_wait and self._is_early(self._in_flight[-1], now):
                 return

@@ -24,6 +24,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from lightserve.batches.store import opened_folder
 from lightserve.config import ServerConfig
 from lightserve.config.parse import MODULE, parse_server
 from lightserve.errors import LightserveError
@@ -83,6 +84,8 @@ async def launch(
     with run_directory() as run_dir, contextlib.ExitStack() as exits:
         for sock in sockets:
             exits.enter_context(sock)
+        if config.http.batch_dir is not None:
+            exits.enter_context(opened_folder(config.http.batch_dir))
         exit_code = await Launcher(config, model, ProcessGroup(config, run_dir, modules), signals).run(sockets, begin_s)
     if exit_code == 0:
         print_line(ENDED)

@@ -43,7 +43,7 @@ from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
-from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
+from lightserve.worker.speculation.draft_runner import DraftRunner
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import (
     FIRST_POOL_TOKENS,
@@ -310,16 +310,20 @@ class ModelWorker:
         if not step.num_rows:
             self._runner.run_empty(group_tokens)
             return StepResult
+        if self._drafts.needs_tokens(step):
+            self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         if not self.model.pp.is_last:
             self._runner.run_stage(packed.inputs, packed.shape)
             return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
-        plan = self._sampler.prepare(packed.logit_reqs)
+        draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
+        plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         prompts = packed.prompt_logprobs(self._device)
-        if packed.drafts is not None:
-            return self._launch_drafts(packed, self._drafts.run(packed, shape, prompts, masks), plan, masks)
+        if draft_ids is not None:
+            out = self._drafts.run(packed, shape, prompts, draft_ids)
+            return self._launch_drafts(packed, out, plan, masks)
         out = self._runner.run(packed.inputs, shape, prompts, masks, packed.images)
         tokens, logprobs = self._sample(plan, out, masks)
         if plan.sampler_reqs:
@@ -329,11 +333,16 @@ class ModelWorker:
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
     def _launch_drafts(
-        self, packed: PackedStep, out: DraftOut, plan: SamplingPlan, masks: StepMasks | None
+        self, packed: PackedStep, out: StepOut, plan: SamplingPlan, masks: StepMasks | None
     ) -> GetResult:
         """Sample after every draft of a step, and accept those drafts that were sampled."""
-        tokens, logprobs = self._sample(plan, out.step, masks, out.b_position)
-        counts = self._drafts.verify(out, tokens)
+        if masks is not None:
+            out = self._drafts.masked(out, masks)
+        assert out.drafts is not None
+        tokens, logprobs = self._sample(plan, out, masks, out.drafts.b_position)
+        counts = out.drafts.verified
+        if counts is None or plan.sampler_reqs:
+            counts = self._drafts.verify(out, tokens)
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 
     def compile_grammar(self, command: CompileGrammar) -> None:

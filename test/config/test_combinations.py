@@ -149,6 +149,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "ranks": {"tp": 2},
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
         "roles": {"role": "prefill", **listen},
+        "enable_rl": {"enable_rl": True},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 

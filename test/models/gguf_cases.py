@@ -9,6 +9,7 @@ from test.models import gguf_converter as conv
 from test.models.architectures import converted, dense_a, dense_b, latent, llama_like, moe
 from test.models.architectures.case import SMALL, Case, Json
 from test.models.gguf_converter import GgufCase, common, head_dim, only, permute_qk, rope_table, stack_experts
+from test.models.gguf_hybrid_cases import HYBRID_CASES
 
 HALF = {"partial_rotary_factor": 0.5}
 FFN_4X = {"intermediate_size": 4 * SMALL["hidden_size"]}  # some classes write four times the hidden size
@@ -234,6 +235,11 @@ def deepseek2(config: Json) -> Json:
     }
 
 
+def glm_lite(config: Json) -> Json:
+    """The converter writes no gating if config.json has no scoring_func."""
+    return {**deepseek2(config), "expert_gating_func": None, "nextn_predict_layers": 0}
+
+
 def older_deepseek2(config: Json) -> Json:
     """Before the converter split the keys and values of latent attention."""
     return {
@@ -373,5 +379,7 @@ GGUF_CASES = {
     ),
     "deepseek2-v3": GgufCase("deepseek2", Case("deepseek_v3", LATENT), deepseek2, DEEPSEEK),
     "deepseek2-v3-older": GgufCase("deepseek2", Case("deepseek_v3", LATENT), older_deepseek2, MOE),
+    "deepseek2-glm-lite": GgufCase("deepseek2", latent.CASES["glm4_moe_lite-first"], glm_lite, DEEPSEEK),
     "deepseek2-kimi": GgufCase("deepseek2", latent.CASES["kimi_k2"], deepseek2, DEEPSEEK),
+    **HYBRID_CASES,
 }

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightserve.common.checkpoint.gguf_blocks import CHUNK, decode, one_thread
+from lightserve.common.checkpoint.gguf_recurrent import FORMS, TILED, of_key_heads
 from lightserve.errors import CheckpointError
-from lightserve.model_files.gguf.architectures import GgufArchitecture, Join, RowOrder, architecture_of
+from lightserve.model_files.gguf.architectures import GgufArchitecture, Join, JoinedTensor, RowOrder, architecture_of
 from lightserve.model_files.gguf.header import GgufHeader, TensorEntry
 from lightserve.model_files.gguf.names import GgufTensor, model_tensors
 from lightserve.model_files.gguf.packing import stays_packed
@@ -76,7 +77,7 @@ def _renamed(header: GgufHeader, config: dict[str, Any], is_packed: bool, read: 
         parts[named.key] = tensor
         if len(parts) == len(joined.parts):
             del waiting[f"{named.prefix}{joined.name}"]
-            yield f"{named.prefix}{joined.name}", JOINS[joined.how](*(parts[key] for key in joined.parts))
+            yield f"{named.prefix}{joined.name}", _join(joined, parts, config)
     if waiting:
         lacking = next(iter(waiting))
         raise CheckpointError(f"{header.path}: tensors are missing for {lacking}; convert the model again")
@@ -101,10 +102,15 @@ def _with_names(targets: Sequence[str], tensor: Tensor) -> Iterator[Named]:
 def _undo_converter(
     header: GgufHeader, architecture: GgufArchitecture, named: GgufTensor, tensor: Tensor, config: dict[str, Any]
 ) -> Tensor:
-    if architecture.has_norms_plus_one and named.entry.name.endswith("_norm.weight"):
+    if architecture.has_norms_plus_one and named.key.endswith("_norm.weight") and named.base_name != "ssm_norm":
         return tensor - 1
+    form, order = architecture.forms.get(named.key), architecture.row_orders.get(named.base_name)
+    if form is not None:
+        tensor = FORMS[form](tensor)
+    if order in TILED:
+        return TILED[order](tensor, config)
     heads, kv_heads = (_of_layer(config, key, named.layer) for key in ("num_attention_heads", "num_key_value_heads"))
-    match architecture.row_orders.get(named.base_name):
+    match order:
         case RowOrder.ROTARY_PAIRS:
             count = heads if named.base_name == "attn_q" else kv_heads
             _check_rows(header, named.entry.name, tensor, 2 * count)
@@ -115,6 +121,14 @@ def _undo_converter(
         case RowOrder.TRANSPOSED if named.kind == "weight":
             return tensor.transpose(-1, -2)
     return tensor
+
+
+def _join(joined: JoinedTensor, parts: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    tensors = [parts[key] for key in joined.parts]
+    if joined.how is Join.KEY_HEADS:
+        qkv, z = tensors
+        return of_key_heads(qkv, z, config)
+    return JOINS[joined.how](*tensors)
 
 
 def _of_layer(config: dict[str, Any], key: str, layer: int) -> int:

@@ -98,6 +98,7 @@ class _Lane:
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
         """Copy in chunks along the first dimension; the copy is complete on return."""
+        into, tensor = (x if x.dim() else x.view(1) for x in (into, tensor))
         rows = max(1, BUFFER_BYTES // max(1, into[:1].nbytes))
         with torch.cuda.stream(self._stream):
             for begin in range(0, len(into), rows):

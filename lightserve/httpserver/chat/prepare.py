@@ -38,6 +38,7 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs."""
     context.check_model(body.model)
+    body.limit_logprobs(context)
     check_choices(context, 1, body.beam_width or body.choices)
     log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)

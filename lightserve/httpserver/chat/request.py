@@ -32,7 +32,7 @@ from lightserve.httpserver.chat.tools import (
     required_for,
 )
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
+from lightserve.httpserver.fields.generation import GenerationBody, LimitedLogprobs
 from lightserve.httpserver.http.body import Body
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.params import ThinkingLimit
@@ -280,7 +280,7 @@ class Prediction(Body):
 class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: LimitedLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None  # vLLM's: the response begins with the last message if that is the assistant's too

@@ -37,6 +37,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await context.read_body(request, ChatBody, validate_supported)
+        body.limit_logprobs(context)
         k = body.top_logprobs or 0 if body.logprobs else None
         chat = await prepare_chat(context, request, body, k)
         chat.log.counts_output = not body.is_prompt_only
@@ -55,6 +56,7 @@ def routes(context: ServerContext) -> APIRouter:
             if body.return_token_ids
             else (),
             is_prompt_only=body.is_prompt_only,
+            returns_aborted=context.config.enable_rl,
         )
         if body.beam_width is not None:
             return await respond_with_beam_search(context, request, body, chat.prompt_requests, spec, chat.log)

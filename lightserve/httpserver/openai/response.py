@@ -57,6 +57,7 @@ class ResponseSpec:
     prompt_logprobs: Sequence[PromptLogprobsWriter] = ()  # by prompt, where they are requested
     prompt_token_ids: Sequence[list[int]] = ()  # by prompt, where token ids are requested
     is_prompt_only: bool = False  # max_tokens is 0: the one token that the engine generates is not shown
+    returns_aborted: bool = False  # a choice that is aborted has its tokens, and the finish reason abort: --enable_rl
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -130,21 +131,23 @@ class Choice:
 
     def add(self, out: StrOut) -> None:
         self.packed_prompt_logprobs = self.packed_prompt_logprobs or out.token.prompt_logprobs
-        if self._is_prompt_only:
+        if self._is_prompt_only and out.has_token:
             self.finish = prompt_only_end(out)
             return
         if self.parser is None:
             self._texts.append(out.text)
         else:
             self._deltas += self.parser.push(out)
+        if out.finish_reason is not None:
+            self.finish = out
+        if not out.has_token:
+            return
         self._total_logprob += out.token.logprob or 0.0
         self._n_tokens += 1
         if self.parser is None or not self.parser.is_hidden:
             self.token_ids.append(out.token.id)
             if self._logprobs_of is not None:
                 self._logprobs.append(self._logprobs_of(out))
-        if out.finish_reason is not None:
-            self.finish = out
 
 
 async def collect_response(generation: Generation, spec: ResponseSpec) -> JsonObject:

@@ -40,6 +40,7 @@ AFTER_ARGUMENTS = b"}}]}"
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, spec: ResponseSpec) -> Response:
     """The response of a generation, streamed or not."""
+    generation.returns_aborted = spec.returns_aborted
     if body.stream:
         chunks = ChunkWriter(spec, generation.log, body.wants_usage, body.wants_continuous_usage)
         return await EventStream.open(request, GenerationEvents(generation, chunks, spec.request_id))
@@ -140,7 +141,7 @@ class ChunkWriter(EventWriter):
 
     def _chunks_with_extras(self, index: int, out: StrOut) -> list[bytes]:
         """One chunk for every delta of a token: the first has the token's logprobs, the last its finish reason."""
-        if self._spec.is_prompt_only:
+        if self._spec.is_prompt_only and out.has_token:
             fields = finish_fields(prompt_only_end(out)) | self._first_fields.pop(index, {})
             return [self._chunk(index, self._spec.endpoint.last, **fields)]
         self._n_written += self._has_continuous_usage
@@ -164,6 +165,8 @@ class ChunkWriter(EventWriter):
     def _token_fields(self, index: int, out: StrOut, is_hidden: bool) -> JsonObject:
         """What a choice says about its token besides the text."""
         fields = self._first_fields.pop(index, {})
+        if not out.has_token:
+            return fields | ({"token_ids": []} if self._spec.prompt_token_ids else {})
         logprobs_of = self._logprobs_of[index]
         if logprobs_of is not None and not is_hidden:
             fields["logprobs"] = logprobs_of(out)

@@ -138,6 +138,12 @@ def all_of(*derives: Derive) -> Derive:
     return lambda hf: {name: value for derive in derives for name, value in derive(hf).items()}
 
 
+def indexed_layers(hf: Fields) -> dict[str, Any]:
+    """transformers gives all layers a type of their own, which says nothing else."""
+    types = hf.get("layer_types")
+    return {"layer_types": None} if isinstance(types, list) and set(map(str, types)) == {"indexed_attention"} else {}
+
+
 def minicpm(hf: Fields) -> dict[str, Any]:
     """dense_len: requests of so many tokens attend to all of them, longer ones sparsely."""
     sparse = hf.get("sparse_config")

@@ -11,6 +11,7 @@ from lightserve.model_files.gguf.header import GgufHeader
 
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+MAX_LAYERS = 10_000  # a damaged file may have any number
 # Options of some architectures, with the values that have no effect. An architecture that does not read an option
 # refuses every other value of it.
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -36,7 +37,9 @@ def shape_fields(header: GgufHeader) -> dict[str, Any]:
     return {
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": count(header, "embedding_length"),
-        "intermediate_size": counts(header, "feed_forward_length"),
+        "intermediate_size": counts(
+            header, "feed_forward_length", header.metadata.get(f"{header.architecture}.expert_feed_forward_length")
+        ),
         "num_hidden_layers": layer_count(header),
         "num_attention_heads": counts(header, "attention.head_count"),
         "max_position_embeddings": number(header, "context_length"),
@@ -84,7 +87,26 @@ def layer_count(header: GgufHeader) -> int:
 
 def has_tensor(header: GgufHeader, name: str) -> bool:
     """In any layer: the first ones may differ."""
-    return any(f"blk.{layer}.{name}" in header.tensors for layer in range(min(layer_count(header), 10_000)))
+    return any(f"blk.{layer}.{name}" in header.tensors for layer in range(min(layer_count(header), MAX_LAYERS)))
+
+
+def layer_types(header: GgufHeader, recurrent: str = "linear_attention") -> list[str]:
+    """By their tensors. Only the layers without attention have a short convolution."""
+    convs = ("ssm_conv1d.weight", "ssm_conv1d_q.weight", "shortconv.conv.weight")
+    layers = range(min(layer_count(header), MAX_LAYERS))
+    is_recurrent = [any(f"blk.{layer}.{conv}" in header.tensors for conv in convs) for layer in layers]
+    return [recurrent if has_conv else "full_attention" for has_conv in is_recurrent]
+
+
+def largest(values: Any) -> Any:
+    """Of the numbers of all layers: those without attention have 0 heads."""
+    return max(values) if isinstance(values, list) else values
+
+
+def rows_of(header: GgufHeader, name: str) -> int | None:
+    """In the first layer that has the tensor."""
+    names = (f"blk.{layer}.{name}" for layer in range(min(layer_count(header), MAX_LAYERS)))
+    return next((int(header.tensors[name].shape[0]) for name in names if name in header.tensors), None)
 
 
 def check_options(header: GgufHeader, known: Collection[str]) -> None:
@@ -107,8 +129,11 @@ def counts(header: GgufHeader, key: str, default: Any = None) -> Any:
     values = header.metadata.get(f"{header.architecture}.{key}", default)
     if not isinstance(values, list):
         return count(header, key, default)
-    if len(values) != layer_count(header) or not all(isinstance(value, int) and value >= 0 for value in values):
-        raise bad_value(header, key, values, f"a number for each of {layer_count(header)} layers")
+    layers = layer_count(header)
+    known_lengths = (layers, count(header, "block_count"))  # with the layers that predict more tokens
+    if len(values) not in known_lengths or not all(isinstance(value, int) and value >= 0 for value in values):
+        raise bad_value(header, key, values, f"a number for each of {layers} layers")
+    values = values[:layers]
     if not any(values):
         raise bad_value(header, key, values, "a positive number in some layer")
     return values if len(set(values)) > 1 else values[0]

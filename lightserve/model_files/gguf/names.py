@@ -10,7 +10,7 @@ from lightserve.model_files.gguf.architectures import GgufArchitecture, JoinedTe
 from lightserve.model_files.gguf.fields import layer_count
 from lightserve.model_files.gguf.header import GgufHeader, TensorEntry
 
-_LAYER_TENSOR = re.compile(r"(?P<block>blk\.(?P<layer>\d+)\.)(?P<part>\w+)\.(?P<kind>weight|bias)")
+_LAYER_TENSOR = re.compile(r"(?P<block>blk\.(?P<layer>\d+)\.)(?P<part>[\w.]+?)(\.(?P<kind>weight|bias))?")
 _OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")  # the config has them
@@ -22,14 +22,14 @@ class GgufTensor(NamedTuple):
     prefix: str  # of its layer in transformers
     layer: int
     base_name: str
-    kind: str
+    kind: str  # weight, bias, or empty: the name has none of them
     # in transformers. Several names share the rows of the tensor. Empty: it is a part of ``joined``.
     targets: tuple[str, ...]
     joined: JoinedTensor | None
 
     @property
     def key(self) -> str:
-        return f"{self.base_name}.{self.kind}"
+        return f"{self.base_name}.{self.kind}" if self.kind else self.base_name
 
 
 def model_tensors(header: GgufHeader, architecture: GgufArchitecture) -> list[GgufTensor]:
@@ -53,7 +53,7 @@ def _named(header: GgufHeader, architecture: GgufArchitecture, entry: TensorEntr
     if match is None:
         raise _unknown(header, architecture, entry.name)
     groups = match.groupdict()
-    layer, base_name, kind = groups.get("layer"), match["part"], match["kind"]
+    layer, base_name, kind = groups.get("layer"), match["part"], match["kind"] or ""
     prefix = "" if layer is None else f"{architecture.layers}.{layer}."
     joined = next((joining for joining in architecture.joined if f"{base_name}.{kind}" in joining.parts), None)
     names = () if joined else _targets(architecture, base_name, kind)
@@ -64,13 +64,14 @@ def _named(header: GgufHeader, architecture: GgufArchitecture, entry: TensorEntr
 
 
 def _targets(architecture: GgufArchitecture, base_name: str, kind: str) -> tuple[str, ...] | None:
-    whole = architecture.tensors.get(f"{base_name}.{kind}")
-    if isinstance(whole, str):
+    suffix = f".{kind}" if kind else ""
+    whole = architecture.tensors.get(f"{base_name}{suffix}")
+    if suffix and isinstance(whole, str):
         return (whole,)
     stems = architecture.tensors.get(base_name)
     if stems is None:
         return None
-    return tuple(f"{name}.{kind}" for name in ((stems,) if isinstance(stems, str) else stems))
+    return tuple(f"{name}{suffix}" for name in ((stems,) if isinstance(stems, str) else stems))
 
 
 def _unknown(header: GgufHeader, architecture: GgufArchitecture, name: str) -> CheckpointError:

@@ -16,8 +16,11 @@ LINEARS = frozenset(
     (
         *("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
         *("ffn_gate", "ffn_up", "ffn_down", "attn_q_a", "attn_q_b", "attn_kv_a_mqa"),
+        *("attn_gate", "ssm_in", "ssm_out", "shortconv.in_proj", "shortconv.out_proj"),
     )
 )
+
+OTHER_COLUMNS = (RowOrder.TRANSPOSED, RowOrder.TILED_VALUE_COLUMNS)
 
 
 def quantization_table(header: GgufHeader) -> dict[str, Any] | None:
@@ -31,7 +34,7 @@ def quantization_table(header: GgufHeader) -> dict[str, Any] | None:
 
 
 def stays_packed(header: GgufHeader, architecture: GgufArchitecture, tensor: GgufTensor) -> bool:
-    """Rows of blocks can be reordered and joined. They cannot be transposed."""
+    """Rows of blocks can be reordered and joined. Blocks cannot be transposed, and columns not reordered."""
     base_name, entry = tensor.base_name, tensor.entry
     if (
         tensor.kind != "weight"
@@ -40,9 +43,11 @@ def stays_packed(header: GgufHeader, architecture: GgufArchitecture, tensor: Ggu
         or len(entry.shape) != 2
     ):
         return False
-    if entry.encoding.name not in PACKED_TYPES or architecture.row_orders.get(base_name) is RowOrder.TRANSPOSED:
+    if entry.encoding.name not in PACKED_TYPES or architecture.row_orders.get(base_name) in OTHER_COLUMNS:
         return False
-    return tensor.joined is None or (tensor.joined.how is Join.ROWS and len(_types_of_parts(header, tensor)) == 1)
+    if tensor.joined is None:
+        return True
+    return tensor.joined.how in (Join.ROWS, Join.KEY_HEADS) and len(_types_of_parts(header, tensor)) == 1
 
 
 def _types_of_parts(header: GgufHeader, tensor: GgufTensor) -> set[str]:

@@ -248,6 +248,10 @@ class KvPool:
         self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
         return len(slots)
 
+    def clear_cache(self) -> None:
+        """Drop all cached prefixes that no request uses and that are not pinned."""
+        self._free(self._cache.clear())
+
     def discard(self, req: Req) -> None:
         """Remove the tokens of a released request from the cache, unless another request shares them.
 

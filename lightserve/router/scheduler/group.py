@@ -28,6 +28,7 @@ from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.draft_policy import draft_cost, observe_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
+from lightserve.router.scheduler.past_outputs import PastOutputs
 from lightserve.router.scheduler.planner import PlannedStep, StepPlanner
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
@@ -60,6 +61,7 @@ class GroupScheduler:
         self.planner = StepPlanner(self.queue, self.batch, self.chunking, self.preemption, limits)
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.fork_points = ForkPoints()
+        self.past_outputs = PastOutputs(limits.past_outputs)
         self.sends = KvSends()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
@@ -98,7 +100,7 @@ class GroupScheduler:
         return admitted
 
     def _as_new(self, req: Req) -> NewReq:
-        new = self.fork_points.as_new(req, self.pool.group_slots(req))
+        new = self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.group_slots(req)))
         images = self.admission.images
         return images.as_new(req, new) if req.images and images is not None else new
 
@@ -210,6 +212,7 @@ class GroupScheduler:
         """The request has got its last token."""
         if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
             self._estimate.observe(req.output_len)
+        self.past_outputs.add(req)
         if req.can_fork:
             self.fork_points.add(req, is_in_workers=req in self.batch)
         self.drop(req)

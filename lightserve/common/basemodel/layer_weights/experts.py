@@ -126,7 +126,7 @@ class MoeFfnWeight(FfnWeight):
         else:
             out = rows.scatter(self._routed(rows.gather(x), rows.is_padding), len(x))
         if self.shared is not None:
-            out += self._shared(x, self.shared)
+            self._add_shared(out, x, self.shared)
         return self._tp.all_reduce(out)
 
     def _routed(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
@@ -139,10 +139,12 @@ class MoeFfnWeight(FfnWeight):
         computed = self.experts.partial_forward(self.latent.in_proj.mm(x), ids, weights)
         return self.latent.out_proj.mm(computed)  # of each rank's part: it has no bias
 
-    def _shared(self, x: Tensor, shared: DenseFfnWeight) -> Tensor:
-        """What the shared experts add, without the parts of other ranks."""
-        out = shared.partial_forward(x)
-        return out if self.shared_gate is None else out * ops.gate(self.shared_gate.mm(x))
+    def _add_shared(self, out: Tensor, x: Tensor, shared: DenseFfnWeight) -> None:
+        """What the shared experts compute, without the parts of other ranks."""
+        if self.shared_gate is None:
+            out += shared.partial_forward(x)
+        else:
+            ops.add_gated(out, shared.partial_forward(x), self.shared_gate.mm(x))
 
 
 def _with_activation(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:

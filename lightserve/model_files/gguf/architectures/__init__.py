@@ -6,12 +6,12 @@ splits text in a way of its own.
 
 from __future__ import annotations
 
-from lightserve.model_files.gguf.architectures import experts, gpt, llama_like, norms
-from lightserve.model_files.gguf.architectures.architecture import GgufArchitecture, Join, JoinedTensor, RowOrder
+from lightserve.model_files.gguf.architectures import delta, experts, gpt, llama_like, mamba, norms, short_conv
+from lightserve.model_files.gguf.architectures.architecture import Form, GgufArchitecture, Join, JoinedTensor, RowOrder
 from lightserve.model_files.gguf.fields import unsupported
 from lightserve.model_files.gguf.header import GgufHeader
 
-__all__ = ["ARCHITECTURES", "GgufArchitecture", "Join", "JoinedTensor", "RowOrder", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Form", "GgufArchitecture", "Join", "JoinedTensor", "RowOrder", "architecture_of"]
 
 # by general.architecture: the models that have this name in GGUF files
 ARCHITECTURES: dict[str, tuple[GgufArchitecture, ...]] = {
@@ -19,6 +19,9 @@ ARCHITECTURES: dict[str, tuple[GgufArchitecture, ...]] = {
     **norms.ARCHITECTURES,
     **gpt.ARCHITECTURES,
     **experts.ARCHITECTURES,
+    **delta.ARCHITECTURES,
+    **mamba.ARCHITECTURES,
+    **short_conv.ARCHITECTURES,
     "llama": (experts.MIXTRAL, *llama_like.ARCHITECTURES["llama"]),
 }
 

@@ -19,6 +19,19 @@ class RowOrder(Enum):
     ROTARY_PAIRS = auto()  # in each head, the two halves of the rotary dimensions alternate
     QKV_BLOCKS = auto()  # all rows of q, then of k, then of v, instead of q, k and v of each KV head
     TRANSPOSED = auto()  # [out, in] instead of [in, out]
+    # the first value head of every key head, then the second of every one, instead of all value heads of a key head
+    TILED_VALUES = auto()
+    TILED_LAST_VALUES = auto()  # the same, behind the rows of all queries and keys
+    TILED_VALUE_COLUMNS = auto()  # the same for columns
+
+
+class Form(Enum):
+    """What llama.cpp's converter makes of a small tensor of a recurrent layer."""
+
+    RATES = auto()  # -exp(A_log), perhaps with a dimension of 1 more
+    RATES_4D = auto()  # the same of a tensor [1, 1, heads, 1]
+    FLAT = auto()  # other dimensions
+    CONV = auto()  # [channels, width], perhaps with dimensions of 1 elsewhere, instead of [channels, 1, width]
 
 
 class Join(Enum):
@@ -28,6 +41,7 @@ class Join(Enum):
     EXPERT_ROWS = auto()  # one below the other in every expert
     LATENT = auto()  # the transposed rows of k and the rows of v of every head
     ALTERNATING = auto()  # rows of every expert alternate; a matrix is transposed
+    KEY_HEADS = auto()  # of q, k and v in blocks, and of z: the rows of every key head
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,7 @@ class GgufArchitecture:
     # divided equally among them. A name with .weight or .bias replaces the whole name.
     tensors: Names
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by llama.cpp's name
+    forms: Mapping[str, Form] = field(default_factory=dict)  # by llama.cpp's name
     joined: tuple[JoinedTensor, ...] = ()
     expanded: frozenset[str] = frozenset()  # linears that never stay packed: the model changes their values
     copies: frozenset[str] = frozenset()  # tensors that repeat another one and are not loaded

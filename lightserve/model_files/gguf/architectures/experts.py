@@ -73,7 +73,7 @@ def gpt_oss_fields(header: GgufHeader) -> dict[str, Any]:
 def minimax_m2_fields(header: GgufHeader) -> dict[str, Any]:
     fields = attention_fields(header)
     rope = rope_fields(header, fields["head_dim"], can_be_partial=True)
-    _check_gating(header, SIGMOID, default=SIGMOID)
+    check_gating(header, SIGMOID, default=SIGMOID)
     return {
         **fields,
         **rope,
@@ -85,7 +85,7 @@ def minimax_m2_fields(header: GgufHeader) -> dict[str, Any]:
 
 
 def glm4_moe_fields(header: GgufHeader) -> dict[str, Any]:
-    _check_gating(header, SIGMOID, default=SIGMOID)
+    check_gating(header, SIGMOID, default=SIGMOID)
     fields = attention_fields(header)
     rope = rope_fields(header, fields["head_dim"], can_be_partial=True)
     return {
@@ -143,7 +143,7 @@ def latent_fields(header: GgufHeader) -> dict[str, Any]:
 
 
 def deepseek_v2_fields(header: GgufHeader) -> dict[str, Any]:
-    _check_gating(header, SOFTMAX, default=SOFTMAX)
+    check_gating(header, SOFTMAX, default=SOFTMAX)
     fields = latent_fields(header) | deepseek_expert_fields(header)
     return fields | {"topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy"}
 
@@ -153,16 +153,18 @@ def deepseek_v3_fields(header: GgufHeader) -> dict[str, Any]:
 
 
 def is_sigmoid(header: GgufHeader) -> bool:
-    return bool(number(header, "expert_gating_func", SOFTMAX) == SIGMOID)
+    """GLM-4.7-Flash may not say so; only experts that are chosen so have a bias for the choice."""
+    default = SIGMOID if has_tensor(header, "exp_probs_b.bias") else SOFTMAX
+    return bool(number(header, "expert_gating_func", default) == SIGMOID)
 
 
-def _check_gating(header: GgufHeader, wanted: int, default: int) -> None:
+def check_gating(header: GgufHeader, wanted: int, default: int) -> None:
     gating = number(header, "expert_gating_func", default)
     if gating not in (0, wanted):
         raise bad_value(header, "expert_gating_func", gating, str(wanted))
 
 
-_SHARED_EXPERT: Names = {
+SHARED_EXPERT: Names = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -174,9 +176,7 @@ _DEEPSEEK_EXPERTS: Names = names.EXPERTS | {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_DEEPSEEK_TENSORS: Names = {
-    **names.LLAMA,
-    **_DEEPSEEK_EXPERTS,
+DEEPSEEK_ATTENTION: Names = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -184,6 +184,7 @@ _DEEPSEEK_TENSORS: Names = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",  # of older files
 }
+_DEEPSEEK_TENSORS: Names = {**names.LLAMA, **_DEEPSEEK_EXPERTS, **DEEPSEEK_ATTENTION}
 _GPT_OSS_TENSORS: Names = {
     **names.LLAMA,
     "post_attention_norm": "post_attention_layernorm",
@@ -196,10 +197,10 @@ _GATE_UP = (
     JoinedTensor("mlp.experts.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), Join.ALTERNATING),
     JoinedTensor("mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), Join.ALTERNATING),
 )
-_INPUT_LINEAR = JoinedTensor(
+INPUT_LINEAR = JoinedTensor(
     "block_sparse_moe.input_linear.weight", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), Join.EXPERT_ROWS
 )
-_KV_B = JoinedTensor("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), Join.LATENT)
+KV_B = JoinedTensor("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), Join.LATENT)
 _EXPERTS = frozenset({"expert_count"})
 
 MIXTRAL = replace(
@@ -218,7 +219,7 @@ _QWEN2_MOE = replace(
     _QWEN3_MOE,
     model_type="qwen2_moe",
     model_class="Qwen2MoeForCausalLM",
-    tensors=names.LLAMA | names.EXPERTS | _SHARED_EXPERT,
+    tensors=names.LLAMA | names.EXPERTS | SHARED_EXPERT,
 )
 _GRANITEMOE = replace(
     GRANITE,
@@ -227,7 +228,7 @@ _GRANITEMOE = replace(
     config_fields=granitemoe_fields,
     tensors=names.LLAMA
     | {"ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_exps": "block_sparse_moe.output_linear"},
-    joined=(_INPUT_LINEAR,),
+    joined=(INPUT_LINEAR,),
     options=GRANITE.options | _EXPERTS,
 )
 _GPT_OSS = GgufArchitecture(
@@ -262,7 +263,7 @@ _DEEPSEEK_V2 = GgufArchitecture(
     deepseek_v2_fields,
     names.LAYERS,
     _DEEPSEEK_TENSORS,
-    joined=(_KV_B,),
+    joined=(KV_B,),
     options=_EXPERTS,
 )
 _DEEPSEEK_V3 = replace(
