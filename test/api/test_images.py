@@ -160,3 +160,55 @@ def test_nothing_waits_or_is_held_when_all_requests_have_ended(vision_server: Se
     vision_server.wait_until_idle()
 
     wait_until(lambda: vision_server.metrics()["images_waiting"] == 0)
+
+
+def test_the_same_image_by_every_schema_gives_one_text_and_is_encoded_once(
+    vision_server: ServerProcess, vision_model: tuple[str, Any]
+) -> None:
+    image = picture(84, 112, 20)
+    data = base64.b64encode(png(image)).decode()
+    wanted = expected(vision_model[1], [1, image, 40, 2])
+    before = vision_server.settled_metrics()["images_encoded_total"]
+
+    text, usage = ask(vision_server, [user(image, "w40")])
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "w40"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS, "temperature": 0}
+    _, anthropic = vision_server.post("/v1/messages", {**body, "ignore_eos": True})
+    _, counted = vision_server.post("/v1/messages/count_tokens", body)
+    options = {"num_predict": NEW_TOKENS, "temperature": 0}
+    message = {"role": "user", "content": "w40", "images": [data]}
+    shared = {"model": "vision0", "stream": False, "options": options, "ignore_eos": True}
+    _, chat = vision_server.post("/api/chat", {**shared, "messages": [message]})
+    _, generated = vision_server.post("/api/generate", {**shared, "prompt": "w40", "images": [data]})
+    _, tokens = vision_server.post("/tokenize", {"messages": [user(image, "w40")]})
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+    items = [{"role": "user", "content": [part, {"type": "input_text", "text": "w40"}]}]
+    given = {"input": items, "max_output_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    _, response = vision_server.post("/v1/responses", given)
+
+    assert text == wanted
+    assert anthropic["content"][0]["text"] == wanted
+    assert chat["message"]["content"] == wanted
+    assert generated["response"] == wanted
+    assert response["output"][0]["content"][0]["text"] == wanted
+    assert counted["input_tokens"] == tokens["count"] == usage["prompt_tokens"]
+    assert vision_server.settled_metrics()["images_encoded_total"] == before + 1
+
+
+def test_an_image_in_a_tool_result_is_read(vision_server: ServerProcess, vision_model: tuple[str, Any]) -> None:
+    image = picture(84, 84, 21)
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(image)).decode()}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    messages = [
+        {"role": "user", "content": "w3"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+
+    body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    status, response = vision_server.post("/v1/messages", body)
+
+    assert status == 200, response
+    assert response["usage"]["input_tokens"] + response["usage"].get("cache_read_input_tokens", 0) > 9

@@ -79,14 +79,17 @@ class BatchImages:
         self._arena = arena
         self._device = device
         self._reqs: dict[int, ReqImages] = {}  # by row of the batch
+        self._unfinished: set[int] = set()  # of these, rows whose images may not all be computed
         # by row, on the device: what to add to positions after the images; None: the model has one axis
         self.rotary_offsets = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device) if has_axes else None
 
     def enter(self, row: int, images: Sequence[ImageRows]) -> None:
         """A request begins to use a row of the batch."""
         before = self._reqs.pop(row, None)
+        self._unfinished.discard(row)
         if images:
             self._reqs[row] = req_images(images)
+            self._unfinished.add(row)
         if self.rotary_offsets is not None and (before is not None or images):
             self.rotary_offsets[row] = self._offset_of(row)
 
@@ -99,6 +102,8 @@ class BatchImages:
 
         ``num_tokens``: with padding.
         """
+        if not self._unfinished:  # as in most steps
+            return None
         starts = np.cumsum(q_len) - q_len
         unfinished = [index for index, row in enumerate(rows.tolist()) if self._is_unfinished(row, ready[index])]
         if not unfinished:
@@ -118,8 +123,9 @@ class BatchImages:
         return PackedImages(np.concatenate(tokens), _encoded(np.concatenate(arena_rows)), by_axis)
 
     def _is_unfinished(self, row: int, ready_len: int) -> bool:
-        images = self._reqs.get(row)
-        return images is not None and ready_len < images.end
+        if row in self._unfinished and ready_len >= self._reqs[row].end:
+            self._unfinished.remove(row)
+        return row in self._unfinished
 
     def of_step(self, packed: PackedImages) -> StepImages:
         embeddings = self._arena.index_select(0, torch.from_numpy(packed.arena_rows.astype(np.int64)))
