@@ -237,7 +237,8 @@ class HttpServerManager:
             generation.req_ids.append(req_id)
             if index not in generation._unfinished:  # it ended in another server
                 continue
-            first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
+            first_index = index - index % generation.n
+            first = generation.req_ids[first_index]  # the first sequence of the same prompt
             is_open = prompt_request.group is not None
             group = first if prompt_request.group is None else prompt_request.group
             request = GenerateReq(
@@ -251,6 +252,7 @@ class HttpServerManager:
                 request_id=generation.log.request_id,
                 parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
+                images=prompt_request.images_to_send(generation._unfinished.isdisjoint(range(first_index, index))),
             )
             sent_ids = generation.sent_token_ids.get(index)
             self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
+from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
@@ -56,6 +57,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
                 worker.add_weight_updates(config)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config))
+        if child_config.arena_fd is not None:
+            worker.enable_images(mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size))
         link = worker.model.hidden_state_link
         profiler = _profiler(child_config, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):

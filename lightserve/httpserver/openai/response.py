@@ -222,6 +222,8 @@ def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoicePar
         "total_tokens": log.prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
     }
+    if log.image_tokens:
+        usage["prompt_tokens_details"]["image_tokens"] = log.image_tokens
     details: JsonObject = {}
     if parsers:
         details["reasoning_tokens"] = sum(parser.reasoning_tokens for parser in parsers)
