@@ -12,6 +12,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "adding_a_model.md"
 # methods that call hooks, that callers of a model use, or that only observe
 NOT_HOOKS = {
     *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
+    *("add_kv_group", "weight_context", "logits_of"),
     *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
     *("_adapted", "_post_norm_forward", "_attention_and_mixer", "_attended"),
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),

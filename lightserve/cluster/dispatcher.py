@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
+
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
@@ -47,13 +49,14 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
-from lightserve.messages.rl import AbortAll, PauseGeneration
+from lightserve.messages.rl import AbortAll, PauseGeneration, ResumeGeneration
 from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
 HEARTBEAT_S = 1.0
+NOBODY = -1  # id of a query whose reply is not needed
 TICK_S = 0.25
 SILENT_TICKS = 20  # an engine sends a message every second; ticks, because a dispatcher that was stopped counts none
 MAX_CRASHES = 3  # engines that die while they have a request, without a token of it in between
@@ -82,6 +85,7 @@ class Dispatcher:
         self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
         self._unplaced: dict[int, InflightRequest] = {}  # of these, the requests that no engine can take now
         self._lost_http_processes: set[int] = set()
+        self._pause: PauseGeneration | None = None  # of a trainer, until it resumes
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -98,6 +102,8 @@ class Dispatcher:
             raise RuntimeError("an engine joined before the dispatcher ran")
         engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
+        if self._pause is not None:  # it has replaced one that was paused
+            link.send(msgspec.structs.replace(self._pause, query_id=NOBODY))
         self._place_all()
 
     def leave(self, number: int) -> None:
@@ -155,6 +161,8 @@ class Dispatcher:
     def _ask_engines(self, message: Query) -> None:
         if isinstance(message, AbortAll | PauseGeneration):
             self._end_unplaced(message)
+        if isinstance(message, PauseGeneration | ResumeGeneration):
+            self._pause = message if isinstance(message, PauseGeneration) else None
         reply = self._queries.ask(message, self._placement)
         if reply is not None:
             self._to_detokenization.send(reply)
@@ -424,5 +432,9 @@ class Dispatcher:
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
         self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
-        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
+        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving), is_sleeping=_sleeps(engines))
         self._to_detokenization.send(stats)
+
+
+def _sleeps(engines: list[Engine]) -> bool:
+    return any(engine.stats is not None and engine.stats.is_sleeping for engine in engines)

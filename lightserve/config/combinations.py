@@ -135,6 +135,11 @@ def _kv_dtype(setup: Setup) -> str:
     return "" if setup.model is None or setup.model.kv_dtype is None else f"--kv_dtype {setup.model.kv_dtype}"
 
 
+def _draft_head(setup: Setup) -> str:
+    config = setup.config.worker.speculation
+    return f"--speculative_config with the method {config.method}" if config is not None and config.has_head else ""
+
+
 def _states(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_states and not setup.config.cluster.is_gateway
@@ -156,6 +161,7 @@ QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
+DRAFT_HEAD = Feature("draft_head", _draft_head)
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -227,6 +233,8 @@ TABLE = (
         SPECULATION, PP, "the first stage needs the tokens, which the last one samples", "use --tp, or leave one out"
     ),
     Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
+    Conflict(DRAFT_HEAD, ATTENTION_DP, "a head drafts for one group of ranks", "use the method ngram"),
+    Conflict(DRAFT_HEAD, TRANSFORMERS, "its modules do not show their hidden states", "use the method ngram"),
     Conflict(SPECULATION, POOLING, "it has no tokens to draft", "leave out --speculative_config"),
     # the prefix cache
     Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),

@@ -55,6 +55,7 @@ from lightserve.messages.request import (
 from lightserve.messages.step import NO_TOKEN
 
 ABORTED = "the request was aborted"
+SLEEPING = "the server sleeps, and requests wait until POST /wake_up or /resume_memory_occupation"
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
 LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
 HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
@@ -144,7 +145,7 @@ class HttpServerManager:
         if time.monotonic() - self._last_heartbeat_s > HEARTBEAT_TIMEOUT_S:
             return "the engine does not answer"
         if self.stats is not None and not self.stats.has_workers:
-            return self.no_workers_reason
+            return SLEEPING if self.stats.is_sleeping else self.no_workers_reason
         timeout_s = self.limits.step_timeout_s
         if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
             return f"a step has been running for {self.stats.step_age_s:.0f} s"

@@ -87,6 +87,7 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     metrics: MetricsSnapshot
     has_workers: bool = True  # False while lost workers are being replaced
     crash_suspects: list[int] = []  # requests that were in flight when the workers were lost, right after that
+    is_sleeping: bool = False  # they were stopped: --enable_rl
 
 
 TimelineEventKind = Literal[

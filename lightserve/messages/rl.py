@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 PauseMode = Literal["abort", "wait", "keep"]
+MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 class GetRlState(msgspec.Struct, frozen=True, tag=True):
@@ -46,7 +47,22 @@ class AbortAll(msgspec.Struct, frozen=True, tag=True):
     query_id: int
 
 
-RlQuery = GetRlState | PauseGeneration | ResumeGeneration | FlushCache | AbortAll
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Give memory back. The reply comes when it is free."""
+
+    query_id: int
+    mode: PauseMode = "abort"  # as of PauseGeneration
+    tags: list[str] = []  # of MEMORY_TAGS; empty: all. Without ``weights``, nothing is freed
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag=True):
+    """Take the memory again. The reply comes when the weights are loaded."""
+
+    query_id: int
+    tags: list[str] = []  # empty: all; requests go on when all are there
+
+
+RlQuery = GetRlState | PauseGeneration | ResumeGeneration | FlushCache | AbortAll | Sleep | WakeUp
 
 
 class RlState(msgspec.Struct, frozen=True):
@@ -62,6 +78,8 @@ class RlReply(msgspec.Struct, frozen=True, tag=True):
     message: str = ""  # what went wrong
     state: RlState = RlState()
     count: int = 0  # of requests that were aborted, paused or are still open
+    method: str = ""  # how a Sleep or WakeUp did it: see router/rl/sleep.py
+    seconds: float = 0.0  # that it took
 
 
 def joined_replies(query_id: int, replies: dict[int, RlReply]) -> RlReply:
@@ -74,4 +92,6 @@ def joined_replies(query_id: int, replies: dict[int, RlReply]) -> RlReply:
         "; ".join(messages),
         RlState(any(state.is_paused for state in states), any(state.is_sleeping for state in states)),
         sum(reply.count for reply in replies.values()),
+        next(iter(replies.values())).method,
+        max(reply.seconds for reply in replies.values()),
     )

@@ -13,7 +13,16 @@ from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.links.endpoint import EngineEndpoint
 from lightserve.messages.cluster import ToEngine
-from lightserve.messages.control import Drain, Drained, EngineInfo, HttpProcessLost, NewWorkers, Ready, WorkersLost
+from lightserve.messages.control import (
+    Drain,
+    Drained,
+    EngineInfo,
+    HttpProcessLost,
+    NewWorkers,
+    Ready,
+    WorkersLost,
+    WorkersStopped,
+)
 from lightserve.messages.request import ToRouter
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.identity import kv_identity
@@ -70,6 +79,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             server.link.on_join = blocks.all_blocks
     _pin_prefixes(manager, config, engine)
     _enable_profiles(child_config, manager, workers)
+    manager.rl.sleep.connect(launcher.send)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
@@ -81,7 +91,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
     tokens = engine.max_total_token_num
-    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
+    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
     return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 
@@ -133,12 +143,15 @@ async def _handle_launcher(
             draining.append(asyncio.create_task(_drain(server, launcher)))
         elif isinstance(message, HttpProcessLost):
             manager.abort_http_process(message)
+        elif isinstance(message, WorkersStopped):
+            manager.rl.sleep.on_workers_changed()
         elif isinstance(message, NewWorkers):
             try:
                 workers = await connect(message.generation)
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
                 _enable_profiles(child_config, manager, workers)
+                manager.rl.sleep.on_workers_changed()
             except (EOFError, OSError) as error:
                 logger.warning("cannot connect to the new workers of generation %d: %s", message.generation, error)
                 launcher.send(WorkersLost(message.generation, str(error), caused_by_request=False))

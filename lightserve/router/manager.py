@@ -52,6 +52,7 @@ from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.rl.control import RlControl
 from lightserve.router.rl.pause import PauseControl
+from lightserve.router.rl.sleep import SleepControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -85,7 +86,8 @@ class RouterManager:
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
-        self.rl = RlControl(PauseControl(scheduler, self.steps, self._output_processor), to_detokenization)
+        pause = PauseControl(scheduler, self.steps, self._output_processor)
+        self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -104,7 +106,8 @@ class RouterManager:
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
         self.steps.use_workers(model)
-        self.metrics.workers_restarted()
+        if not self.rl.sleep.is_asleep:
+            self.metrics.workers_restarted()
         self._compute_pinned()
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
@@ -330,6 +333,7 @@ class RouterManager:
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             can_fork=message.is_group_open,
+            generation_prompt_len=scheduling.generation_prompt_len,
             boundaries=self._boundaries_of(message),
         )
 

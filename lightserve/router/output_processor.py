@@ -35,6 +35,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
+        self.is_sleeping = False  # the workers are stopped: --enable_rl
         self.pinned: PinnedPrefixes | None = None  # set if there are pinned prefixes
         self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
 
@@ -126,7 +127,7 @@ class OutputProcessor:
             step_part.report(self.metrics)
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
-        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
+        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects, self.is_sleeping)
         self._to_detokenization.send(stats)
 
     def _send_events(self) -> None:

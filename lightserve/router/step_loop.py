@@ -109,7 +109,19 @@ class StepLoop:
         self._model = model
         self._connect_sources()
         self.has_workers = True
+        self._output_processor.is_sleeping = False
         self.wake()
+
+    def suspend_workers(self) -> None:
+        """No step is in flight. The workers are about to be stopped: all KV is lost, and requests wait for new ones."""
+        self.has_workers = False
+        self._scheduler.recover_from_crash()
+        self._output_processor.is_sleeping = True
+        self._output_processor.send_heartbeat(0.0, has_workers=False)
+
+    def close_workers(self) -> None:
+        """They have stopped."""
+        self._model.close()
 
     def compile_grammar(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
         """Have the workers compile a grammar, so that the first step of its request does not wait.

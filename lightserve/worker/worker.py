@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.speculation.draft_runner import DraftRunner
+from lightserve.worker.speculation.heads.load import load_draft_head, without_head
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import (
     FIRST_POOL_TOKENS,
@@ -84,6 +86,7 @@ class ModelWorker:
         computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
+        self._head = load_draft_head(config, source, self.model)
         self.kv_identity = make_kv_identity(config, self.model, computed)
         self._batch = InferBatch(
             self.model.req_manager,
@@ -149,6 +152,7 @@ class ModelWorker:
             config.speculation,
             # attention groups tell each other before a step how many tokens they have
             may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
+            head=self._head,
         )
         self._collector = StepCollector()
 
@@ -167,16 +171,17 @@ class ModelWorker:
     ) -> TpPartBaseModel:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
+        of_model = partial(without_head, config.speculation, self.model_config.num_layers)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,
             device=self._device,
             parallel=parallel,
-            checkpoint=_with_progress(source, self.pooling) if has_weights else None,
+            checkpoint=of_model(_with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            tensor_metadata=_metadata(source, self.pooling) if has_weights else (),
+            tensor_metadata=of_model(_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
             lora=lora_args(config),
@@ -318,6 +323,7 @@ class ModelWorker:
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         self._drafts.record(out.columns, tokens)
+        self._drafts.draft_next(packed, out)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
@@ -332,6 +338,7 @@ class ModelWorker:
         counts = out.drafts.verified
         if counts is None or plan.sampler_reqs:
             counts = self._drafts.verify(out, tokens)
+        self._drafts.draft_after(packed, out, tokens, counts)
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 
     def compile_grammar(self, command: CompileGrammar) -> None:

@@ -201,18 +201,22 @@ class LoadableModel:
     def _new_weights(
         self, device: torch.device, lora: LoraPool | None = None, of_all_stages: bool = False
     ) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        linears = linear_method_factory(self.config, self.args.packed_input_bits)
-        experts, quantizes_kv = experts_method_factory(self.config), self.args.kv_dtype is not None
         parallel, specs = self.args.parallel, self.own_layer_specs
         if of_all_stages:
             parallel, specs = replace(parallel, pp=RankGroup()), self.layer_specs
-        context = WeightContext(parallel, self.args.dtype, device, linears, experts, quantizes_kv, lora)
+        context = replace(self.weight_context(device), parallel=parallel, lora=lora)
         layers = [self.transformer_weight_class(spec, context) for spec in specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
         if self.config.quantization is not None and parallel.pp.size == 1:  # a stage lacks modules of others
             pieces = (piece for layer in (pre_post, *layers) for piece in layer.pieces())
             self.config.quantization.check_modules(dict.fromkeys(piece.name.rpartition(".")[0] for piece in pieces))
         return pre_post, layers
+
+    def weight_context(self, device: torch.device) -> WeightContext:
+        """Of weights that take no adapters."""
+        linears = linear_method_factory(self.config, self.args.packed_input_bits)
+        experts, quantizes_kv = experts_method_factory(self.config), self.args.kv_dtype is not None
+        return WeightContext(self.args.parallel, self.args.dtype, device, linears, experts, quantizes_kv)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
@@ -26,6 +26,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody, LimitedLogprobs
 from lightserve.httpserver.http.body import Body
 from lightserve.messages.params import ThinkingLimit
+from lightserve.model_files.template.chat_template import ChatTemplate
 from lightserve.text.parsing.tool_grammar import Thinking
 
 MAX_DOCUMENTS = 1024
@@ -256,6 +257,15 @@ class ChatBody(GenerationBody, TemplateFields):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None  # with --speculative_config, drafts come from it too
+    _own_template: ChatTemplate | None = PrivateAttr(None)
+
+    @property
+    def own_template(self) -> ChatTemplate | None:
+        """A trainer's, in place of the model's: see own_template.py."""
+        return self._own_template
+
+    def use_template(self, template: ChatTemplate) -> None:
+        self._own_template = template
 
     @property
     def echoed_text(self) -> str:

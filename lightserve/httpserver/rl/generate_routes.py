@@ -110,7 +110,9 @@ class TokensWriter(EventWriter):
         by_choice: dict[int, list[StrOut]] = {}
         for index, out in outs:
             by_choice.setdefault(index, []).append(out)
-        chunks = [self._id | {"choices": [self._choice(index, some)]} for index, some in by_choice.items()]
+        chunks = [
+            self._id | {"choices": [self._choice(index, choice_outs)]} for index, choice_outs in by_choice.items()
+        ]
         return b"".join(b"data: %b\n\n" % orjson.dumps(chunk) for chunk in chunks)
 
     def end(self) -> bytes:
@@ -154,7 +156,7 @@ class TokensWriter(EventWriter):
 def _entry(out: StrOut) -> JsonObject:
     """A rank is known only among the alternatives that were asked for."""
     top = list(_ranked(out.token.top_logprobs or ()))
-    rank = next((one["rank"] for one in top if one["token_id"] == out.token.id), None)
+    rank = next((entry["rank"] for entry in top if entry["token_id"] == out.token.id), None)
     logprob = finite_logprob(out.token.logprob)
     return {"token_id": out.token.id, "logprob": logprob, "rank": rank, "top_logprobs": top}
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from test.faults.case import SERVER, Case
 from test.faults.cases import (
     adapters,
+    batches,
     beams,
     clocks,
     connections,
@@ -29,6 +30,7 @@ from test.faults.cases import (
     pooling,
     processes,
     quantization,
+    rl,
     roles,
     scheduling,
     stages,
@@ -54,6 +56,7 @@ CASES: list[Case] = sorted(
         *hostile.CASES,
         *pooling.CASES,
         *pinned_prefixes.CASES,
+        *rl.CASES,
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
@@ -66,6 +69,7 @@ DRAFT_CASES: list[Case] = drafts.CASES  # on a server with drafts.worker_flags
 STATE_CASES: list[Case] = states.CASES  # on a server with states.worker_flags
 START_CASES: list[StartCase] = [
     *hosts.CASES,
+    *batches.START_CASES,
     *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,

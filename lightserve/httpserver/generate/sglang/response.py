@@ -91,8 +91,8 @@ class SglangWriter(EventWriter):
         return b"data: %b\n\n" % orjson.dumps(error_object(error, request_id)) + DONE
 
     def _event(self, index: int) -> bytes:
-        place = {"index": index} if self._parsed.is_list else {}
-        return b"data: %b\n\n" % orjson.dumps(self.sequence_json(index) | place)
+        index_field = {"index": index} if self._parsed.is_list else {}
+        return b"data: %b\n\n" % orjson.dumps(self.sequence_json(index) | index_field)
 
     def sequence_json(self, index: int) -> JsonObject:
         sequence, parsed = self.sequences[index], self._parsed
