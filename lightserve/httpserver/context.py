@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
@@ -29,6 +29,9 @@ from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.template.generation_prompts import GenerationPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightserve.media.reader import ImageReader
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -61,6 +64,7 @@ class ServerContext:
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
     rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
     generation_prompts: GenerationPrompts = field(default_factory=GenerationPrompts)  # used by chats
+    images: ImageReader | None = None  # None: the server reads none
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:

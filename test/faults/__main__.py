@@ -32,6 +32,7 @@ from test.faults.cases import (
     START_CASES,
     STATE_CASES,
     TIER_CASES,
+    WEIGHT_CASES,
     adapters,
     disaggregation,
     drafts,
@@ -39,6 +40,7 @@ from test.faults.cases import (
     kv_tiers,
     stages,
     states,
+    weights,
 )
 from test.faults.resource_snapshot import HAS_GPU
 from test.faults.server_pool import NULL_WORKER, ServerPool
@@ -88,6 +90,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
     if not args.core:
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(ADAPTER_CASES, adapters.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(WEIGHT_CASES, weights.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:

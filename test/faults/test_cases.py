@@ -21,6 +21,7 @@ from test.faults.cases import (
     START_CASES,
     STATE_CASES,
     TIER_CASES,
+    WEIGHT_CASES,
     adapters,
     disaggregation,
     drafts,
@@ -28,6 +29,7 @@ from test.faults.cases import (
     kv_tiers,
     stages,
     states,
+    weights,
 )
 from test.faults.server_pool import ServerPool
 from test.faults.start_case import StartCase
@@ -89,6 +91,12 @@ def adapter_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="module")
+def weight_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(weights.worker_flags(tmp_path_factory.mktemp("weights"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def tier_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(kv_tiers.worker_flags(tmp_path_factory.mktemp("tiers"))) as pool:
         yield pool
@@ -114,6 +122,11 @@ def test_a_fault_causes_its_reaction_with_a_model_too(model_server_pool: ServerP
 @pytest.mark.parametrize("case", [param(case) for case in ADAPTER_CASES])
 def test_a_fault_of_adapters_causes_its_reaction(adapter_server_pool: ServerPool, case: Case) -> None:
     case.run(adapter_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in WEIGHT_CASES])
+def test_a_fault_of_a_weight_update_causes_its_reaction(weight_server_pool: ServerPool, case: Case) -> None:
+    case.run(weight_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in TIER_CASES])

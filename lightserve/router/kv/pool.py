@@ -108,7 +108,7 @@ class KvPool:
 
     def cached_len(self, req: Req) -> int:
         if not self.groups:
-            return self._cache.match_len(cacheable(req), req.salt)
+            return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
         return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
     def keep_at(self, req: Req, length: int) -> int | None:
@@ -176,6 +176,8 @@ class KvPool:
             cached = cached[: max(len(cached) - self._lookahead, 0)]
             ids, matched_len = ids[: self._usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
+        if req.images and (usable := req.usable_len(len(slots))) < len(slots):
+            node, slots = self._cache.match(ids[:usable], req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
         for group in self.groups:
