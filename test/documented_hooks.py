@@ -18,7 +18,16 @@ NOT_HOOKS = {
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
     "_without_gate",
     *("_names_of_all_stages", "send_to_next_stage"),
-    *("merged_checkpoint", "check_adapters", "own_names", "own_name", "check_adapter", "adapter_sizes", "load_weights"),
+    *(
+        "merged_checkpoint",
+        "check_adapters",
+        "own_names",
+        "own_name",
+        "check_adapter",
+        "adapter_sizes",
+        "load_weights",
+        "check_part",
+    ),
     *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
 }
 # the classes with hooks, and their methods that are none

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from numbers import Integral
-from typing import Any, overload
+from types import TracebackType
+from typing import Any, Self, overload
 
+from lightserve.common.device import pick_device
 from lightserve.common.parallel import Parallel
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.config.combinations import Setup, check_combinations
@@ -29,6 +32,7 @@ from lightserve.model_files.speculation import resolved_speculation, served_with
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.served_config import read_served_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
+from lightserve.offline.fields import check_n, known_fields, repeated
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
@@ -109,6 +113,26 @@ class LLM(PoolingMethods):
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()
 
+    def close(self) -> None:
+        """Free the memory of the model. An LLM that is closed cannot be used any more."""
+        if "worker" in self.__dict__:
+            self._open.clear()
+            self._in_flight.clear()
+            del self.worker, self._scheduler
+            gc.collect()
+            pick_device(self.config.device).free_cached_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("worker", "_scheduler"):
+            raise ServerError("this LLM is closed; make another one")
+        raise AttributeError(f"LLM has no attribute {name!r}", name=name, obj=self)
+
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -131,7 +155,8 @@ class LLM(PoolingMethods):
 
         Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each. Without
         ``params``, the others are those of ``get_default_sampling_params``. ``lora``: a name of ``lora_modules`` or the
-        folder of an adapter, for all prompts or one for each; None: the base model.
+        folder of an adapter, for all prompts or one for each; None: the base model. ``n``: texts of each prompt, which
+        follow one another in the result. ``json_schema``, ``regex`` or ``choice``: what the text must be.
         """
         requests = self._requests(prompts, params, fields, lora)
         generations = [Generation(req.prompt_ids.tolist()) for req in requests]
@@ -207,6 +232,8 @@ class LLM(PoolingMethods):
         lora: Loras = None,
     ) -> list[Req]:
         self._check_generates()
+        n, fields = check_n(fields.get("n", 1)), known_fields(fields)
+        fields.pop("n", None)
         many = [prompts] if _is_one(prompts) else list(prompts)
         if params is None or isinstance(params, GenerationParams):
             params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
@@ -217,10 +244,11 @@ class LLM(PoolingMethods):
             raise InvalidRequestError(f"{len(many)} prompts but {len(loras)} adapters")
         ids = [self._adapter(adapter) for adapter in loras]
         requests = [
-            self._request(prompt, prompt_params.replace(**fields))
+            self._request(prompt, repeated(prompt_params.replace(**fields), choice))
             for prompt, prompt_params in zip(many, params, strict=True)
+            for choice in range(n)
         ]
-        for req, lora_id in zip(requests, ids, strict=True):
+        for req, lora_id in zip(requests, [lora_id for lora_id in ids for _ in range(n)], strict=True):
             req.lora_id, req.salt = lora_id, "" if lora_id is None else f"lora {lora_id}"
         return requests
 

@@ -15,6 +15,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
+from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -125,13 +126,14 @@ class StepRunner:
         shape: StepShape,
         prompts: StepPromptLogprobs | None = None,
         masks: StepMasks | None = None,
+        images: PackedImages | None = None,
     ) -> StepOut:
-        if prompts is None and self._graphs is not None and shape in self._graphs:
+        if prompts is None and images is None and self._graphs is not None and shape in self._graphs:
             out = self.replay(inputs, shape)
             if masks is None:
                 return out
             return self._sample(out.logits, out.columns, masks)._replace(for_head=out.for_head)
-        return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts), masks)
+        return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts, images), masks)
 
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
         """A step that is captured."""
@@ -147,10 +149,17 @@ class StepRunner:
         return self._sample(*self._forward(inputs, shape))
 
     def _forward(
-        self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
+        self,
+        inputs: Tensor,
+        shape: StepShape,
+        prompts: StepPromptLogprobs | None = None,
+        images: PackedImages | None = None,
     ) -> tuple[Tensor, StepColumns]:
         columns = self.columns(inputs, shape)
-        return self.logits(self.model_input(columns, shape), prompts), columns
+        step = self.model_input(columns, shape)
+        if images is not None and self._batch.images is not None:
+            step = replace(step, images=self._batch.images.of_step(images))
+        return self.logits(step, prompts), columns
 
     def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:
         """Of this rank's tokens. ``prompts`` gets those that it wants."""
@@ -212,7 +221,15 @@ class StepRunner:
             lora=_lora_rows(columns, shape),
             states=_state_batch(columns, shape),
             group_tokens=shape.group_tokens,
+            rotary_positions=self._rotary_positions(tokens),
         )
+
+    def _rotary_positions(self, tokens: ops.StepTokens) -> Tensor | None:
+        """After images. None: of no model, or of one where they are those in the sequence."""
+        images = self._batch.images
+        if images is None or images.rotary_offsets is None:
+            return None
+        return tokens.positions + images.rotary_offsets.index_select(0, tokens.rows)
 
     def _group_inputs(
         self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
 from lightserve.utils.progress import Progress
+from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import make_kv_identity, rank_identity
@@ -53,6 +55,7 @@ from lightserve.worker.warm_up import (
     warm_up_steps,
     with_adapter,
 )
+from lightserve.worker.weights.updater import WeightUpdater
 
 OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
 
@@ -108,6 +111,7 @@ class ModelWorker:
         self.cpu_offload: CpuOffload | None = None
         self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
+        self.weights: WeightUpdater | None = None
         self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -122,6 +126,19 @@ class ModelWorker:
 
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
+
+    def add_weight_updates(self, config: WorkerConfig) -> None:
+        """Let a trainer replace the weights."""
+        self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank)
+
+    def enable_images(self, arena: mmap) -> None:
+        """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
+        model = self.model
+        rows = torch.frombuffer(arena, dtype=model.args.dtype)
+        width = self.model_config.hidden_size
+        embeddings = rows[: len(rows) // width * width].view(-1, width)
+        has_axes = model.rotary_axes is not None
+        self._batch.images = BatchImages(embeddings, model.req_manager.max_reqs, self._device, has_axes)
 
     def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
@@ -318,7 +335,7 @@ class ModelWorker:
         if draft_ids is not None:
             out = self._drafts.run(packed, shape, prompts, draft_ids)
             return self._launch_drafts(packed, out, plan, masks)
-        out = self._runner.run(packed.inputs, shape, prompts, masks)
+        out = self._runner.run(packed.inputs, shape, prompts, masks, packed.images)
         tokens, logprobs = self._sample(plan, out, masks)
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)

@@ -103,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "config.json").write_text(json.dumps(config))
         (folder / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         word_tokenizer().save(str(folder / name / "tokenizer.json"))
-    save_head(folder / "head", VOCAB_SIZE, SHAPE["hidden_size"], [1, 2])
+    save_head(folder / "head", VOCAB_SIZE, 64, [1, 2])
     generate(folder / "keys")
     write_adapter(folder / "adapter", {"model.layers.0.self_attn.q_proj": (64, 64)})
     (folder / "prompts.json").write_text('{"one": "w5 w6"}')
@@ -130,6 +130,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "engines_file": {"engines_file": folder / "engines", **keys},
         "ep": {"tp": 2, "ep": 2},
         "gateway": engines,
+        "images": {"limit_mm_per_prompt": "image=2"},
         "http_address": {"host": "localhost"},
         "http_flag": {"no_web": True},
         "kv_dtype": {"kv_dtype": "fp8"},
@@ -152,6 +153,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},
+        "weights_dir": {"weights_dir": folder},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 

@@ -37,7 +37,7 @@ LIKELY = {"allowed_token_ids": tuple(DRAFTED_IDS)}  # a head with random weights
 def make(folder: str, head: str | None, **options: Any) -> LLM:
     options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
     config = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
-    options = {"speculative_config": None if head is None else json.dumps(config)} | options
+    options.setdefault("speculative_config", None if head is None else json.dumps(config))
     llm = LLM(folder, device="cpu", data_type="float32", **options)
     if llm.config.speculation is not None:
         without_costs(llm)

@@ -118,6 +118,8 @@ class TpPartBaseModel(LoadableModel):
         """Create the tables that every step reads."""
         tables = rotary_tables(self.own_layer_specs, self.req_manager.max_len)
         self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
+        axes = self.config.rope.axes
+        self.rotary_axes = torch.arange(3).repeat_interleave(torch.tensor(axes)).to(self.device) if axes else None
         scales = query_scale_tables(self.own_layer_specs, self.req_manager.max_len)
         self.query_scale_tables = {key: table.to(self.device, self.args.dtype) for key, table in scales.items()}
 
@@ -205,6 +207,7 @@ class TpPartBaseModel(LoadableModel):
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
+        _place_images(x, infer_state)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
@@ -214,6 +217,7 @@ class TpPartBaseModel(LoadableModel):
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
+        _place_images(x, infer_state)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
@@ -234,3 +238,10 @@ class TpPartBaseModel(LoadableModel):
             infer_state.aux[layer_num + 1] = output.clone() if residual is None else residual + output
         if self.observer is not None and infer_state.residual is not None:
             self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)
+
+
+def _place_images(x: Tensor, infer_state: InferStateInfo) -> None:
+    """The embeddings of images replace those of the tokens that stand for them."""
+    images = infer_state.step.images
+    if images is not None:
+        x.index_copy_(0, images.tokens, images.embeddings.to(x.dtype))

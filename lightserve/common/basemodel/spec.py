@@ -46,6 +46,7 @@ class QkNorm(Enum):
     """The norm of queries and keys, before their positions are applied."""
 
     HEAD = "head"  # the layer's RMSNorm over each head, one weight [dim] for all heads
+    HEAD_NO_WEIGHT = "head_no_weight"  # RMSNorm over each head, without a weight
     PROJECTION = "projection"  # RMSNorm over all heads of a token together, a weight [heads * dim]
     EACH_HEAD = "each_head"  # LayerNorm without bias over each head, every head with a weight of its own
 
@@ -63,6 +64,7 @@ class QueryScale:
 
     beta: float
     length: int
+    first: int = 0  # the position of the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

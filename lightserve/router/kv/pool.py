@@ -108,7 +108,7 @@ class KvPool:
 
     def cached_len(self, req: Req) -> int:
         if not self.groups:
-            return self._cache.match_len(cacheable(req), req.salt)
+            return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
         return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
     def keep_at(self, req: Req, length: int) -> int | None:
@@ -176,6 +176,8 @@ class KvPool:
             cached = cached[: max(len(cached) - self._lookahead, 0)]
             ids, matched_len = ids[: self._usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
+        if req.images and (usable := req.usable_len(len(slots))) < len(slots):
+            node, slots = self._cache.match(ids[:usable], req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
         for group in self.groups:
@@ -220,7 +222,26 @@ class KvPool:
             self.num_cached_chunks += 1
             for listener in self._listeners:
                 listener.on_cached(req, req.slots, begin, end)
+        elif self.groups:
+            self._cache_instead(req, end)
         self._cache_groups(req, req.prompt_ids[:end], begin)
+
+    def _cache_instead(self, req: Req, end: int) -> None:
+        """Cache tokens of a prompt whose first ones it computed again, because a group could not continue behind them.
+
+        The cache has their KV in other slots, which are freed. If another request uses these, nothing changes.
+        """
+        ids, begin = req.prompt_ids[:end], req.shared_len
+        replaced = self._cache.replace(ids, begin, req.slots[:end], req.salt)
+        if replaced is None or req.node is None:
+            return
+        node, old_slots = replaced
+        self._cache.lock(node)
+        self._cache.unlock(req.node)
+        req.node, req.shared_len = node, end
+        self.num_cached_chunks += 1
+        self._free(old_slots)
+        self._notify_inserted(req, ids, begin)
 
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
