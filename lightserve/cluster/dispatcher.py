@@ -36,7 +36,15 @@ from lightserve.messages.cluster import (
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.metrics import add_http_counts
-from lightserve.messages.output import AdapterReply, BatchTokenIdOut, RouterStats, TextReq, ToDetokenization, TokenIdOut
+from lightserve.messages.output import (
+    AdapterReply,
+    BatchTokenIdOut,
+    RouterStats,
+    TextReq,
+    ToDetokenization,
+    TokenIdOut,
+    WeightsReplaced,
+)
 from lightserve.messages.request import (
     AbortByRequestId,
     AbortReq,
@@ -246,6 +254,9 @@ class Dispatcher:
             self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
+        elif isinstance(message, WeightsReplaced):
+            reqs = [req for req in message.reqs if req.req_id in engine.requests]
+            self._to_detokenization.send(WeightsReplaced(message.version, reqs))
         elif isinstance(message, RemotePrefillRequest):
             if message.req_id in engine.requests:  # else it has ended or left the engine
                 self._jobs.start(engine.requests[message.req_id], engine, message)
@@ -324,11 +335,11 @@ class Dispatcher:
 
     def _handle_stats(self, engine: Engine, stats: RouterStats) -> None:
         engine.stats = stats
-        had_workers, engine.has_workers = engine.has_workers, stats.has_workers
+        had_workers, engine.has_workers = engine.has_workers, stats.has_workers and not stats.problem
         for req_id in stats.crash_suspects:
             if req_id in engine.requests:
                 engine.requests[req_id].runs_alone = True
-        if had_workers != stats.has_workers:
+        if had_workers != engine.has_workers:
             self._place_all()
             self._send_heartbeat()
 
@@ -432,7 +443,11 @@ class Dispatcher:
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
         self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
-        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving), is_sleeping=_sleeps(engines))
+        problems = (engine.stats.problem for engine in engines if engine.stats is not None)
+        problem = "" if serving else next(filter(None, problems), "")
+        stats = RouterStats(
+            min(ages, default=0.0), snapshot, bool(serving), is_sleeping=_sleeps(engines), problem=problem
+        )
         self._to_detokenization.send(stats)
 
 

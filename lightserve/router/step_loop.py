@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import Step, StepResult
@@ -19,6 +19,9 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 
@@ -73,6 +76,18 @@ class StepLoop:
                 self._resolve_waiters()
                 self._wake.clear()
                 await self._wake.wait()
+
+    def call_workers(self, call: WorkerCall[Request, Reply], request: Request) -> asyncio.Future[Reply | None]:
+        """As WorkerCaller says: None if the workers are lost, as they are now if there are none."""
+        if self.has_workers and not self._model.is_lost:
+            return self._model.call(call, request)
+        lost: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        lost.set_result(None)
+        return lost
+
+    def restart_workers(self, reason: str) -> None:
+        """They cannot be used any more."""
+        self._on_workers_lost(reason)
 
     def hold(self, reason: str) -> None:
         """Send no more steps, until ``release`` with the same reason. Requests stay as they are."""

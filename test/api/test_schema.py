@@ -75,7 +75,7 @@ def check(folder: Path, examples: int, *more: str, server_flags: tuple[str, ...]
     options += ["--generation-allow-x00", "true", "--no-shrink", "--no-color", *more]
     (folder / "schemathesis.toml").write_text(CONFIG)
     flags = ["--null_worker", "--disable_log_requests", "--max_req_total_len", "256", "--default_max_tokens", "64"]
-    flags += ["--profile_dir", str(folder / "p")]
+    flags += ["--profile_dir", str(folder / "p"), "--batch_dir", str(folder / "batches")]
 
     with running_server(folder / "log", *flags, *server_flags) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *options]

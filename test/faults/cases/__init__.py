@@ -11,10 +11,12 @@ from dataclasses import replace
 from test.faults.case import SERVER, Case
 from test.faults.cases import (
     adapters,
+    batches,
     beams,
     clocks,
     connections,
     disaggregation,
+    drafts,
     engines,
     grammars,
     groups,
@@ -34,6 +36,7 @@ from test.faults.cases import (
     stages,
     states,
     stream_log,
+    weights,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
@@ -63,9 +66,12 @@ TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flag
 DISAGGREGATION_CASES: list[Case] = disaggregation.CASES  # on a server with disaggregation.worker_flags
 GROUP_CASES: list[Case] = groups.CASES  # on a server with groups.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
+DRAFT_CASES: list[Case] = drafts.CASES  # on a server with drafts.worker_flags
+WEIGHT_CASES: list[Case] = weights.CASES  # on a server with weights.worker_flags
 STATE_CASES: list[Case] = states.CASES  # on a server with states.worker_flags
 START_CASES: list[StartCase] = [
     *hosts.CASES,
+    *batches.START_CASES,
     *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,
