@@ -16,6 +16,7 @@ from lightserve.utils.cpu import available_cores
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
+MAX_IMAGES = 1024  # of a request
 RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 
@@ -25,6 +26,20 @@ class HttpConfig:
     """Options of the HTTP processes."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", group=FlagGroup.COMMON)
+    limit_mm_per_prompt: str | None = option(
+        None,
+        "images of a request at most, as image=N; 0: read none, and load no vision tower; default: 16 if the model "
+        "reads images",
+        "max_images",
+        group=FlagGroup.HTTP,
+    )
+    max_image_tokens: int | None = option(
+        None,
+        "tokens of an image at most: larger ones are made smaller; default: what preprocessor_config.json says",
+        group=FlagGroup.HTTP,
+        at_least=4,
+    )
+    max_image_mb: int = option(20, "MB of an image file at most", group=FlagGroup.HTTP, at_least=1, at_most=1024)
     port: int = option(8000, "port to listen on; 0: any free port", group=FlagGroup.COMMON)
     httpserver_workers: int | None = option(
         None,
@@ -111,6 +126,11 @@ class HttpConfig:
         "penalties, temperature, top_k and top_p; default: raw, but processed in SGLang's /generate",
         group=FlagGroup.RL,
     )
+    weights_dir: str | None = option(
+        None,
+        "trainers may have weights loaded from folders below this one (--enable_rl); default: from none",
+        group=FlagGroup.HTTP,
+    )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
     )
@@ -192,12 +212,17 @@ class HttpConfig:
             raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         if self.stream_log is not None:
             check_redis("stream_log", self.stream_log)
-        _ = self.template_variables
+        _ = self.template_variables, self.max_images
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
             raise OptionError(
                 f"metrics_compat={self.metrics_compat!r}: must be vllm, lightllm or both, comma-separated"
             )
+
+    @property
+    def max_images(self) -> int:
+        """Of a request; 0: the server reads none. The launcher sets the default of the model."""
+        return 0 if self.limit_mm_per_prompt is None else _image_limit(self.limit_mm_per_prompt)
 
     @property
     def processed_logprobs(self) -> bool | None:
@@ -226,6 +251,17 @@ class HttpConfig:
     @property
     def compat_names(self) -> list[str]:
         return [name.strip() for name in self.metrics_compat.split(",") if name.strip()]
+
+
+def _image_limit(text: str) -> int:
+    """Of image=N, of vLLM's JSON object, or of a number alone."""
+    values: Any = {"image": text.partition("=")[2] if text.startswith("image=") else text}
+    if text.lstrip().startswith("{"):
+        values = _json_object("limit_mm_per_prompt", text)
+    number = str(values.get("image", ""))
+    if set(values) != {"image"} or not number.isdecimal() or int(number) > MAX_IMAGES:
+        raise OptionError(f"limit_mm_per_prompt={text!r}: must be image=N with N from 0 to {MAX_IMAGES}")
+    return int(number)
 
 
 @functools.lru_cache(maxsize=4)

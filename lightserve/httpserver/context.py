@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
@@ -27,7 +27,11 @@ from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.template.generation_prompts import GenerationPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightserve.media.reader import ImageReader
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -59,6 +63,8 @@ class ServerContext:
     batches: BatchStore | None = None  # None: without --batch_dir
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
     rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
+    generation_prompts: GenerationPrompts = field(default_factory=GenerationPrompts)  # used by chats
+    images: ImageReader | None = None  # None: the server reads none
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightserve.messages.media import ImageItem
 from lightserve.messages.params import GenerationParams, SchedulingParams
 
 DEFAULT_SCHEDULING = SchedulingParams()
@@ -18,6 +19,11 @@ class PromptRequest:
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     group: int | None = None  # sequences of a group always share prefixes; None: one group for each prompt's choices
     parent: int | None = None  # index of the sequence before ``continue_with`` whose prompt comes before ``prompt_ids``
+    images: tuple[ImageItem, ...] = ()  # in the prompt
+
+    def images_to_send(self, is_first: bool) -> list[ImageItem]:
+        """With their files, if this ``is_first`` of the sequences with this prompt."""
+        return [image if is_first else image.without_file for image in self.images]
 
 
 def with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32s, Int64s, int32s, int64s
+from lightserve.messages.media import ImageRows
 from lightserve.messages.params import SamplingParams, StoppingParams
 
 
@@ -37,6 +38,7 @@ class NewReq(msgspec.Struct, frozen=True):
     group_slots: tuple[Int32s, ...] = ()  # what it holds in each KV group: of a window, slots of the last cached tokens
     lora_slot: int = -1  # of its adapter; -1: it uses none
     parent: ForkPrefix | None = None
+    images: list[ImageRows] = []  # in the prompt
 
     @property
     def num_cached(self) -> int:

@@ -24,9 +24,11 @@ from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import ReqFailed, StepResult, TokenOut
 from lightserve.messages.worker_calls import LoraLoad
 from lightserve.model_files.config.facts import model_facts
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
+from lightserve.model_files.speculation import resolved_speculation, served_with_head
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.served_config import read_served_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
@@ -97,9 +99,10 @@ class LLM(PoolingMethods):
     """
 
     def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
-        self.config = WorkerConfig(model_dir=model_dir, **options)
-        source = resolve(model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
-        _check_combinations(self.config, source)
+        self.config = served_with_head(WorkerConfig(model_dir=model_dir, **options))
+        source = resolve(self.config.model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
+        model = _check_combinations(self.config, source)
+        self.config = resolved_speculation(self.config, source, model)
         if self.config.load_format != "dummy":
             require_weights(source)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
@@ -114,7 +117,7 @@ class LLM(PoolingMethods):
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
         limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
         tokens = self.worker.max_total_token_num
-        pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens))
+        pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens), limits.kv_lookahead)
         self._scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._open: dict[int, _OpenStream] = {}
@@ -412,11 +415,12 @@ class _OpenStream:
     outs: deque[StreamOut]  # of the stream that it belongs to
 
 
-def _check_combinations(worker: WorkerConfig, source: ModelSource) -> None:
+def _check_combinations(worker: WorkerConfig, source: ModelSource) -> ModelConfig:
     model = read_served_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
     config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     check_combinations(Setup(config, facts, is_offline=True))
+    return model
 
 
 def _is_one(prompts: Any) -> bool:

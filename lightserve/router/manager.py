@@ -21,6 +21,7 @@ from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.messages.cluster import DispatchedReq, KvCacheEvents, KvCancel, MovedReqs, ToEngine
 from lightserve.messages.control import EngineInfo, HttpProcessLost
+from lightserve.messages.media import EncoderStarted, ImageEncoded
 from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import ToDetokenization
 from lightserve.messages.params import FinishReason
@@ -32,6 +33,7 @@ from lightserve.messages.request import (
     GenerateReq,
     GetTimelines,
     ReleaseParents,
+    RouterInbox,
     SpanCounts,
     StartProfile,
     StopProfile,
@@ -41,6 +43,7 @@ from lightserve.messages.request import (
 )
 from lightserve.messages.rl import RlQuery
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
+from lightserve.router.images.image_waits import ImageFailed, with_image_ids
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.lora.control import AdapterControl
 from lightserve.router.lora.registry import RegisteredAdapter
@@ -52,6 +55,8 @@ from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.rl.control import RlControl
 from lightserve.router.rl.pause import PauseControl
+from lightserve.router.rl.sleep import SleepControl
+from lightserve.router.rl.weights import WeightsControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -69,7 +74,7 @@ class RouterManager:
         scheduler: Scheduler,
         model: ModelClient,
         engine: EngineInfo,
-        inbox: Receiver[ToRouter] | Receiver[ToEngine],
+        inbox: Receiver[RouterInbox] | Receiver[ToRouter] | Receiver[ToEngine],
         to_detokenization: Sender[ToDetokenization],
         config: RouterConfig,
     ) -> None:
@@ -84,8 +89,10 @@ class RouterManager:
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
+        self.weights = WeightsControl(scheduler, self.steps, self._output_processor, to_detokenization.send)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
-        self.rl = RlControl(PauseControl(scheduler, self.steps, self._output_processor), to_detokenization)
+        pause = PauseControl(scheduler, self.steps, self._output_processor)
+        self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -104,7 +111,8 @@ class RouterManager:
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
         self.steps.use_workers(model)
-        self.metrics.workers_restarted()
+        if not self.rl.sleep.is_asleep:
+            self.metrics.workers_restarted()
         self._compute_pinned()
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
@@ -158,6 +166,8 @@ class RouterManager:
                 self._to_detokenization.send(self.timelines.answer(message))
             elif isinstance(message, SpanCounts | StreamLogCounts):
                 add_http_counts(self.metrics.values, message)
+            elif isinstance(message, EncoderStarted | ImageEncoded):
+                self._handle_encoder(message)
             else:
                 self._handle_operator(message)
 
@@ -168,6 +178,30 @@ class RouterManager:
             self.rl.put(message)
         else:
             self.profiles.put(message)
+
+    def _handle_encoder(self, message: EncoderStarted | ImageEncoded) -> None:
+        images = self._scheduler.only_group.admission.images
+        if images is None:
+            raise TypeError(f"there is no encoder, but it sent {type(message).__name__}")
+        if isinstance(message, EncoderStarted):
+            failures = images.start_encoder(message)
+        else:
+            failure = images.complete(message)
+            failures = [] if failure is None else [failure]
+        for failed in failures:
+            self._fail_images(failed)
+        self.steps.wake()
+
+    def _fail_images(self, failed: ImageFailed) -> None:
+        reqs = self._scheduler.drop(lambda req: req.req_id in failed.req_ids)
+        self._output_processor.fail(reqs, failed.status, lambda _: failed.message)
+
+    def _why_no_images(self, message: GenerateReq) -> str:
+        """Why a request cannot run with its images; empty: it can, or has none."""
+        if not message.images:
+            return ""
+        images = self._scheduler.only_group.admission.images
+        return "this server reads no images" if images is None else images.why_refused(message.images)
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for group in self._scheduler.groups:
@@ -221,12 +255,16 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
-        if self.rl.pause.refusal and not is_moved:
-            self._refuse(message, timeline, self.rl.pause.refusal, 503)
+        refusal = self.weights.served.problem or ("" if is_moved else self.rl.pause.refusal)
+        if refusal:
+            self._refuse(message, timeline, refusal, 503)
             return
         full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
             self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
+            return
+        if reason := self._why_no_images(message):
+            self._refuse(message, timeline, reason, 400)
             return
         try:
             adapter = self.adapters.find(message.scheduling.lora)
@@ -293,6 +331,10 @@ class RouterManager:
 
         It is queued before its adapter is loaded: if that fails, the request fails too.
         """
+        if req.images:
+            group = self._scheduler.only_group
+            if group.admission.images is not None:
+                group.admission.images.enter(req, group.pool.cached_len(req))
         self._scheduler.defer(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
@@ -316,7 +358,7 @@ class RouterManager:
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
         return Req(
             message.req_id,
-            message.prompt_ids,
+            with_image_ids(message.prompt_ids, message.images),
             message.params,
             message.params.stopping.max_new_tokens,
             self._eos_token_ids,
@@ -326,11 +368,13 @@ class RouterManager:
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
             is_private=not uses_cache,
             shares_prefix=shares_prefix,
-            salt=lora + message.prefix_salt(uses_cache),
+            salt=self.weights.served.salt + lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             can_fork=message.is_group_open,
+            generation_prompt_len=scheduling.generation_prompt_len,
             boundaries=self._boundaries_of(message),
+            images=tuple(message.images),
         )
 
     def _boundaries_of(self, message: GenerateReq) -> ChunkBoundaries:

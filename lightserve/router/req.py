@@ -12,6 +12,7 @@ import numpy as np
 from lightserve.messages.block_hash import NO_HASHES, Hashes
 from lightserve.messages.cluster import KvTarget, KvTransferParams
 from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
+from lightserve.messages.media import ImageItem
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
@@ -20,6 +21,7 @@ from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
 from lightserve.router.req_columns import MAY_DRAFT_IF_FEW, ReqColumns
 
 MANY = 2**62
+MIN_MATCH = 4  # tokens of an image that a cached prefix must have: 120 bits of its digest
 
 
 def _column(name: str) -> Any:
@@ -76,7 +78,9 @@ class Req(ReqProgress):
     is_internal: bool = False  # the router's own: no client waits for it
     parent: int | None = None  # an ended request whose tokens it begins with: see fork_points.py
     can_fork: bool = False  # later requests may name it so
+    generation_prompt_len: int = 0  # see SchedulingParams
     boundaries: ChunkBoundaries = NO_BOUNDARIES  # of the chunks in which its prompt is computed
+    images: tuple[ImageItem, ...] = ()  # in its prompt
 
     finish_reason: FinishReason | None = None
     is_text_token: bool = False  # its last token is text, not an end token
@@ -176,6 +180,13 @@ class Req(ReqProgress):
         if not self.shares_prefix:
             return True
         return self.params.sampling.prompt_logprobs is not None and not self.output_len
+
+    def usable_len(self, cached_len: int) -> int:
+        """How many of so many cached tokens it may use. So few tokens of an image may be those of another one."""
+        for image in self.images:
+            if 0 < min(cached_len, image.end) - image.start < MIN_MATCH:
+                return image.start
+        return cached_len
 
     @property
     def uses_tiers(self) -> bool:

@@ -12,11 +12,13 @@ from typing import Any
 import orjson
 
 from lightserve.errors import InvalidRequestError, TemplateLimitError
+from lightserve.httpserver.chat.images import read_images, with_placeholders
 from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.http.body import check_json_size
+from lightserve.messages.control import StateKv
 from lightserve.model_files.template.budget import IN_THREAD, ON_EVENT_LOOP, RenderLimits
 from lightserve.model_files.template.chat_template import RESERVED_NAMES, ChatTemplate
 
@@ -43,10 +45,24 @@ RESERVED = frozenset(
 
 async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list[int]]:
     """The prompt as text and as token ids."""
+    await read_images(context, body)
     text = await _rendered(context, body)
     if not text:
         raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
-    return text, await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    ids = await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return text, with_placeholders(context, body, ids)
+
+
+def generation_prompt_len(context: ServerContext, body: ChatBody, prompt: str) -> int:
+    """Tokens at the end of a prompt that the next turn of the chat may write in another way.
+
+    Only models with recurrent layers use it.
+    """
+    has_states = any(isinstance(group, StateKv) for group in context.manager.limits.kv_groups)
+    if not has_states or body.continue_final_message or body.truncate_prompt_tokens is not None:
+        return 0
+    variables, template = _variables(context, body), _template(context, body)
+    return context.generation_prompts.num_tokens(context.tokenizer, template, variables, prompt)
 
 
 async def _rendered(context: ServerContext, body: ChatBody) -> str:
@@ -169,7 +185,9 @@ def _apply(
 
 
 def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
-    template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
+    template = body.own_template
+    if template is None:
+        template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
     if body.documents and "documents" not in template.variables:
         raise InvalidRequestError("documents: the model's chat template takes no documents", "documents")
     return template
@@ -187,7 +205,7 @@ def _append_end_mark(message: dict[str, Any]) -> None:
     """Mark the end of the text, to cut off what the template writes after the message."""
     if message["content"] is None:
         raise InvalidRequestError("continue_final_message: the final message has no text", "continue_final_message")
-    message["content"] += END_MARK
+    message["content"] += [{"type": "text", "text": END_MARK}] if isinstance(message["content"], list) else END_MARK
 
 
 def _variables(context: ServerContext, body: ChatBody) -> dict[str, Any]:
@@ -213,7 +231,7 @@ def for_template(message: Message) -> dict[str, Any]:
         "reasoning_content": _reasoning(message),
     }
     given = {name: value for name, value in optional.items() if value}
-    return {"role": role, "content": message.content, **given}
+    return {"role": role, "content": message.content_parts or message.content, **given}
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:

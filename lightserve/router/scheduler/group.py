@@ -15,6 +15,7 @@ from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, 
 from lightserve.messages.step import DraftColumns, NewReq, Step, TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.fork_points import ForkPoints
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.sends import KvSends
 from lightserve.router.kv.source import Activity, KvSource, StepPart
@@ -71,6 +72,11 @@ class GroupScheduler:
         self.sources.append(source)
         self.parts.append(source)
 
+    def enable_images(self, images: ImageWaits) -> None:
+        """Requests may have images."""
+        self.admission.images = images
+        self.parts.append(images)
+
     def plan(self, now_s: float) -> GroupStep | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
@@ -86,15 +92,17 @@ class GroupScheduler:
             return None  # freed rows can wait for the next step, unless there will be none
         return GroupStep(planned, self._as_step(planned, admitted))
 
-    def _as_new(self, req: Req) -> NewReq:
-        return self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.group_slots(req)))
-
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
         for req in admitted:
             for step_part in self.parts:
                 step_part.on_admitted(req)
         return admitted
+
+    def _as_new(self, req: Req) -> NewReq:
+        new = self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.group_slots(req)))
+        images = self.admission.images
+        return images.as_new(req, new) if req.images and images is not None else new
 
     def _activity(self, computes: bool) -> Activity:
         if computes:

@@ -25,6 +25,7 @@ from lightserve.messages.int_arrays import (
     int64s,
 )
 from lightserve.messages.step import NewReq, Step
+from lightserve.worker.batch.images import BatchImages, PackedImages
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.retained_reqs import RetainedReqs
@@ -62,6 +63,7 @@ class PackedStep:
     rows: Int64Array  # of the batch, one for each request
     prompt_targets: list[PromptTargets]
     drafts: DraftInput | None = None  # None: every request has one row of logits
+    images: PackedImages | None = None  # None: it computes no token up to the end of an image
 
     @property
     def logit_reqs(self) -> list[InferReq]:
@@ -117,6 +119,7 @@ class InferBatch:
         self._has_kv = has_kv
         self.lora_slots = 0  # on the device
         self.states: StateRows | None = None  # None: no layer is recurrent
+        self.images: BatchImages | None = None  # None: requests have none
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
         self.lengths = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int32, device=device)  # the same
@@ -149,6 +152,8 @@ class InferBatch:
         if self.states is not None:
             *group_slots, held = group_slots
             self.states.enter(row, int32s(held))
+        if self.images is not None:
+            self.images.enter(row, new.images)
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
             for table, slots in zip(self.group_req_to_token, group_slots, strict=True):
@@ -263,8 +268,8 @@ class InferBatch:
     def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts, or drafts beside
-        prompts, keeps its shape, because no captured step computes them.
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts, images, or drafts
+        beside prompts, keeps its shape, because no captured step computes them.
         """
         step_rows = self._rows_of(step)
         self._record_prompts(step_rows)
@@ -275,11 +280,12 @@ class InferBatch:
         start = np.cumsum(q_len) - q_len
         prompt_targets = self._prompt_targets(step_rows, start)
         shape = self._shape(step_rows, bool(groups))
-        if not prompt_targets:
+        ready = self.columns.cache_len[rows]
+        images = None if self.images is None else self.images.pack(rows, q_len, ready, shape.tokens)
+        if not prompt_targets and images is None:
             shape = captured_shape(shape) if step_rows.counts is None else step_rows.draft_shape(shape, captured_shape)
         inputs, columns = padded_input(shape, self._padding)
 
-        ready = self.columns.cache_len[rows]
         tokens: dict[str, Values] = {
             "row": np.repeat(rows, q_len),
             "position": np.arange(count) + np.repeat(ready - start, q_len),
@@ -307,7 +313,7 @@ class InferBatch:
 
         drafts = None if step_rows.counts is None else DraftInput.planned(step_rows.counts, rows, q_len, self.columns)
         self.columns.cache_len[rows] += q_len if drafts is None else q_len - drafts.drafts
-        return PackedStep(inputs, shape, reqs, rows, prompt_targets, drafts)
+        return PackedStep(inputs, shape, reqs, rows, prompt_targets, drafts, images)
 
     def _rows_of(self, step: Step) -> StepRows:
         chunks = step.chunks
