@@ -20,6 +20,7 @@ from test.faults.cases import (
     groups,
     hostile,
     hosts,
+    images,
     kv_tiers,
     nodes,
     observability,
@@ -71,6 +72,7 @@ START_CASES: list[StartCase] = [
     *nodes.CASES,
     *roles.CASES,
     *stream_log.START_CASES,
+    *images.START_CASES,
 ]
 
 
