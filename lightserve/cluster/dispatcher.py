@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
+
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
@@ -34,7 +36,15 @@ from lightserve.messages.cluster import (
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.metrics import add_http_counts
-from lightserve.messages.output import AdapterReply, BatchTokenIdOut, RouterStats, TextReq, ToDetokenization, TokenIdOut
+from lightserve.messages.output import (
+    AdapterReply,
+    BatchTokenIdOut,
+    RouterStats,
+    TextReq,
+    ToDetokenization,
+    TokenIdOut,
+    WeightsReplaced,
+)
 from lightserve.messages.request import (
     AbortByRequestId,
     AbortReq,
@@ -47,13 +57,14 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
-from lightserve.messages.rl import AbortAll, PauseGeneration
+from lightserve.messages.rl import AbortAll, PauseGeneration, ResumeGeneration
 from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
 HEARTBEAT_S = 1.0
+NOBODY = -1  # id of a query whose reply is not needed
 TICK_S = 0.25
 SILENT_TICKS = 20  # an engine sends a message every second; ticks, because a dispatcher that was stopped counts none
 MAX_CRASHES = 3  # engines that die while they have a request, without a token of it in between
@@ -82,6 +93,7 @@ class Dispatcher:
         self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
         self._unplaced: dict[int, InflightRequest] = {}  # of these, the requests that no engine can take now
         self._lost_http_processes: set[int] = set()
+        self._pause: PauseGeneration | None = None  # of a trainer, until it resumes
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -98,6 +110,8 @@ class Dispatcher:
             raise RuntimeError("an engine joined before the dispatcher ran")
         engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
+        if self._pause is not None:  # it has replaced one that was paused
+            link.send(msgspec.structs.replace(self._pause, query_id=NOBODY))
         self._place_all()
 
     def leave(self, number: int) -> None:
@@ -155,6 +169,8 @@ class Dispatcher:
     def _ask_engines(self, message: Query) -> None:
         if isinstance(message, AbortAll | PauseGeneration):
             self._end_unplaced(message)
+        if isinstance(message, PauseGeneration | ResumeGeneration):
+            self._pause = message if isinstance(message, PauseGeneration) else None
         reply = self._queries.ask(message, self._placement)
         if reply is not None:
             self._to_detokenization.send(reply)
@@ -238,6 +254,9 @@ class Dispatcher:
             self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
+        elif isinstance(message, WeightsReplaced):
+            reqs = [req for req in message.reqs if req.req_id in engine.requests]
+            self._to_detokenization.send(WeightsReplaced(message.version, reqs))
         elif isinstance(message, RemotePrefillRequest):
             if message.req_id in engine.requests:  # else it has ended or left the engine
                 self._jobs.start(engine.requests[message.req_id], engine, message)
@@ -316,11 +335,11 @@ class Dispatcher:
 
     def _handle_stats(self, engine: Engine, stats: RouterStats) -> None:
         engine.stats = stats
-        had_workers, engine.has_workers = engine.has_workers, stats.has_workers
+        had_workers, engine.has_workers = engine.has_workers, stats.has_workers and not stats.problem
         for req_id in stats.crash_suspects:
             if req_id in engine.requests:
                 engine.requests[req_id].runs_alone = True
-        if had_workers != stats.has_workers:
+        if had_workers != engine.has_workers:
             self._place_all()
             self._send_heartbeat()
 
@@ -424,5 +443,13 @@ class Dispatcher:
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
         self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
-        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
+        problems = (engine.stats.problem for engine in engines if engine.stats is not None)
+        problem = "" if serving else next(filter(None, problems), "")
+        stats = RouterStats(
+            min(ages, default=0.0), snapshot, bool(serving), is_sleeping=_sleeps(engines), problem=problem
+        )
         self._to_detokenization.send(stats)
+
+
+def _sleeps(engines: list[Engine]) -> bool:
+    return any(engine.stats is not None and engine.stats.is_sleeping for engine in engines)

@@ -126,6 +126,11 @@ class HttpConfig:
         "penalties, temperature, top_k and top_p; default: raw, but processed in SGLang's /generate",
         group=FlagGroup.RL,
     )
+    weights_dir: str | None = option(
+        None,
+        "trainers may have weights loaded from folders below this one (--enable_rl); default: from none",
+        group=FlagGroup.HTTP,
+    )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
     )

@@ -10,9 +10,16 @@ from msgspec import Meta
 from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "eagle3", "mtp", "auto")
+HEADS = ("eagle3", "mtp")  # methods that compute a layer of a model
 DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
+DEFAULT_HEAD_DRAFTS = 3
 DEFAULT_PAST_OUTPUTS = 100
+FIELD_OF = {
+    "prompt_lookup_max": ("ngram", "suffix"),
+    "prompt_lookup_min": ("ngram", "suffix"),
+    "model": ("eagle3",),
+}  # the methods that read a field
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 
 
@@ -26,6 +33,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
+    model: str | None = None  # the folder or the name of an EAGLE-3 head
+
+    @property
+    def has_head(self) -> bool:
+        """Drafts are computed by a layer of a model."""
+        return self.method in HEADS
+
+    @property
+    def text(self) -> str:
+        """The JSON of the flag."""
+        names, usual = ("method", "num_speculative_tokens"), SpeculativeConfig()
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields = {name: value for name, value in given.items() if name in names or value != getattr(usual, name)}
+        return msgspec.json.encode(fields).decode()
 
     @property
     def past_outputs(self) -> int:
@@ -40,8 +61,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     @property
     def summary(self) -> str:
         """For the banner."""
-        sizes = f"{self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
-        drafts = f"{self.method} of {sizes}, up to {self.num_speculative_tokens} drafts a step"
+        source = f" of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        if self.has_head:
+            source = "" if self.model is None else f" by {self.model}"
+        drafts = f"{self.method}{source}, up to {self.num_speculative_tokens} drafts a step"
         if not self.is_synthetic:
             return drafts
         return f"{drafts}; SYNTHETIC: {self.synthetic_acceptance_length:g} tokens a step, the texts are not real"
@@ -49,6 +72,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
     """Raises an OptionError that names what is wrong, and what may be there instead."""
+    if text == "auto":
+        return SpeculativeConfig("auto")
     try:
         fields = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -69,6 +94,7 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
             near = nearest(name, known)
             hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
             raise _error(f"there is no field {name!r}; {hint}")
+    _check_method(method, fields)
     _add_other_bound(fields)
     try:
         config = msgspec.convert(fields, SpeculativeConfig)
@@ -81,6 +107,19 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
         raise _error('suffix_decoding_max_cached_requests needs the method "suffix"')
     _check_synthetic(config)
     return config
+
+
+def _check_method(method: str, fields: dict[str, Any]) -> None:
+    """Check the fields that only one method reads."""
+    for name, owners in FIELD_OF.items():
+        if name in fields and method not in owners:
+            raise _error(f"{name} is a field of the method {owners[0]}, not of {method}; leave it out")
+    if method == "eagle3" and not fields.get("model"):
+        raise _error('the method eagle3 needs "model": the folder or the name of a head; add it')
+    if method in HEADS:
+        fields.setdefault("num_speculative_tokens", DEFAULT_HEAD_DRAFTS)
+    if method == "auto" and len(fields) > 1:
+        raise _error("the method auto has no other fields; name a method to set them")
 
 
 def _check_synthetic(config: SpeculativeConfig) -> None:

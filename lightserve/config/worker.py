@@ -256,7 +256,7 @@ class WorkerConfig:
     speculative_config: str | None = option(
         None,
         "draft the next tokens and compute several in one step, which never changes a text; JSON such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}; default: no drafts',
+        '{"method": "ngram", "num_speculative_tokens": 4}, or auto for what the checkpoint offers; default: no drafts',
         group=FlagGroup.COMPUTATION,
     )
 

@@ -27,6 +27,7 @@ from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.template.generation_prompts import GenerationPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ServerContext:
     batches: BatchStore | None = None  # None: without --batch_dir
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
     rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
+    generation_prompts: GenerationPrompts = field(default_factory=GenerationPrompts)  # used by chats
     images: ImageReader | None = None  # None: the server reads none
     keys: ApiKeys = field(init=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import itertools
 import random
 import time
@@ -22,11 +21,13 @@ from lightserve.errors import (
     UnavailableError,
     error_from_status,
 )
+from lightserve.httpserver.engine_state import EngineState as EngineState
 from lightserve.httpserver.grammar.memory import GrammarMemory
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.validation_errors import listed
 from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed
 from lightserve.httpserver.router_queries import RouterQueries
+from lightserve.httpserver.weight_versions import WeightVersions, record_versions
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
@@ -38,6 +39,7 @@ from lightserve.messages.output import (
     RouterStats,
     StrOut,
     ToHttpserver,
+    WeightsReplaced,
 )
 from lightserve.messages.params import FinishReason, GrammarSpec
 from lightserve.messages.request import (
@@ -55,17 +57,11 @@ from lightserve.messages.request import (
 from lightserve.messages.step import NO_TOKEN
 
 ABORTED = "the request was aborted"
+SLEEPING = "the server sleeps, and requests wait until POST /wake_up or /resume_memory_occupation"
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
 LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
 HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
 SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
-
-
-class EngineState(enum.Enum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    DEAD = "dead"
 
 
 class HttpServerManager:
@@ -110,6 +106,8 @@ class HttpServerManager:
             elif isinstance(message, RouterStats):
                 self.stats = message
                 self._has_stats.set()
+            elif isinstance(message, WeightsReplaced):
+                record_versions(message, self._running)
             elif isinstance(message, AbortByRequestId):
                 self._abort_own_requests(message.request_id, message.owner)
             else:
@@ -143,12 +141,13 @@ class HttpServerManager:
             return self._unavailable_reason
         if time.monotonic() - self._last_heartbeat_s > HEARTBEAT_TIMEOUT_S:
             return "the engine does not answer"
-        if self.stats is not None and not self.stats.has_workers:
-            return self.no_workers_reason
-        timeout_s = self.limits.step_timeout_s
-        if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
-            return f"a step has been running for {self.stats.step_age_s:.0f} s"
-        return None
+        stats, timeout_s = self.stats, self.limits.step_timeout_s
+        if stats is None:
+            return None
+        if stats.problem or not stats.has_workers:
+            return stats.problem or (SLEEPING if stats.is_sleeping else self.no_workers_reason)
+        is_slow = timeout_s and stats.step_age_s > SLOW_STEP_SHARE * timeout_s
+        return f"a step has been running for {stats.step_age_s:.0f} s" if is_slow else None
 
     async def latest_stats(self) -> RouterStats | None:
         """What the router sent last. A process that is ready waits for the first; None: the engine does not answer."""
@@ -303,6 +302,7 @@ class Generation:
         self.req_ids: list[int] = []
         self.parent_ids: list[int] = []  # the sequences before those of the last ``continue_with``
         self.sent_token_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
+        self.versions = WeightVersions()
         self._manager = manager
         self._unread: list[tuple[int, StrOut]] = []
         self._has_unread = asyncio.Event()
@@ -420,6 +420,7 @@ class Generation:
     def _count(self, index: int, out: StrOut) -> None:
         self.log.generated_tokens += 1
         if out.admission is not None:
+            self.versions.begin(index, out.admission.weight_version)
             self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
         if out.finish_reason is not None:
             self.log.record_finish(out.finish_reason)

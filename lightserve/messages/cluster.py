@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lightserve.messages.control import EngineInfo
-from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats
+from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats, WeightsReplaced
 from lightserve.messages.request import AbortReq, GenerateReq, GetTimelines, ReleaseParents, StartProfile, StopProfile
 from lightserve.messages.rl import RlQuery
 
@@ -100,6 +100,7 @@ class KvTransferTimeout(msgspec.Struct, frozen=True, tag=True):
 FromEngine = (
     BatchTokenIdOut
     | RouterStats
+    | WeightsReplaced
     | QueryReply
     | KvCacheEvents
     | EngineDraining

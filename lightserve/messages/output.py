@@ -25,6 +25,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     queue_s: float
     cached_tokens: int  # of the prompt, from the prefix cache
+    weight_version: str = ""  # of the weights; empty: they were never replaced
 
 
 class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +88,8 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     metrics: MetricsSnapshot
     has_workers: bool = True  # False while lost workers are being replaced
     crash_suspects: list[int] = []  # requests that were in flight when the workers were lost, right after that
+    is_sleeping: bool = False  # they were stopped: --enable_rl
+    problem: str = ""  # why no text can be generated until a trainer or an operator does something
 
 
 TimelineEventKind = Literal[
@@ -159,11 +162,25 @@ class AdapterReply(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterCard] = []
 
 
+class VersionedReq(msgspec.Struct, frozen=True, array_like=True):
+    """A request that was open when the weights were replaced."""
+
+    req_id: int
+    output_len: int  # tokens that were generated before
+
+
+class WeightsReplaced(msgspec.Struct, frozen=True, tag=True):
+    """An engine has other weights, or another name for them. All tokens of before come before this message."""
+
+    version: str
+    reqs: list[VersionedReq]
+
+
 QueryReply = (
     Timelines | ProfileReply | AdapterReply | RlReply
 )  # goes through the detokenizer to the HTTP process that asked
 
-ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
+ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | WeightsReplaced | QueryReply
 
 
 class RequestDrafts(msgspec.Struct, frozen=True, array_like=True):
@@ -204,4 +221,4 @@ class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     ended: list[EndedOut] = []
 
 
-ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply
+ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | WeightsReplaced | QueryReply

@@ -229,3 +229,5 @@ class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     use_cache: bool = True  # share prefixes with other requests
     lora: str = ""  # name of the adapter; "": the base model
     session: str = ""  # the client's name for a conversation: --cluster_policy session keeps it in one engine
+    # tokens at the end of a chat's prompt that its next turn may write in another way: states are kept before them
+    generation_prompt_len: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0

@@ -93,6 +93,8 @@ MODELS = {
     "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
     "lfm2_moe": "lightserve.models.lfm2_moe.model:Lfm2MoeTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
+    "llama4": "lightserve.models.llama4.model:Llama4TpPartModel",
+    "llama4_text": "lightserve.models.llama4.model:Llama4TpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
     "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",

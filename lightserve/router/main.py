@@ -13,7 +13,16 @@ from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.links.endpoint import EngineEndpoint
 from lightserve.messages.cluster import ToEngine
-from lightserve.messages.control import Drain, Drained, EngineInfo, HttpProcessLost, NewWorkers, Ready, WorkersLost
+from lightserve.messages.control import (
+    Drain,
+    Drained,
+    EngineInfo,
+    HttpProcessLost,
+    NewWorkers,
+    Ready,
+    WorkersLost,
+    WorkersStopped,
+)
 from lightserve.messages.media import ToEncoder
 from lightserve.messages.request import RouterInbox
 from lightserve.router.images.image_waits import ImageWaits, Send
@@ -65,14 +74,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
     workers = await connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
-    if engine.lora_slots:
-        manager.adapters.enable(config.worker, workers)
     if has_dispatcher:
         blocks = manager.report_cached_blocks(outbox.send)
         if server is not None:
             server.link.on_join = blocks.all_blocks
-    _pin_prefixes(manager, config, engine)
-    _enable_profiles(child_config, manager, workers)
+    _enable_features(child_config, manager, engine, workers)
+    manager.rl.sleep.connect(launcher.send)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
@@ -82,9 +89,22 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             tasks.create_task(server.run())
 
 
+def _enable_features(
+    child_config: ChildConfig, manager: RouterManager, engine: EngineInfo, workers: RpycModelClient
+) -> None:
+    """Those that flags turn on."""
+    config = child_config.config
+    if engine.lora_slots:
+        manager.adapters.enable(config.worker, workers)
+    if config.http.enable_rl:
+        manager.weights.enable(manager.rl, config.http.weights_dir, child_config.engine * config.worker.num_ranks)
+    _pin_prefixes(manager, config, engine)
+    _enable_profiles(child_config, manager, workers)
+
+
 def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
     tokens = engine.max_total_token_num
-    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
+    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
     return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 
@@ -147,12 +167,16 @@ async def _handle_launcher(
             draining.append(asyncio.create_task(_drain(server, launcher)))
         elif isinstance(message, HttpProcessLost):
             manager.abort_http_process(message)
+        elif isinstance(message, WorkersStopped):
+            manager.rl.sleep.on_workers_changed()
         elif isinstance(message, NewWorkers):
             try:
                 workers = await connect(message.generation)
+                await manager.weights.restore(workers)
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
                 _enable_profiles(child_config, manager, workers)
+                manager.rl.sleep.on_workers_changed()
             except (EOFError, OSError) as error:
                 logger.warning("cannot connect to the new workers of generation %d: %s", message.generation, error)
                 launcher.send(WorkersLost(message.generation, str(error), caused_by_request=False))

@@ -55,6 +55,8 @@ from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
 from lightserve.router.rl.control import RlControl
 from lightserve.router.rl.pause import PauseControl
+from lightserve.router.rl.sleep import SleepControl
+from lightserve.router.rl.weights import WeightsControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -87,8 +89,10 @@ class RouterManager:
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
+        self.weights = WeightsControl(scheduler, self.steps, self._output_processor, to_detokenization.send)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
-        self.rl = RlControl(PauseControl(scheduler, self.steps, self._output_processor), to_detokenization)
+        pause = PauseControl(scheduler, self.steps, self._output_processor)
+        self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -107,7 +111,8 @@ class RouterManager:
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
         self.steps.use_workers(model)
-        self.metrics.workers_restarted()
+        if not self.rl.sleep.is_asleep:
+            self.metrics.workers_restarted()
         self._compute_pinned()
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
@@ -250,8 +255,9 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
-        if self.rl.pause.refusal and not is_moved:
-            self._refuse(message, timeline, self.rl.pause.refusal, 503)
+        refusal = self.weights.served.problem or ("" if is_moved else self.rl.pause.refusal)
+        if refusal:
+            self._refuse(message, timeline, refusal, 503)
             return
         full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
@@ -362,10 +368,11 @@ class RouterManager:
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
             is_private=not uses_cache,
             shares_prefix=shares_prefix,
-            salt=lora + message.prefix_salt(uses_cache),
+            salt=self.weights.served.salt + lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             can_fork=message.is_group_open,
+            generation_prompt_len=scheduling.generation_prompt_len,
             boundaries=self._boundaries_of(message),
             images=tuple(message.images),
         )

@@ -78,6 +78,7 @@ class Req(ReqProgress):
     is_internal: bool = False  # the router's own: no client waits for it
     parent: int | None = None  # an ended request whose tokens it begins with: see fork_points.py
     can_fork: bool = False  # later requests may name it so
+    generation_prompt_len: int = 0  # see SchedulingParams
     boundaries: ChunkBoundaries = NO_BOUNDARIES  # of the chunks in which its prompt is computed
     images: tuple[ImageItem, ...] = ()  # in its prompt
 

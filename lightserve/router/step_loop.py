@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import Step, StepResult
@@ -19,6 +19,9 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 
@@ -74,6 +77,18 @@ class StepLoop:
                 self._wake.clear()
                 await self._wake.wait()
 
+    def call_workers(self, call: WorkerCall[Request, Reply], request: Request) -> asyncio.Future[Reply | None]:
+        """As WorkerCaller says: None if the workers are lost, as they are now if there are none."""
+        if self.has_workers and not self._model.is_lost:
+            return self._model.call(call, request)
+        lost: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        lost.set_result(None)
+        return lost
+
+    def restart_workers(self, reason: str) -> None:
+        """They cannot be used any more."""
+        self._on_workers_lost(reason)
+
     def hold(self, reason: str) -> None:
         """Send no more steps, until ``release`` with the same reason. Requests stay as they are."""
         self._holds.add(reason)
@@ -109,7 +124,19 @@ class StepLoop:
         self._model = model
         self._connect_sources()
         self.has_workers = True
+        self._output_processor.is_sleeping = False
         self.wake()
+
+    def suspend_workers(self) -> None:
+        """No step is in flight. The workers are about to be stopped: all KV is lost, and requests wait for new ones."""
+        self.has_workers = False
+        self._scheduler.recover_from_crash()
+        self._output_processor.is_sleeping = True
+        self._output_processor.send_heartbeat(0.0, has_workers=False)
+
+    def close_workers(self) -> None:
+        """They have stopped."""
+        self._model.close()
 
     def compile_grammar(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
         """Have the workers compile a grammar, so that the first step of its request does not wait.

@@ -27,11 +27,22 @@ MANY_DRAFTING = 32  # requests: more of them, each with all its drafts, take lon
 SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
 
 
+class HeadInput(NamedTuple):
+    """What a draft head reads of a step."""
+
+    step: ModelInput
+    states: Tensor  # [tokens, width]
+
+
+StatesOfModel = Callable[[HiddenStates, Tensor], Tensor]  # what a head reads, from the states before and after the norm
+
+
 class StepOut(NamedTuple):
     logits: Tensor  # [requests, tokens of this rank]: see TpPartBaseModel.gather_logits
     tokens: Tensor  # [requests] int64, sampled by temperature and masks alone
     columns: StepColumns  # of the input
     drafts: DraftRows | None = None  # of a step with drafts, whose rows are tokens and not requests
+    for_head: HeadInput | None = None  # if the model has a draft head
 
 
 ComputeDrafts = Callable[[Tensor, StepShape], StepOut]
@@ -41,6 +52,8 @@ class StepRunner:
     def __init__(self, model: TpPartBaseModel, batch: InferBatch, device: Device) -> None:
         self._model = model
         self._batch = batch
+        self.states_of_model: StatesOfModel | None = None  # for a draft head; None: there is none
+        self.for_head: HeadInput | None = None  # of the step whose logits were computed last
         self._ranges = device.profile(model.device).graphs if model.captures_graphs else None
         self._graphs: Graphs[StepShape, StepOut] | None = None
         self._num_drafts = 0  # of a request in a captured step, at most
@@ -117,7 +130,9 @@ class StepRunner:
     ) -> StepOut:
         if prompts is None and images is None and self._graphs is not None and shape in self._graphs:
             out = self.replay(inputs, shape)
-            return out if masks is None else self._sample(out.logits, out.columns, masks)
+            if masks is None:
+                return out
+            return self._sample(out.logits, out.columns, masks)._replace(for_head=out.for_head)
         return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts, images), masks)
 
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
@@ -151,7 +166,16 @@ class StepRunner:
         hidden = self._model.hidden_states(step)
         if prompts is not None:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
-        return self._model.local_logits(hidden)
+        if self.states_of_model is None:
+            return self._model.local_logits(hidden)
+        return self._logits_and_states(step, hidden, self.states_of_model)
+
+    def _logits_and_states(self, step: ModelInput, hidden: HiddenStates, states_of_model: StatesOfModel) -> Tensor:
+        """Every token passes the last norm, not only those with logits."""
+        rows = hidden.infer_state.logit_rows()
+        final = self._model.final_states(hidden)
+        self.for_head = HeadInput(step, states_of_model(hidden, final))
+        return self._model.logits_of(final if rows is None else final[rows])
 
     def run_empty(self, group_tokens: tuple[int, ...]) -> None:
         """Compute the experts of this rank in a step in which only other attention groups have tokens."""
@@ -222,7 +246,7 @@ class StepRunner:
         reqs = columns.reqs
         sampled = self.sample(logits, (reqs["temperature"], reqs["seed"], reqs["seq_len"]), masks)
         self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
-        return StepOut(logits, sampled, columns)
+        return StepOut(logits, sampled, columns, for_head=self.for_head)
 
     def sample(self, logits: Tensor, rows: SampledAt, masks: StepMasks | None) -> Tensor:
         """A token of each row of logits, by temperature and masks alone."""

@@ -225,3 +225,43 @@ def text_of(server: ServerProcess, path: str) -> tuple[int, str]:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ("--null_worker", "--enable_rl", "--admin_key", KEY)
+    with running_server(tmp_path_factory.mktemp("chat") / "log", *flags) as server:
+        yield server
+
+
+def chat(server: ServerProcess, template: Any, key: str = KEY) -> tuple[int, Any]:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "chat_template": template, "max_tokens": 1}
+    return server.post("/v1/chat/completions", body | {"return_token_ids": True}, Authorization=f"Bearer {key}")
+
+
+def test_a_trainer_brings_its_chat_template(chat_server: ServerProcess) -> None:
+    status, response = chat(chat_server, TEMPLATE)
+
+    _, expected = chat_server.post("/tokenize", {"prompt": "<user>Hello", "add_special_tokens": False})
+    assert status == 200
+    assert response["prompt_token_ids"] == expected["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("template", "key", "refusal"),
+    [
+        (TEMPLATE, "another", (403, "admin key")),
+        ("{% for", KEY, (400, "not valid Jinja")),
+        ("{% for a in range(10**9) %}x{% endfor %}", KEY, (400, "chat template")),
+        (3, KEY, (400, "must be a text")),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused(
+    chat_server: ServerProcess, template: Any, key: str, refusal: tuple[int, str]
+) -> None:
+    status, response = chat(chat_server, template, key)
+
+    assert (status, refusal[1] in response["error"]["message"]) == (refusal[0], True), response

@@ -84,6 +84,8 @@ FAMILIES = {
     "lfm2": "LFM 2, 2.5",
     "lfm2_moe": "LFM 2 8B-A1B",
     "llama": "Llama 1 to 3, SmolLM 2",
+    "llama4": "Llama 4 Scout, Maverick, text only",
+    "llama4_text": "language model of Llama 4",
     "mellum": "Mellum 2",
     "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
@@ -176,6 +178,10 @@ NOTES = """\
   `--data_type` beside the latents: 128 numbers beside 576. `--max_req_total_len 2048` serves these
   models as dense ones, without those keys. A layer that shares the choice of the layer before it
   (`indexer_types`, `index_topk_freq`) cannot begin a stage of `--pp`.
+- `llama4`: images are refused, and their tensors are not loaded. Layers with positions attend to
+  chunks of 8,192 tokens: the KV cache keeps those of one chunk, as it does for windows. Set
+  `--max_req_total_len`: Scout's files allow 10 million tokens. Files in which each token has several
+  experts are refused.
 - `gemma4`: images, audio and video are refused, and their tensors are not loaded. Layers that share
   the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
   layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the

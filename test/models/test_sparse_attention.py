@@ -13,15 +13,14 @@ from lightserve.common.basemodel import LogitRows, Parallel, RankGroup, TpPartBa
 from lightserve.errors import ModelFilesError
 from lightserve.models.deepseek_v32 import infer_state
 from lightserve.models.registry import get_model_class
-from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
+from test.models.architectures.case import MAX_LEN, Tiny, build
 from test.models.architectures.cases import CASES
 from test.models.session import Session
-from test.models.test_latent_models import GREEDY, ON_GPU, PROMPTS, make
+from test.models.test_latent_models import GREEDY, ON_GPU, PROMPTS, generated, make
 from test.models.tiny import build_model, model_args
 from test.small_text import small_backend
 
 TOP_K = 40  # of the cases
-NEW_TOKENS = 12  # of GREEDY
 
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
@@ -42,19 +41,11 @@ def folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def recomputed(hf: Any, ids: list[int]) -> list[int]:
-    """Without the cache of transformers: two tokens of nearly equal scores change places in its sums."""
-    tokens = list(ids)
-    for _ in range(NEW_TOKENS):
-        tokens.append(int(hf_logits(hf, tokens)[-1].argmax()))
-    return tokens[len(ids) :]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
     folder: str, tiny: Tiny, device: str
 ) -> None:
-    expected = [recomputed(tiny.hf, ids) for ids in PROMPTS]
+    expected = [generated(tiny.hf, ids) for ids in PROMPTS]
     whole, in_chunks = make(folder, device), make(folder, device, batch_max_tokens=16)
 
     alone = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]

@@ -25,6 +25,7 @@ class KvGroup:
     dtype: torch.dtype
     scale_dtype: torch.dtype | None = None  # of one scale per token and head, keys and values apart; None: no scales
     window: int | None = None  # tokens that a query attends to, itself included; None: all before it
+    extra_slots: int = 0  # behind those of the pool and of padding: of tokens that are drafted, until they are computed
     is_index: bool = False  # keys by which the layers choose tokens; their keys and values are in another group
 
     def __post_init__(self) -> None:

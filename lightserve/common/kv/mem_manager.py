@@ -70,9 +70,9 @@ class MemoryManager:
         return by_layer | {layer: by_layer[source] for layer, source in readers if source in by_layer}
 
     def _slots(self, group: KvGroup) -> int:
-        """With the slot of padding."""
+        """With the slot of padding, and those behind it."""
         pool = self.pool_of(group.layers[0])
-        return (self.size if pool is None else self.group_sizes[pool]) + 1
+        return (self.size if pool is None else self.group_sizes[pool]) + 1 + group.extra_slots
 
     def _by_layer(self, buffers: dict[int, Tensor], *, is_index: bool = False) -> dict[int, Tensor]:
         by_layer: dict[int, Tensor] = {}

@@ -53,6 +53,7 @@ class BatchExecutor:
         self._turns: deque[str] = deque()  # ids, so that batches get lines in turn
         self._running: dict[asyncio.Task[LineResponse], RunningLine] = {}  # the oldest first
         self._unsaved: list[tuple[OpenBatch, NumberedLine, Entry]] = []
+        self._problem = ""  # why batches wait
         self._looked_s = self._cleaned_s = 0.0
 
     async def run(self) -> None:
@@ -70,8 +71,11 @@ class BatchExecutor:
         """A store that cannot be written stops batches, and nothing else."""
         try:
             await self._turn()
+            self._problem = ""
         except (UnavailableError, OSError) as error:
-            logger.error("batches wait: %s", error)
+            if str(error) != self._problem:  # it may last for hours
+                logger.error("batches wait: %s", error)
+            self._problem = str(error)
             await asyncio.sleep(RETRY_S)
 
     async def _turn(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
 from starlette.requests import Request
 
 from lightserve.httpserver.chat.images import with_images
 from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_tools, output_formats, output_plan
-from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt
+from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt, generation_prompt_len
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
@@ -50,10 +51,17 @@ async def prepare_chat(
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
     prompt_requests = [with_images(context, body, prompt_request) for prompt_request in prompt_requests]
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
+    if num_tokens := generation_prompt_len(context, body, prompt):
+        prompt_requests = [_with_generation_prompt(prompt_request, num_tokens) for prompt_request in prompt_requests]
     log.image_tokens = sum(image.tokens for image in prompt_requests[0].images)
     predicted = await _prediction_ids(context, body)
     prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
     return PreparedChat(prompt_requests, output, log)
+
+
+def _with_generation_prompt(prompt_request: PromptRequest, num_tokens: int) -> PromptRequest:
+    scheduling = structs.replace(prompt_request.scheduling, generation_prompt_len=num_tokens)
+    return replace(prompt_request, scheduling=scheduling)
 
 
 async def _prediction_ids(context: ServerContext, body: ChatBody) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from lightserve.httpserver.chat.system_messages import arrange_system_messages
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.http.body import check_json_size
+from lightserve.messages.control import StateKv
 from lightserve.model_files.template.budget import IN_THREAD, ON_EVENT_LOOP, RenderLimits
 from lightserve.model_files.template.chat_template import RESERVED_NAMES, ChatTemplate
 
@@ -50,6 +51,18 @@ async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list
         raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
     ids = await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
     return text, with_placeholders(context, body, ids)
+
+
+def generation_prompt_len(context: ServerContext, body: ChatBody, prompt: str) -> int:
+    """Tokens at the end of a prompt that the next turn of the chat may write in another way.
+
+    Only models with recurrent layers use it.
+    """
+    has_states = any(isinstance(group, StateKv) for group in context.manager.limits.kv_groups)
+    if not has_states or body.continue_final_message or body.truncate_prompt_tokens is not None:
+        return 0
+    variables, template = _variables(context, body), _template(context, body)
+    return context.generation_prompts.num_tokens(context.tokenizer, template, variables, prompt)
 
 
 async def _rendered(context: ServerContext, body: ChatBody) -> str:
@@ -172,7 +185,9 @@ def _apply(
 
 
 def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
-    template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
+    template = body.own_template
+    if template is None:
+        template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
     if body.documents and "documents" not in template.variables:
         raise InvalidRequestError("documents: the model's chat template takes no documents", "documents")
     return template

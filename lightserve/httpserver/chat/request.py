@@ -36,6 +36,7 @@ from lightserve.httpserver.fields.generation import GenerationBody, LimitedLogpr
 from lightserve.httpserver.http.body import Body
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.params import ThinkingLimit
+from lightserve.model_files.template.chat_template import ChatTemplate
 from lightserve.text.parsing.tool_grammar import Thinking
 
 MAX_DOCUMENTS = 1024
@@ -289,7 +290,16 @@ class ChatBody(GenerationBody, TemplateFields):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None  # with --speculative_config, drafts come from it too
+    _own_template: ChatTemplate | None = PrivateAttr(None)
     _read_images: list[ReadImage] = PrivateAttr(default_factory=list)
+
+    @property
+    def own_template(self) -> ChatTemplate | None:
+        """A trainer's, in place of the model's: see own_template.py."""
+        return self._own_template
+
+    def use_template(self, template: ChatTemplate) -> None:
+        self._own_template = template
 
     @property
     def read_images(self) -> list[ReadImage]:

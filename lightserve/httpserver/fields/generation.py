@@ -139,6 +139,7 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     truncation_side: Literal["left", "right"] | None = None  # right: keep the first ones, not the last ones
     prompt_logprobs: LimitedLogprobs | None = None
     return_token_ids: bool | None = None  # of prompt and output
+    return_weight_versions: bool | None = None  # with which weights the tokens were generated: --enable_rl
     return_tokens_as_token_ids: bool | None = None  # logprobs name a token "token_id:N"
     speculative: bool | None = None  # false: no drafts of the next tokens; the text is the same
     use_beam_search: bool | None = None  # num_beams > 1 sets it too

@@ -53,6 +53,10 @@ class ApiKeys:
         """Whether the path needs an admin key, where there are any."""
         return is_admin_path(path) or path in self.more_admin_paths
 
+    def administers(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request may do what needs an admin key: it has one, or there are none."""
+        return not self.of_admins or key_digests(headers) in self.of_admins
+
     def sees_all(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request may see and abort those of all clients: with an admin key, or if clients have no keys."""
         return not self.of_clients or key_digests(headers) in self.of_admins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -30,6 +31,7 @@ from lightserve.httpserver.http.sse import (
     until_disconnect,
 )
 from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter
+from lightserve.httpserver.weight_versions import WeightVersions
 from lightserve.messages.output import StrOut
 from lightserve.text.logprobs import finite_logprob
 
@@ -71,7 +73,7 @@ def add_generate(router: APIRouter, context: ServerContext) -> None:
         log.prompt_tokens = len(parsed.prompt_request.prompt_ids)
         generation = context.manager.generate([parsed.prompt_request], log, parsed.n)
         generation.returns_aborted = True
-        writer = TokensWriter(parsed, log)
+        writer = TokensWriter(parsed, log, generation.versions)
         if body.stream:
             return await EventStream.open(request, GenerationEvents(generation, writer, log.request_id))
         choices = await until_disconnect(request, generation.collect())
@@ -100,7 +102,9 @@ async def _parse(context: ServerContext, body: TokensBody) -> TokensRequest:
 
 
 class TokensWriter(EventWriter):
-    def __init__(self, parsed: TokensRequest, log: AccessLog) -> None:
+    def __init__(self, parsed: TokensRequest, log: AccessLog, versions: WeightVersions) -> None:
+        self._versions = versions
+        self._num_tokens: Counter[int] = Counter()  # of each choice
         self._parsed = parsed
         self._log = log
         self._id = {"request_id": ID_PREFIX + log.request_id}
@@ -110,7 +114,9 @@ class TokensWriter(EventWriter):
         by_choice: dict[int, list[StrOut]] = {}
         for index, out in outs:
             by_choice.setdefault(index, []).append(out)
-        chunks = [self._id | {"choices": [self._choice(index, some)]} for index, some in by_choice.items()]
+        chunks = [
+            self._id | {"choices": [self._choice(index, choice_outs)]} for index, choice_outs in by_choice.items()
+        ]
         return b"".join(b"data: %b\n\n" % orjson.dumps(chunk) for chunk in chunks)
 
     def end(self) -> bytes:
@@ -134,6 +140,7 @@ class TokensWriter(EventWriter):
     def _choice(self, index: int, outs: list[StrOut]) -> JsonObject:
         tokens = [out for out in outs if out.has_token]
         end = outs[-1]
+        self._num_tokens[index] += len(tokens)
         choice: JsonObject = {
             "index": index,
             "token_ids": [out.token.id for out in tokens],
@@ -141,6 +148,8 @@ class TokensWriter(EventWriter):
             "stop_reason": end.stop_reason,
             "logprobs": None if self._parsed.logprobs is None else {"content": [_entry(out) for out in tokens]},
         }
+        if end.finish_reason is not None:
+            choice["weight_versions"] = self._versions.json(index, self._num_tokens[index])
         if self._parsed.body.output_mode == "text":
             choice["text"] = "".join(out.text for out in outs)
         return choice
@@ -154,7 +163,7 @@ class TokensWriter(EventWriter):
 def _entry(out: StrOut) -> JsonObject:
     """A rank is known only among the alternatives that were asked for."""
     top = list(_ranked(out.token.top_logprobs or ()))
-    rank = next((one["rank"] for one in top if one["token_id"] == out.token.id), None)
+    rank = next((entry["rank"] for entry in top if entry["token_id"] == out.token.id), None)
     logprob = finite_logprob(out.token.logprob)
     return {"token_id": out.token.id, "logprob": logprob, "rank": rank, "top_logprobs": top}
 

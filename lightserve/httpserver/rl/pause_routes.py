@@ -26,6 +26,7 @@ from lightserve.messages.rl import (
 
 PAUSE_TIMEOUT_S = 3600.0  # mode wait: the longest request has to finish
 MAX_ABORTED = 1000
+IN_USE: dict[int | str, dict[str, Any]] = {400: {"content": {"text/plain": {}}, "description": "requests are open"}}
 
 
 class PauseBody(Body):
@@ -114,8 +115,8 @@ def _add_cache(router: APIRouter, context: ServerContext) -> None:
             return PlainTextResponse(f"{error}\n", 400)
         return PlainTextResponse("Cache flushed.\n")
 
-    router.get("/flush_cache")(flush_cache)
-    router.post("/flush_cache")(flush_cache)
+    for add in (router.get, router.post):
+        add("/flush_cache", response_class=PlainTextResponse, responses=IN_USE)(flush_cache)
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(

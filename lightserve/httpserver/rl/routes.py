@@ -11,6 +11,8 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.rl.generate_routes import add_generate
 from lightserve.httpserver.rl.info import add_info
 from lightserve.httpserver.rl.pause_routes import add_pause
+from lightserve.httpserver.rl.sleep_routes import add_sleep
+from lightserve.httpserver.rl.weights import add_weights
 
 
 def admin_routes(context: ServerContext) -> APIRouter:
@@ -18,7 +20,9 @@ def admin_routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["reinforcement learning"])
     if context.config.enable_rl:
         add_info(router, context)
+        add_weights(router, context)
         add_pause(router, context)
+        add_sleep(router, context)
     return router
 
 

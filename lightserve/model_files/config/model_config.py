@@ -108,7 +108,7 @@ class RopeConfig:
         return config
 
     def _check(self) -> None:
-        if self.theta <= 1 or self.partial_rotary_factor > 1 or self.high_freq_factor <= self.low_freq_factor:
+        if self.theta <= 1 or self.partial_rotary_factor > 1 or self.high_freq_factor < self.low_freq_factor:
             raise ModelFilesError(
                 f"config.json: rope_theta {self.theta}, partial_rotary_factor {self.partial_rotary_factor}, "
                 f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} are "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightserve.model_files.config import derived as config_derived, derived_recurrent
+from lightserve.model_files.config import derived as config_derived, derived_recurrent, model_defaults
 from lightserve.model_files.config.layer_shapes import layer_lists, nemotron_nas_fields
 from lightserve.model_files.config.text_part import with_text_config
 
@@ -177,37 +177,6 @@ _QWEN3_HYBRID = ConfigNames(
     },
     derived=config_derived.recurrent_except_every(4),
 )
-_DEEPSEEK_V32 = {
-    "rms_norm_eps": 1e-6,
-    "head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-}
-_GLM_DSA = {
-    **_DEEPSEEK_V32,
-    "rms_norm_eps": 1e-5,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "q_lora_rank": 2048,
-    "index_n_heads": 32,
-    "indexer_rope_interleave": True,
-    "n_group": 1,
-    "topk_group": 1,
-}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
 _NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
@@ -244,7 +213,9 @@ MODELS = {
         derived=config_derived.windows_except_every(4),
     ),
     "cwm": ConfigNames(defaults=_CWM, derived=config_derived.cwm),
-    "deepseek_v32": ConfigNames({"qk_rope_head_dim": "head_dim"}, _DEEPSEEK_V32, config_derived.indexed_layers),
+    "deepseek_v32": ConfigNames(
+        {"qk_rope_head_dim": "head_dim"}, model_defaults.DEEPSEEK_V32, config_derived.indexed_layers
+    ),
     "dots1": ConfigNames(
         defaults={"use_sliding_window": True, "max_window_layers": 62},
         derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
@@ -277,7 +248,7 @@ MODELS = {
     "glm4": ConfigNames(defaults=_GLM),
     # heads of any number: hidden_size need not divide among them
     "glm4_moe_lite": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"first_k_dense_replace": 1}),
-    "glm_moe_dsa": ConfigNames({"qk_rope_head_dim": "head_dim"}, _GLM_DSA, config_derived.indexed_layers),
+    "glm_moe_dsa": ConfigNames({"qk_rope_head_dim": "head_dim"}, model_defaults.GLM_DSA, config_derived.indexed_layers),
     "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
     "gpt_bigcode": ConfigNames(
         defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1024},
@@ -361,6 +332,7 @@ MODELS = {
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm
     ),
+    "llama4_text": ConfigNames(defaults=model_defaults.LLAMA4, derived=config_derived.llama4),
     "minicpm3": ConfigNames({"qk_rope_head_dim": "head_dim"}, _MINICPM3, config_derived.minicpm3),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),

@@ -33,8 +33,13 @@ class PrefixLoad(NamedTuple):
 
 
 class KvPool:
-    def __init__(self, size: int, groups: Sequence[KvGroupPool] = ()) -> None:
-        """``groups``: pools of layers beside this one, by the number of their KV group."""
+    def __init__(self, size: int, groups: Sequence[KvGroupPool] = (), lookahead: int = 0) -> None:
+        """``groups``: pools of layers beside this one, by the number of their KV group.
+
+        ``lookahead``: the KV of a token depends on so many tokens after it, as that of a draft head does. The last
+        tokens of a cached prefix are then computed again by a request that continues it in another way.
+        """
+        self._lookahead = lookahead
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self._listeners: list[PoolListener] = []
@@ -166,8 +171,9 @@ class KvPool:
         if not req.shares_prefix:
             return
         ids, matched_len = cacheable(req), 0
-        if self.groups:
+        if self.groups or self._lookahead:
             cached = self._cache.find_slots(ids, req.salt)
+            cached = cached[: max(len(cached) - self._lookahead, 0)]
             ids, matched_len = ids[: self._usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
         if req.images and (usable := req.usable_len(len(slots))) < len(slots):
@@ -216,7 +222,26 @@ class KvPool:
             self.num_cached_chunks += 1
             for listener in self._listeners:
                 listener.on_cached(req, req.slots, begin, end)
+        elif self.groups:
+            self._cache_instead(req, end)
         self._cache_groups(req, req.prompt_ids[:end], begin)
+
+    def _cache_instead(self, req: Req, end: int) -> None:
+        """Cache tokens of a prompt whose first ones it computed again, because a group could not continue behind them.
+
+        The cache has their KV in other slots, which are freed. If another request uses these, nothing changes.
+        """
+        ids, begin = req.prompt_ids[:end], req.shared_len
+        replaced = self._cache.replace(ids, begin, req.slots[:end], req.salt)
+        if replaced is None or req.node is None:
+            return
+        node, old_slots = replaced
+        self._cache.lock(node)
+        self._cache.unlock(req.node)
+        req.node, req.shared_len = node, end
+        self.num_cached_chunks += 1
+        self._free(old_slots)
+        self._notify_inserted(req, ids, begin)
 
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""

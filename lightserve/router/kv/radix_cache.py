@@ -201,6 +201,24 @@ class RadixCache:
             node = self._append(node, ids[cached_len:], slots[cached_len:], own_locks=0)
         return node, duplicates
 
+    def replace(self, ids: Ids, begin: int, slots: Slots, salt: str = "") -> tuple[RadixNode, Slots] | None:
+        """Like ``insert``, but tokens from ``begin`` on, where a node ends, are cached in the given slots from now on.
+
+        Returns the node at the end, and the slots that they had, which the caller has to free. None: a prefix with
+        them is locked, and nothing changes.
+        """
+        _check_lengths(ids, slots)
+        path, _ = self._find(ids, salt)
+        if any(node.refs and node.end > begin for node in path):
+            return None
+        node, cached = self.match(ids, salt)
+        for prefix_node in node.path():
+            if prefix_node.end > begin:
+                prefix_node.slots[:] = slots[prefix_node.end - len(prefix_node.ids) : prefix_node.end]
+        if len(cached) < len(ids):
+            node = self._append(node, ids[len(cached) :], slots[len(cached) :], own_locks=0)
+        return node, cached[begin:]
+
     def evict(self, count: int) -> Slots:
         """Drop the ``count`` least recently used tokens, or all unreferenced ones. Returns their slots to the caller.
 

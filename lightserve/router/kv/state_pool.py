@@ -4,7 +4,8 @@ A step reads the state of a request from one row and writes it to another one or
 may stay with the prefix that ends there: then the next step writes to a new row. So nothing is copied, and a cached
 prefix can be continued only where a state was kept. That is
 
-- before the last token of a prompt, so that the same prompt finds it, and choices and forks begin there;
+- before the last token of a prompt, so that the same prompt finds it, and choices and forks begin there. In a chat it
+  is before the tokens that begin the answer: the next turn may begin it in another way, without its reasoning;
 - where the prefix of a request ended without a state: others that share this much are likely to come;
 - every ``INTERVAL`` tokens of a long prompt;
 - where a request ends or is preempted.
@@ -99,8 +100,10 @@ class StatePool(KvGroupPool):
         if self.figures.block > 1:
             req.boundaries = in_blocks(len(req.prompt_ids), req.total_len, self.figures.block)
         begin, last = len(tokens), len(req.prompt_ids) - 1
+        before_answer = len(req.prompt_ids) - max(req.generation_prompt_len, 1)
         ends = [end for end in range(INTERVAL, last, INTERVAL) if end > begin]
-        ends += [end for end in map(self._rounded, (min(matched_len, last), last)) if end - begin >= MIN_TOKENS]
+        places = min(matched_len, last), before_answer
+        ends += [end for end in map(self._rounded, places) if end - begin >= MIN_TOKENS]
         self._end_chunks_at(req, state, ends)
 
     def _rounded(self, length: int) -> int:

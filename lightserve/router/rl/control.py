@@ -20,8 +20,11 @@ from lightserve.messages.rl import (
     RlQuery,
     RlReply,
     RlState,
+    Sleep,
+    WakeUp,
 )
 from lightserve.router.rl.pause import PauseControl
+from lightserve.router.rl.sleep import SleepControl
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -30,8 +33,9 @@ Q = TypeVar("Q", bound=RlQuery)
 
 
 class RlControl:
-    def __init__(self, pause: PauseControl, replies: Sender[ToDetokenization]) -> None:
+    def __init__(self, pause: PauseControl, sleep: SleepControl, replies: Sender[ToDetokenization]) -> None:
         self.pause = pause
+        self.sleep = sleep
         self._replies = replies
         self._handlers: dict[type[Any], Callable[[Any], Awaitable[RlReply]]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -40,10 +44,12 @@ class RlControl:
         self.handle(ResumeGeneration, pause.resume)
         self.handle(FlushCache, pause.flush)
         self.handle(AbortAll, pause.abort_all)
+        self.handle(Sleep, sleep.sleep)
+        self.handle(WakeUp, sleep.wake)
 
     @property
     def state(self) -> RlState:
-        return RlState(is_paused=self.pause.is_paused)
+        return RlState(self.pause.is_paused, self.sleep.is_sleeping)
 
     def handle(self, query_type: type[Q], handler: Callable[[Q], Awaitable[RlReply]]) -> None:
         """From now on, ``handler`` answers these queries. The id of its reply does not matter."""

@@ -51,10 +51,13 @@ class PauseControl:
         return RlReply(0, count=self.num_open)
 
     async def resume(self, message: ResumeGeneration) -> RlReply:
-        self._pause, self.refusal = None, ""
-        self._steps.release(_PAUSE)
+        self.clear()
         logger.info("generation goes on: %d requests", self.num_open)
         return RlReply(0, count=self.num_open)
+
+    def clear(self) -> None:
+        self._pause, self.refusal = None, ""
+        self._steps.release(_PAUSE)
 
     async def flush(self, message: FlushCache) -> RlReply:
         """Requests that are paused compute their tokens again."""

@@ -28,6 +28,8 @@ from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, accept, verify
 from lightserve.worker.speculation.draft_input import DraftRows, DraftTensors, VerifiedCounts, packed_size, ready_len
+from lightserve.worker.speculation.heads.head import DraftHead
+from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.token_table import TokenTable
@@ -42,8 +44,9 @@ class DraftRunner:
         runner: StepRunner,
         config: SpeculativeConfig | None = None,
         may_leave_out: bool = False,
+        head: DraftHead | None = None,
     ) -> None:
-        """``config`` None: there are no drafts.
+        """``config`` None: there are no drafts. ``head``: that computes them, if its method has one.
 
         ``may_leave_out``: a step need not compute drafts without a proposal, because kernels end before Python goes on.
         """
@@ -57,10 +60,14 @@ class DraftRunner:
         self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
-        if config is not None:
+        self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
+        if self._head is not None:
+            self.proposer = self._head
+        elif config is not None:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = ngram = NgramProposer(config, self._table)
             self._ngram = ngram if may_leave_out and not config.is_synthetic else None
+        if config is not None:
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
             most = runner.capture_drafts(self.num_drafts, self._compute_captured)
@@ -68,6 +75,8 @@ class DraftRunner:
 
     def add(self, req: InferReq) -> None:
         """A request that enters the batch."""
+        if self._head is not None:
+            self._head.add(req)
         if self._table is not None:
             self._table.add(req)
 
@@ -103,6 +112,20 @@ class DraftRunner:
         if self._table is not None:
             reqs, count = columns.reqs, len(tokens)
             self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
+
+    @torch.inference_mode()
+    def draft_next(self, packed: PackedStep, out: StepOut, rows: RowsOfStep | None = None) -> None:
+        """Let a head draft the tokens of the next step. The tokens of this one are sampled and verified.
+
+        ``rows`` None: the step has no drafts.
+        """
+        if self._head is not None:
+            self._head.draft(out, rows, self._head.known_after(packed))
+
+    def draft_after(self, packed: PackedStep, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
+        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got."""
+        if self._head is not None:
+            self.draft_next(packed, out, RowsOfStep.of(out, tokens, counts))
 
     @torch.inference_mode()
     def propose(self, packed: PackedStep) -> Tensor:
@@ -224,7 +247,7 @@ class DraftRunner:
         tokens = self._runner.sample(logits, sampled_at, None)
         drafts_after = torch.cat((draft_ids[1:], draft_ids.new_full((1,), NO_DRAFT)))[rows]
         drafts = DraftRows(sampled_at, step.input_ids[rows], drafts_after, tensors, max_drafts)
-        return StepOut(logits, tokens, columns, drafts)
+        return StepOut(logits, tokens, columns, drafts, self._runner.for_head)
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
         """The input as the host would have made it, had it known the lengths."""

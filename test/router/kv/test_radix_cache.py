@@ -133,6 +133,31 @@ def test_insert_gives_back_what_it_had_already() -> None:
     assert match(cache, [1, 2, 3, 4])[1] == [10, 11, 12, 23]
 
 
+def test_replace_gives_back_the_slots_that_tokens_had_and_appends_the_others() -> None:
+    cache = RadixCache()
+    insert(cache, [1, 2, 3, 4, 5], [10, 11, 12, 13, 14])
+    locked(cache, [1, 2])
+
+    replaced = cache.replace(run_of([1, 2, 3, 4, 6]), 2, run_of([10, 11, 22, 23, 24]))
+
+    assert replaced is not None
+    assert (replaced[0].end, replaced[1].tolist()) == (5, [12, 13])
+    assert match(cache, [1, 2, 3, 4, 6])[1] == [10, 11, 22, 23, 24]
+    assert match(cache, [1, 2, 3, 4, 5])[1] == [10, 11, 22, 23, 14]
+    assert tokens(cache) == (6, 2, 4)
+
+
+def test_replace_changes_nothing_that_another_one_holds() -> None:
+    cache = RadixCache()
+    insert(cache, [1, 2, 3, 4, 5], [10, 11, 12, 13, 14])
+    locked(cache, [1, 2, 3, 4])
+
+    assert cache.replace(run_of([1, 2, 3, 6]), 2, run_of([10, 11, 22, 23])) is None
+
+    assert match(cache, [1, 2, 3, 4, 5])[1] == [10, 11, 12, 13, 14]
+    assert tokens(cache) == (5, 4, 1)
+
+
 def test_insert_does_not_give_back_its_own_slots() -> None:
     cache = RadixCache()
     insert(cache, [1, 2], [10, 11])

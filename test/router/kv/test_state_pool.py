@@ -50,6 +50,23 @@ def test_the_second_request_with_a_prefix_keeps_the_state_that_the_third_continu
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_each_turn_of_a_chat_continues_the_prompt_before_however_its_answer_began(depth: int) -> None:
+    """Two of the four tokens that began it are repeated: they are in the cache, but the state is before them."""
+    server = server_of(state_rows=20, depth=depth)
+    history, cached_lens = prompt(100), []
+    for turn in range(1, 5):
+        ids = [*history, 7, 8, 9, 10]
+        req = make_req(turn, ids, 30)
+        req.generation_prompt_len = 4
+        server.run([req])
+        assert req.output_ids == truth(ids, req.seed, 30)
+        cached_lens.append(req.cached_len)
+        history += [7, 8, *prompt(60, 2000 * turn)]
+
+    assert cached_lens == [0, 100, 162, 224]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_requests_that_come_at_once_compute_what_they_have_in_common_once(depth: int) -> None:
     server = server_of(state_rows=40, depth=depth)
     system = prompt(150)

@@ -108,7 +108,7 @@ class MoeFfnWeight(FfnWeight):
             raise ModelFilesError(f"{spec.config.model_type}: experts with a norm before down are not supported")
         self._tp = context.tp
         self._route = _route_spec(moe)
-        self._is_router_float32 = moe.is_router_float32
+        self._is_router_float32, self._scales_input = moe.is_router_float32, moe.scales_input
         router = Block(f"{at}.{names.router}", moe.num_experts)
         self.router = ReplicatedWeight([router], hidden, context, bias=moe.router_bias, is_router=True)
         score_bias = f"{at}.{names.score_bias}"
@@ -134,6 +134,8 @@ class MoeFfnWeight(FfnWeight):
         logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
         bias = None if self.score_bias is None else self.score_bias.tensor
         ids, weights = ops.route(logits, self._route, bias, is_padding)
+        if self._scales_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         if self.latent is None:
             return self.experts.partial_forward(x, ids, weights)
         computed = self.experts.partial_forward(self.latent.in_proj.mm(x), ids, weights)

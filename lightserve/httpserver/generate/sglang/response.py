@@ -16,6 +16,7 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject, json_response, validate
 from lightserve.httpserver.http.errors import error_object
 from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, Outs, until_disconnect
+from lightserve.httpserver.weight_versions import WeightVersions
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import PromptLogprobs
@@ -38,7 +39,7 @@ async def sglang_response(
     log.prompt_tokens = prompt_lengths(parsed.prompt_requests)
     generation = context.manager.generate(parsed.prompt_requests, log, parsed.n)
     generation.returns_aborted = True
-    writer = SglangWriter(parsed, log, context.optional_tokenizer, body.rid or log.request_id)
+    writer = SglangWriter(parsed, log, context.optional_tokenizer, body.rid or log.request_id, generation.versions)
     if bool(body.stream) if streams is None else streams:
         return await EventStream.open(request, GenerationEvents(generation, writer, log.request_id))
     choices = await until_disconnect(request, generation.collect())
@@ -71,7 +72,15 @@ class Sequence:
 
 
 class SglangWriter(EventWriter):
-    def __init__(self, parsed: SglangRequest, log: AccessLog, tokenizer: Tokenizer | None, request_id: str) -> None:
+    def __init__(
+        self,
+        parsed: SglangRequest,
+        log: AccessLog,
+        tokenizer: Tokenizer | None,
+        request_id: str,
+        versions: WeightVersions,
+    ) -> None:
+        self._versions = versions
         self._parsed = parsed
         self._log = log
         self._tokenizer = tokenizer
@@ -91,8 +100,8 @@ class SglangWriter(EventWriter):
         return b"data: %b\n\n" % orjson.dumps(error_object(error, request_id)) + DONE
 
     def _event(self, index: int) -> bytes:
-        place = {"index": index} if self._parsed.is_list else {}
-        return b"data: %b\n\n" % orjson.dumps(self.sequence_json(index) | place)
+        index_field = {"index": index} if self._parsed.is_list else {}
+        return b"data: %b\n\n" % orjson.dumps(self.sequence_json(index) | index_field)
 
     def sequence_json(self, index: int) -> JsonObject:
         sequence, parsed = self.sequences[index], self._parsed
@@ -105,6 +114,7 @@ class SglangWriter(EventWriter):
             "prompt_tokens": len(prompt_ids),
             "completion_tokens": len(outs),
             "cached_tokens": sequence.cached_tokens,
+            "weight_version": self._versions.last(index),
             "e2e_latency": round(time.monotonic() - self._log.arrived_s, 6),
         }
         if parsed.has_logprobs and (sequence.outs or sequence.end is None):

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from lightserve.httpserver.chat.image_parts import is_image, image_source
+from lightserve.httpserver.chat.image_parts import image_source, is_image
 from lightserve.httpserver.chat.translation import TextOrParts
 from lightserve.httpserver.http.body import Body, JsonObject
 from lightserve.httpserver.openai.responses.tools import Tools, function_name
