@@ -23,6 +23,7 @@ from test.faults.cases import (
     groups,
     hostile,
     hosts,
+    images,
     kv_tiers,
     nodes,
     observability,
@@ -81,6 +82,7 @@ START_CASES: list[StartCase] = [
     *nodes.CASES,
     *roles.CASES,
     *stream_log.START_CASES,
+    *images.START_CASES,
 ]
 
 
