@@ -102,6 +102,7 @@ FAMILIES = {
     "olmo": "OLMo",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
+    "olmo_hybrid": "OLMo Hybrid",
     "olmoe": "OLMoE",
     "opt": "OPT",
     "phi": "Phi 1, 1.5, 2",

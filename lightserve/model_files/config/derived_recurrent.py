@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightserve.model_files.config.derived import Fields, are_counts, table_of
+from lightserve.model_files.config.derived import Fields, are_counts, recurrent_except_every, table_of
 
 
 def bamba(hf: Fields) -> dict[str, Any]:
@@ -42,3 +42,23 @@ def kimi_linear(hf: Fields) -> dict[str, Any]:
         with_attention = [i - 1 for i in attention] if is_listed else [*numbers[4::4]]
         types = [("linear_attention", "full_attention")[i in with_attention] for i in numbers]
     return {**fields, "layer_types": types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
+
+
+def olmo_hybrid(hf: Fields) -> dict[str, Any]:
+    """layer_types and the sizes of recurrent layers. A rope without a base is none."""
+    hidden: Any = hf.get("hidden_size")
+    keys: Any = hf.get("linear_num_key_heads") or hf.get("num_attention_heads")
+    values = hf.get("linear_num_value_heads") or hf.get("num_attention_heads")
+    fields = {**recurrent_except_every(4)(hf), "linear_num_key_heads": keys, "linear_num_value_heads": values}
+    if fields.get("layer_types") and "full_attention" not in fields["layer_types"]:
+        fields["layer_types"][-1] = "full_attention"
+    key_dim: Any = hf.get("linear_key_head_dim")
+    if key_dim is None and are_counts(hidden, keys):
+        key_dim = int(0.75 * hidden / keys)
+    if are_counts(key_dim):
+        sizes = {"linear_key_head_dim": key_dim, "linear_value_head_dim": 2 * key_dim}
+        fields |= {name: size for name, size in sizes.items() if hf.get(name) is None}
+    given = hf.get("rope_parameters")
+    rope = {"rope_theta": hf.get("rope_theta", 10_000.0)} if given is None else given
+    has_base = not isinstance(rope, dict) or rope.get("rope_theta") is not None
+    return {**fields, "rope_parameters": rope if has_base else None}

@@ -359,6 +359,9 @@ MODELS = {
     "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
+    "olmo_hybrid": ConfigNames(
+        defaults={"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4}, derived=derived_recurrent.olmo_hybrid
+    ),
     "opt": ConfigNames(defaults={**_TIED, "hidden_act": "relu"}),
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
