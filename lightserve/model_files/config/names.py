@@ -175,7 +175,7 @@ _QWEN3_HYBRID = ConfigNames(
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
-    derived=config_derived.recurrent_except_every(4),
+    derived=derived_recurrent.recurrent_except_every(4),
 )
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
@@ -261,7 +261,7 @@ MODELS = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024,
         },
-        derived=config_derived.granite_hybrid,
+        derived=derived_recurrent.granite_hybrid,
     ),
     "helium": ConfigNames(
         defaults={"rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100_000.0}
@@ -308,7 +308,7 @@ MODELS = {
         },
         derived_recurrent.kimi_linear,
     ),
-    "lfm2": ConfigNames(defaults=_LFM2, derived=config_derived.lfm2),
+    "lfm2": ConfigNames(defaults=_LFM2, derived=derived_recurrent.lfm2),
     "lfm2_moe": ConfigNames(
         defaults={
             **_LFM2,
@@ -317,7 +317,7 @@ MODELS = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1792,
         },
-        derived=config_derived.lfm2_moe,
+        derived=derived_recurrent.lfm2_moe,
     ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "mellum": ConfigNames(
@@ -352,7 +352,7 @@ MODELS = {
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
         },
-        derived=config_derived.nemotron_h,
+        derived=derived_recurrent.nemotron_h,
     ),
     "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
     "nomic_bert": ConfigNames(defaults=_NOMIC_BERT, derived=config_derived.nomic_bert),
