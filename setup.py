@@ -94,6 +94,7 @@ setup(
     extras_require={
         "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
+        "images": ["pillow>=11"],  # models that read images
         "nixl": ["nixl>=1.5,<2"],  # KV between engines by RDMA: --kv_transport nixl
         "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
         "ray": ["ray[serve]>=2.60,<2.62"],  # lightserve deploy

@@ -267,6 +267,7 @@ class AdapterError(ModelFilesError):
 _BY_STATUS: dict[int, type[LightserveError]] = {
     400: InvalidRequestError,
     404: ModelNotFoundError,
+    409: ConflictError,
     429: OverloadedError,
     500: NotComputableError,
     503: UnavailableError,

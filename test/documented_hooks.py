@@ -12,12 +12,22 @@ PAGE = Path(__file__).parent.parent / "docs" / "adding_a_model.md"
 # methods that call hooks, that callers of a model use, or that only observe
 NOT_HOOKS = {
     *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
+    *("add_kv_group", "weight_context", "logits_of"),
     *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
     *("_adapted", "_post_norm_forward", "_attention_and_mixer", "_attended"),
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
     "_without_gate",
     *("_names_of_all_stages", "send_to_next_stage"),
-    *("merged_checkpoint", "check_adapters", "own_names", "own_name", "check_adapter", "adapter_sizes", "load_weights"),
+    *(
+        "merged_checkpoint",
+        "check_adapters",
+        "own_names",
+        "own_name",
+        "check_adapter",
+        "adapter_sizes",
+        "load_weights",
+        "check_part",
+    ),
     *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
 }
 # the classes with hooks, and their methods that are none

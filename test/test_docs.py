@@ -57,7 +57,7 @@ from test.models.architectures.cases import CASES
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 API_PAGES = [ROOT / "docs" / "api.md", *sorted((ROOT / "docs" / "api").glob("*.md"))]
-API_TEXT = "".join(page.read_text() for page in API_PAGES)
+API_TEXT = "".join(page.read_text() for page in [*API_PAGES, ROOT / "docs" / "batches.md"])
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DATED = [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "log")]  # past runs: their flags may be gone
 # flags of pytest, benchmarks, test/faults, docker, kubectl and systemctl

@@ -36,6 +36,7 @@ from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.worker.rpc import GetResult
+from lightserve.worker.warm_up import in_all_pools
 from lightserve.worker.worker import ModelWorker
 
 WHAT = [(__doc__ or "").split("\n\n")[part] for part in (0, 2)]  # without the commands
@@ -77,12 +78,14 @@ class StaticBench:
         self._adapters = adapters
         self.cost = ModelCost.of(worker.model)
         self._batch_max_tokens = batch_max_tokens or worker.step_limits.batch_max_tokens
-        self._ids = itertools.count()
+        self._seeds = itertools.count()
         _fill_with_noise(worker.model.mem_manager)
 
     def why_not(self, work: Work, steps: int = 0) -> str | None:
         """Why a load cannot run here; None: it can."""
         length = work.cached + work.new + steps
+        if self.worker.model.mem_manager.group_sizes:
+            return "not for models with KV groups, such as those with sliding windows"
         if work.batch > self.worker.model.req_manager.max_reqs:
             return f"more than running_max_req_size={self.worker.model.req_manager.max_reqs} requests"
         if length > self.worker.max_req_total_len:
@@ -112,7 +115,7 @@ class StaticBench:
         finished, launched = [], []
         for step in steps:
             begin = time.perf_counter()
-            in_flight.append(self.worker.launch(step))
+            in_flight.append(self.worker.launch(self._with_states(step)))
             launched.append(time.perf_counter() - begin)
             if len(in_flight) >= self.worker.pipeline_depth:
                 in_flight.popleft()()
@@ -121,6 +124,10 @@ class StaticBench:
             collect()
             finished.append(time.perf_counter())
         return finished, launched
+
+    def _with_states(self, step: Step) -> Step:
+        memory = self.worker.model.mem_manager
+        return in_all_pools(step, 0, has_states=True) if memory.state_rows else step
 
     def prefill_steps(self, work: Work) -> Iterator[Step]:
         """In steps of ``batch_max_tokens``, each request's tokens behind its cached ones; then the requests leave."""
@@ -154,12 +161,12 @@ class StaticBench:
         yield Step([], free=[req.req_id for req in reqs])
 
     def _requests(self, work: Work) -> list[NewReq]:
-        generator = torch.Generator().manual_seed(next(self._ids))
+        generator = torch.Generator().manual_seed(next(self._seeds))
         length, sampling = work.cached + work.new, SamplingParams(temperature=0.0)
         ids = torch.randint(self.worker.model_config.vocab_size, (work.batch, length), generator=generator).tolist()
         return [
             NewReq(
-                next(self._ids),
+                -1 - number,
                 prompt,
                 sampling,
                 seed=0,

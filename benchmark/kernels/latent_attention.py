@@ -87,7 +87,7 @@ def _prompt_case(sizes: LatentSizes, load: str, lens: Lens, item: int) -> Case:
     return Case("prompt", load, inputs, ops.latent_context_attention, None, num_bytes, flops)
 
 
-def _batch(lens: Lens, factory: InputFactory) -> tuple[ops.AttnBatch, int]:
+def batch_of(lens: Lens, factory: InputFactory) -> tuple[ops.AttnBatch, int]:
     """Slots as a scheduler assigns them: those of a request are neighbours. Also their number."""
     seq_lens = [ready + new for ready, new in lens]
     table = torch.zeros(len(lens), max(seq_lens), dtype=torch.int32)
@@ -109,7 +109,7 @@ def _batch(lens: Lens, factory: InputFactory) -> tuple[ops.AttnBatch, int]:
 
 
 def _decode_inputs(sizes: LatentSizes, lens: Lens, factory: InputFactory) -> tuple[Any, ...]:
-    batch, slots = _batch(lens, factory)
+    batch, slots = batch_of(lens, factory)
     tokens = sum(new for _, new in lens)
     q = factory.randn(tokens, sizes.heads, sizes.nope + sizes.rope)
     kv_b = factory.randn(sizes.heads, sizes.nope + sizes.value, sizes.rank) * sizes.rank**-0.5

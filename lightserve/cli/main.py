@@ -27,6 +27,7 @@ COMMANDS = {
     "engine": Command("compute for servers on other machines", "[MODEL] [flags]", "lightserve.cli.engine"),
     "chat": Command("chat with a running server in this terminal", "[--url URL]", "lightserve.cli.chat.main"),
     "generate": Command("answer one prompt, without a server", "[PROMPT] [flags]", "lightserve.offline.generate"),
+    "run-batch": Command("run a file of requests", "-i IN -o OUT [MODEL] [flags]", "lightserve.cli.run_batch.main"),
     "bench": Command("measure a server, a model or the kernels", "NAME [flags]", "lightserve.cli.bench"),
     "parity": Command("compare a model with transformers", "[MODEL] [flags]", "lightserve.parity.main"),
     "models": Command("list supported models, and those on this machine", "", "lightserve.cli.models"),

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
+
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
@@ -20,7 +22,7 @@ from lightserve.cluster.link import EngineLink
 from lightserve.cluster.metrics import ClusterMetrics
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.prefill_jobs import PrefillJobs
-from lightserve.cluster.queries import ClusterQueries
+from lightserve.cluster.queries import ClusterQueries, Query
 from lightserve.config import RouterConfig
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.cluster import (
@@ -34,7 +36,15 @@ from lightserve.messages.cluster import (
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.metrics import add_http_counts
-from lightserve.messages.output import AdapterReply, BatchTokenIdOut, RouterStats, TextReq, ToDetokenization, TokenIdOut
+from lightserve.messages.output import (
+    AdapterReply,
+    BatchTokenIdOut,
+    RouterStats,
+    TextReq,
+    ToDetokenization,
+    TokenIdOut,
+    WeightsReplaced,
+)
 from lightserve.messages.request import (
     AbortByRequestId,
     AbortReq,
@@ -47,12 +57,14 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
+from lightserve.messages.rl import AbortAll, PauseGeneration, ResumeGeneration
 from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
 HEARTBEAT_S = 1.0
+NOBODY = -1  # id of a query whose reply is not needed
 TICK_S = 0.25
 SILENT_TICKS = 20  # an engine sends a message every second; ticks, because a dispatcher that was stopped counts none
 MAX_CRASHES = 3  # engines that die while they have a request, without a token of it in between
@@ -81,6 +93,7 @@ class Dispatcher:
         self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
         self._unplaced: dict[int, InflightRequest] = {}  # of these, the requests that no engine can take now
         self._lost_http_processes: set[int] = set()
+        self._pause: PauseGeneration | None = None  # of a trainer, until it resumes
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -97,6 +110,8 @@ class Dispatcher:
             raise RuntimeError("an engine joined before the dispatcher ran")
         engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
+        if self._pause is not None:  # it has replaced one that was paused
+            link.send(msgspec.structs.replace(self._pause, query_id=NOBODY))
         self._place_all()
 
     def leave(self, number: int) -> None:
@@ -149,9 +164,21 @@ class Dispatcher:
             elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
                 self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))
             else:
-                reply = self._queries.ask(message, self._placement)
-                if reply is not None:
-                    self._to_detokenization.send(reply)
+                self._ask_engines(message)
+
+    def _ask_engines(self, message: Query) -> None:
+        if isinstance(message, AbortAll | PauseGeneration):
+            self._end_unplaced(message)
+        if isinstance(message, PauseGeneration | ResumeGeneration):
+            self._pause = message if isinstance(message, PauseGeneration) else None
+        reply = self._queries.ask(message, self._placement)
+        if reply is not None:
+            self._to_detokenization.send(reply)
+
+    def _end_unplaced(self, message: AbortAll | PauseGeneration) -> None:
+        """The engines abort their requests. Those that no engine has end here."""
+        if self._unplaced and (isinstance(message, AbortAll) or message.mode == "abort"):
+            self._end(list(self._unplaced))
 
     def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
         if http_process_of(message.req_id) in self._lost_http_processes:
@@ -204,7 +231,9 @@ class Dispatcher:
         self._forget(req)
         if engine is not None:
             engine.link.send(message)
-        self._to_detokenization.send(BatchTokenIdOut(aborted=[req.req_id]))
+        is_kept = message.keeps_tokens
+        ids = [req.req_id]
+        self._to_detokenization.send(BatchTokenIdOut(ended=ids if is_kept else [], aborted=[] if is_kept else ids))
 
     # from engines
 
@@ -225,6 +254,9 @@ class Dispatcher:
             self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
+        elif isinstance(message, WeightsReplaced):
+            reqs = [req for req in message.reqs if req.req_id in engine.requests]
+            self._to_detokenization.send(WeightsReplaced(message.version, reqs))
         elif isinstance(message, RemotePrefillRequest):
             if message.req_id in engine.requests:  # else it has ended or left the engine
                 self._jobs.start(engine.requests[message.req_id], engine, message)
@@ -256,6 +288,15 @@ class Dispatcher:
             self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, drafts=batch.drafts))
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
+        ended = [req_id for req_id in batch.ended if req_id in engine.requests]
+        if ended:
+            self._end(ended)
+
+    def _end(self, req_ids: list[int]) -> None:
+        """Requests were aborted, and their clients get what they have."""
+        for req_id in req_ids:
+            self._forget(self._requests[req_id])
+        self._to_detokenization.send(BatchTokenIdOut(ended=req_ids))
 
     def _is_of_job(self, engine: Engine, out: TokenIdOut) -> bool:
         """Whether this is no token of a request, but the end of a prompt that another engine needs."""
@@ -294,11 +335,11 @@ class Dispatcher:
 
     def _handle_stats(self, engine: Engine, stats: RouterStats) -> None:
         engine.stats = stats
-        had_workers, engine.has_workers = engine.has_workers, stats.has_workers
+        had_workers, engine.has_workers = engine.has_workers, stats.has_workers and not stats.problem
         for req_id in stats.crash_suspects:
             if req_id in engine.requests:
                 engine.requests[req_id].runs_alone = True
-        if had_workers != stats.has_workers:
+        if had_workers != engine.has_workers:
             self._place_all()
             self._send_heartbeat()
 
@@ -402,5 +443,13 @@ class Dispatcher:
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
         self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
-        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
+        problems = (engine.stats.problem for engine in engines if engine.stats is not None)
+        problem = "" if serving else next(filter(None, problems), "")
+        stats = RouterStats(
+            min(ages, default=0.0), snapshot, bool(serving), is_sleeping=_sleeps(engines), problem=problem
+        )
         self._to_detokenization.send(stats)
+
+
+def _sleeps(engines: list[Engine]) -> bool:
+    return any(engine.stats is not None and engine.stats.is_sleeping for engine in engines)

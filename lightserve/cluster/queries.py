@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from lightserve.cluster.engine import Engine
 from lightserve.messages.output import ProfileReply, QueryReply, RequestTimeline, Timelines
 from lightserve.messages.request import GetTimelines, StartProfile, StopProfile
+from lightserve.messages.rl import RlQuery, RlReply, joined_replies
 
-Query = GetTimelines | StartProfile | StopProfile
+Query = GetTimelines | StartProfile | StopProfile | RlQuery
 
 NO_ENGINE = "no engine runs now; retry later"
 TIMELINES_TIMEOUT_TICKS = 8  # then the reply is made of what has come; the HTTP process waits longer
@@ -76,6 +77,9 @@ def _joined(opened: _OpenQuery) -> QueryReply:
             timeline for reply in replies.values() if isinstance(reply, Timelines) for timeline in reply.timelines
         ]
         return Timelines(query.query_id, joined_timelines(timelines)[: query.limit])
+    if isinstance(query, RlQuery):
+        of_engines = {engine: reply for engine, reply in replies.items() if isinstance(reply, RlReply)}
+        return joined_replies(query.query_id, of_engines) if of_engines else RlReply(query.query_id, 503, NO_ENGINE)
     profiles = {engine: reply for engine, reply in replies.items() if isinstance(reply, ProfileReply)}
     if not profiles:
         return ProfileReply(query.query_id, 503, NO_ENGINE)

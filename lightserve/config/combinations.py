@@ -135,6 +135,11 @@ def _kv_dtype(setup: Setup) -> str:
     return "" if setup.model is None or setup.model.kv_dtype is None else f"--kv_dtype {setup.model.kv_dtype}"
 
 
+def _draft_head(setup: Setup) -> str:
+    config = setup.config.worker.speculation
+    return f"--speculative_config with the method {config.method}" if config is not None and config.has_head else ""
+
+
 def _states(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_states and not setup.config.cluster.is_gateway
@@ -147,6 +152,7 @@ def _windowed_pool(setup: Setup) -> str:
     return "a model with a second KV pool for its sliding windows" if is_on else ""
 
 
+IMAGES = Feature("images", lambda setup: "--limit_mm_per_prompt" if setup.config.http.max_images else "")
 MANY_RANKS = Feature("more_than_two_ranks", _above("worker", "tp", 2).shown)
 PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
 ATTENTION_DP = Feature("attention_dp", _attention_dp)
@@ -156,6 +162,7 @@ QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
+DRAFT_HEAD = Feature("draft_head", _draft_head)
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -165,6 +172,8 @@ DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
 ROLES = Feature("roles", _roles)
+RL, WEIGHTS_DIR = _set("http", "enable_rl"), _set("http", "weights_dir")
+NO_RL = Feature("no_rl", lambda setup: "" if setup.config.http.enable_rl else "a server without --enable_rl")
 ENGINE_FLAG = Feature("engine_flag", _engine_flag)
 HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
 OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
@@ -181,6 +190,7 @@ TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a
 PACKED_INPUT = _set("worker", "packed_input_bits")
 
 _ONE_ADAPTER = "--merge_lora serves one adapter"
+_NO_IMAGES = "add --limit_mm_per_prompt 0, or leave it out"
 _NO_WINDOWS = "add --max_windowed_token_num 0, or leave it out"
 
 TABLE = (
@@ -200,6 +210,10 @@ TABLE = (
     Conflict(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
     Conflict(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
     Conflict(NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"),
+    # trainers
+    Conflict(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
+    Conflict(WEIGHTS_DIR, NO_RL, "only trainers have weights loaded", "add --enable_rl"),
+    Conflict(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
     Conflict(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
     Conflict(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
@@ -224,6 +238,8 @@ TABLE = (
         SPECULATION, PP, "the first stage needs the tokens, which the last one samples", "use --tp, or leave one out"
     ),
     Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
+    Conflict(DRAFT_HEAD, ATTENTION_DP, "a head drafts for one group of ranks", "use the method ngram"),
+    Conflict(DRAFT_HEAD, TRANSFORMERS, "its modules do not show their hidden states", "use the method ngram"),
     Conflict(SPECULATION, POOLING, "it has no tokens to draft", "leave out --speculative_config"),
     # the prefix cache
     Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),
@@ -266,6 +282,16 @@ TABLE = (
     Conflict(KV_RAM, STATES, "states are not kept in host memory", "leave out --kv_ram_gb"),
     Conflict(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     Conflict(PINNED_PREFIXES, STATES, "states cannot be pinned", "leave out --pinned_prefixes"),
+    # images
+    Conflict(IMAGES, DP, "several engines do not share an encoder yet", _NO_IMAGES),
+    Conflict(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
+    Conflict(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
+    Conflict(IMAGES, PP, "pipeline stages do not know the positions of images yet", _NO_IMAGES),
+    Conflict(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
+    Conflict(IMAGES, SPECULATION, "drafts do not know the positions after images yet", _NO_IMAGES),
+    Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
+    Conflict(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
+    Conflict(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),
 )
 FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.first, row.second)}.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightserve.config.addresses import check_redis, is_http_url
 from lightserve.config.option import FlagGroup, check_options, option
@@ -16,6 +16,8 @@ from lightserve.utils.cpu import available_cores
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
+MAX_IMAGES = 1024  # of a request
+RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 
 
@@ -24,6 +26,20 @@ class HttpConfig:
     """Options of the HTTP processes."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", group=FlagGroup.COMMON)
+    limit_mm_per_prompt: str | None = option(
+        None,
+        "images of a request at most, as image=N; 0: read none, and load no vision tower; default: 16 if the model "
+        "reads images",
+        "max_images",
+        group=FlagGroup.HTTP,
+    )
+    max_image_tokens: int | None = option(
+        None,
+        "tokens of an image at most: larger ones are made smaller; default: what preprocessor_config.json says",
+        group=FlagGroup.HTTP,
+        at_least=4,
+    )
+    max_image_mb: int = option(20, "MB of an image file at most", group=FlagGroup.HTTP, at_least=1, at_most=1024)
     port: int = option(8000, "port to listen on; 0: any free port", group=FlagGroup.COMMON)
     httpserver_workers: int | None = option(
         None,
@@ -99,6 +115,22 @@ class HttpConfig:
     use_tgi_api: bool = option(
         False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's", group=FlagGroup.HTTP
     )
+    enable_rl: bool = option(
+        False,
+        "serve the endpoints of trainers: pause, sleep, tokens in and out; they change the server, so set --admin_key",
+        group=FlagGroup.RL,
+    )
+    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = option(
+        None,
+        "distribution of the logprobs of new tokens; raw: the model's; processed: the one that was sampled from, after "
+        "penalties, temperature, top_k and top_p; default: raw, but processed in SGLang's /generate",
+        group=FlagGroup.RL,
+    )
+    weights_dir: str | None = option(
+        None,
+        "trainers may have weights loaded from folders below this one (--enable_rl); default: from none",
+        group=FlagGroup.HTTP,
+    )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP
     )
@@ -137,6 +169,23 @@ class HttpConfig:
         group=FlagGroup.PARALLEL,
         at_least=1,
     )
+    batch_dir: str | None = option(
+        None,
+        "folder for /v1/files, /v1/batches and /v1/messages/batches; batches outlive the server there; default: none",
+        group=FlagGroup.BATCHES,
+    )
+    batch_concurrency: int = option(
+        256,
+        "maximum requests of batches that run at once, beside those of clients, which go first",
+        group=FlagGroup.BATCHES,
+        at_least=1,
+    )
+    batch_max_file_bytes: int = option(
+        200 * 2**20, "maximum bytes of an uploaded file", group=FlagGroup.BATCHES, at_least=1
+    )
+    batch_dir_bytes: int = option(
+        8 * 2**30, "maximum bytes of all uploaded files and results", group=FlagGroup.BATCHES, at_least=1
+    )
     metrics_compat: str = option(
         "", "also export metrics with the names of vllm and/or lightllm, comma-separated", group=FlagGroup.OBSERVABILITY
     )
@@ -163,12 +212,27 @@ class HttpConfig:
             raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         if self.stream_log is not None:
             check_redis("stream_log", self.stream_log)
-        _ = self.template_variables
+        _ = self.template_variables, self.max_images
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
             raise OptionError(
                 f"metrics_compat={self.metrics_compat!r}: must be vllm, lightllm or both, comma-separated"
             )
+
+    @property
+    def max_images(self) -> int:
+        """Of a request; 0: the server reads none. The launcher sets the default of the model."""
+        return 0 if self.limit_mm_per_prompt is None else _image_limit(self.limit_mm_per_prompt)
+
+    @property
+    def processed_logprobs(self) -> bool | None:
+        """None: each API has its own default."""
+        return None if self.logprobs_mode is None else self.logprobs_mode.startswith("processed")
+
+    @property
+    def choices_limit(self) -> int:
+        """Choices of one request; a trainer sends a whole batch."""
+        return max(self.max_choices, RL_MAX_CHOICES) if self.enable_rl else self.max_choices
 
     @property
     def num_processes(self) -> int:
@@ -187,6 +251,17 @@ class HttpConfig:
     @property
     def compat_names(self) -> list[str]:
         return [name.strip() for name in self.metrics_compat.split(",") if name.strip()]
+
+
+def _image_limit(text: str) -> int:
+    """Of image=N, of vLLM's JSON object, or of a number alone."""
+    values: Any = {"image": text.partition("=")[2] if text.startswith("image=") else text}
+    if text.lstrip().startswith("{"):
+        values = _json_object("limit_mm_per_prompt", text)
+    number = str(values.get("image", ""))
+    if set(values) != {"image"} or not number.isdecimal() or int(number) > MAX_IMAGES:
+        raise OptionError(f"limit_mm_per_prompt={text!r}: must be image=N with N from 0 to {MAX_IMAGES}")
+    return int(number)
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,6 +20,8 @@ class FlagGroup(StrEnum):
     PARALLEL = "Several devices or machines"
     SCHEDULING = "Scheduling"
     HTTP = "HTTP"
+    BATCHES = "Files and batches"
+    RL = "Reinforcement learning"
     KEYS = "Keys and TLS"
     OBSERVABILITY = "Logs and metrics"
     FAULTS = "Faults and shutdown"

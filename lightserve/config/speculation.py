@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,8 +10,16 @@ from msgspec import Meta
 from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix", "eagle3", "mtp", "auto")
+HEADS = ("eagle3", "mtp")  # methods that compute a layer of a model
 DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
+DEFAULT_HEAD_DRAFTS = 3
+DEFAULT_PAST_OUTPUTS = 100
+FIELD_OF = {
+    "prompt_lookup_max": ("ngram", "suffix"),
+    "prompt_lookup_min": ("ngram", "suffix"),
+    "model": ("eagle3",),
+}  # the methods that read a field
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 
 
@@ -22,16 +30,50 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = DEFAULT_DRAFTS  # at most, in a step
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MAX  # tokens of an n-gram
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MIN
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
+    model: str | None = None  # the folder or the name of an EAGLE-3 head
+
+    @property
+    def has_head(self) -> bool:
+        """Drafts are computed by a layer of a model."""
+        return self.method in HEADS
+
+    @property
+    def text(self) -> str:
+        """The JSON of the flag."""
+        names, usual = ("method", "num_speculative_tokens"), SpeculativeConfig()
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields = {name: value for name, value in given.items() if name in names or value != getattr(usual, name)}
+        return msgspec.json.encode(fields).decode()
+
+    @property
+    def past_outputs(self) -> int:
+        """Outputs of ended requests that are kept for drafts of later ones, with the same salt and adapter."""
+        return self.suffix_decoding_max_cached_requests if self.method == "suffix" else 0
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether drafts are accepted by a schedule, whatever the model samples. The texts mean nothing then."""
+        return self.rejection_sample_method == "synthetic"
 
     @property
     def summary(self) -> str:
         """For the banner."""
-        sizes = f"{self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
-        return f"{self.method} of {sizes}, up to {self.num_speculative_tokens} drafts a step"
+        source = f" of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        if self.has_head:
+            source = "" if self.model is None else f" by {self.model}"
+        drafts = f"{self.method}{source}, up to {self.num_speculative_tokens} drafts a step"
+        if not self.is_synthetic:
+            return drafts
+        return f"{drafts}; SYNTHETIC: {self.synthetic_acceptance_length:g} tokens a step, the texts are not real"
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
     """Raises an OptionError that names what is wrong, and what may be there instead."""
+    if text == "auto":
+        return SpeculativeConfig("auto")
     try:
         fields = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -52,6 +94,7 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
             near = nearest(name, known)
             hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
             raise _error(f"there is no field {name!r}; {hint}")
+    _check_method(method, fields)
     _add_other_bound(fields)
     try:
         config = msgspec.convert(fields, SpeculativeConfig)
@@ -60,7 +103,36 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
     if config.prompt_lookup_min > config.prompt_lookup_max:
         bounds = f"prompt_lookup_min ({config.prompt_lookup_min}) is more than prompt_lookup_max"
         raise _error(f"{bounds} ({config.prompt_lookup_max})")
+    if "suffix_decoding_max_cached_requests" in fields and method != "suffix":
+        raise _error('suffix_decoding_max_cached_requests needs the method "suffix"')
+    _check_synthetic(config)
     return config
+
+
+def _check_method(method: str, fields: dict[str, Any]) -> None:
+    """Check the fields that only one method reads."""
+    for name, owners in FIELD_OF.items():
+        if name in fields and method not in owners:
+            raise _error(f"{name} is a field of the method {owners[0]}, not of {method}; leave it out")
+    if method == "eagle3" and not fields.get("model"):
+        raise _error('the method eagle3 needs "model": the folder or the name of a head; add it')
+    if method in HEADS:
+        fields.setdefault("num_speculative_tokens", DEFAULT_HEAD_DRAFTS)
+    if method == "auto" and len(fields) > 1:
+        raise _error("the method auto has no other fields; name a method to set them")
+
+
+def _check_synthetic(config: SpeculativeConfig) -> None:
+    length, most = config.synthetic_acceptance_length, config.num_speculative_tokens + 1
+    if config.is_synthetic and length is None:
+        raise _error(f"rejection_sample_method synthetic needs a synthetic_acceptance_length from 1 to {most}")
+    if length is not None and not config.is_synthetic:
+        raise _error('synthetic_acceptance_length needs rejection_sample_method "synthetic"')
+    if length is not None and not 1 <= length <= most:
+        raise _error(
+            f"synthetic_acceptance_length is {length:g}; with {config.num_speculative_tokens} num_speculative_tokens "
+            f"a step has from 1 to {most} tokens"
+        )
 
 
 def _add_other_bound(fields: dict[str, Any]) -> None:

@@ -159,6 +159,12 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
         at_least=0,
     )
+    embed_cache_gb: float = option(
+        2.0,
+        "GiB of host memory for the embeddings of images, which later requests with the same images use",
+        group=FlagGroup.COMPUTATION,
+        at_least=0,
+    )
     kv_disk_gb: float = option(
         0.0,
         "GiB of --kv_disk_dir for prefixes, below --kv_ram_gb; they survive a restart; 0: none",
@@ -250,7 +256,7 @@ class WorkerConfig:
     speculative_config: str | None = option(
         None,
         "draft the next tokens and compute several in one step, which never changes a text; JSON such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}; default: no drafts',
+        '{"method": "ngram", "num_speculative_tokens": 4}, or auto for what the checkpoint offers; default: no drafts',
         group=FlagGroup.COMPUTATION,
     )
 

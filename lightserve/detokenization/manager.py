@@ -10,6 +10,7 @@ from lightserve.messages.output import (
     BatchStrOut,
     BatchTokenIdOut,
     EmbeddingOut,
+    EndedOut,
     QueryReply,
     StrOut,
     ToDetokenization,
@@ -72,6 +73,14 @@ class DetokenizationManager:
         for sender, own_outs, own_failed, own_embeddings in zip(self._to_http, outs, failed, embeddings, strict=True):
             if own_outs or own_failed or own_embeddings:
                 sender.send(BatchStrOut(own_outs, own_failed, own_embeddings))
+        self._end(batch.ended)
+
+    def _end(self, req_ids: Sequence[int]) -> None:
+        """These requests were aborted. Their clients get the text that was held back."""
+        for req_id in req_ids:
+            text = self._texts.pop(req_id, None)
+            if text is not None:  # otherwise it has ended before
+                self._to_http[self._index_of(req_id)].send(BatchStrOut(ended=[EndedOut(req_id, text.flush())]))
 
     def _count_drafts(self, drafts: DraftColumns) -> None:
         for req_id, proposed, accepted in drafts.rows():

@@ -140,6 +140,10 @@ class ReqText:
             text += self._stop.push(self._visible(self._stream.flush()))
         return text if finish_reason is None or self.matched_stop is not None else text + self._stop.flush()
 
+    def flush(self) -> str:
+        """The text that is still held back, when no token follows."""
+        return self._stop.push(self._visible(self._stream.flush())) + self._stop.flush()
+
     def _visible(self, text: str) -> str:
         n_hidden = min(self._n_hidden, len(text))
         self._n_hidden -= n_hidden

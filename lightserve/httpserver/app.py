@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from lightserve import __version__
 from lightserve.httpserver.admin import routes as admin_routes, tokenize as tokenize_routes
 from lightserve.httpserver.anthropic import response as anthropic_response, routes as anthropic_routes
+from lightserve.httpserver.batches import routes as batches_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.http.allowed_hosts import allowed_hosts
@@ -24,6 +29,8 @@ from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
 from lightserve.httpserver.pooling.task_guard import refusing
 from lightserve.httpserver.resume.middleware import StreamLogMiddleware
+from lightserve.httpserver.rl import routes as rl_routes
+from lightserve.httpserver.rl.calls import paths_of
 from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
 
@@ -35,11 +42,14 @@ ROUTE_MODULES = (
     anthropic_routes,
     ollama_routes,
     generate_routes,
+    rl_routes,
     pooling_routes,
     tokenize_routes,
     admin_routes,
+    batches_routes,
     web_routes,
 )
+BATCHED_ROUTES = (chat_routes, completions_routes, responses_routes, anthropic_routes, pooling_routes)
 # of the APIs whose errors are not in the default format
 ERROR_FORMATS = (anthropic_response.ERROR_FORMAT, ollama_response.ERROR_FORMAT)
 
@@ -62,15 +72,31 @@ def build_app(context: ServerContext) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a redirect would name the host that the client sends
     )
-    _add_routes(app, context)
+    of_trainers = rl_routes.admin_routes(context)
+    context.keys.more_admin_paths = paths_of(of_trainers)
+    _add_routes(app, context, ROUTE_MODULES, of_trainers.routes)
     add_error_handlers(app, ERROR_FORMATS)
     _add_middleware(app, context)
     return app
 
 
-def _add_routes(app: FastAPI, context: ServerContext) -> None:
+def build_batch_app(context: ServerContext) -> FastAPI:
+    """The routes that lines of batches use, without middleware: a line has no host, no key and no connection.
+
+    Responses are not stored: a client finds them in the files of the batch.
+    """
+    app = App()
+    without_store = replace(context, config=replace(context.config, response_store_size=0))
+    _add_routes(app, without_store, BATCHED_ROUTES)
+    add_error_handlers(app, ERROR_FORMATS)
+    return app
+
+
+def _add_routes(
+    app: FastAPI, context: ServerContext, modules: Sequence[ModuleType], others: Sequence[BaseRoute] = ()
+) -> None:
     """Add routes to the app's own table: with include_router an empty request takes 74-147 us, not 51-94."""
-    routes = [route for module in ROUTE_MODULES for route in module.routes(context).routes]
+    routes = [route for module in modules for route in module.routes(context).routes] + list(others)
     if context.pooling is not None:
         routes = [refusing(route, context.pooling) for route in routes]
     for route in routes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.engine_client import DEFAULT_SCHEDULING, Generation, PromptRequest
+from lightserve.httpserver.engine_client import Generation, PromptRequest
 from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.prompt_request import DEFAULT_SCHEDULING
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
 from lightserve.messages.step import Token

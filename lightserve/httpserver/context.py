@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from lightserve.batches.store import BatchStore
 from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.engine_client import HttpServerManager
@@ -19,13 +20,18 @@ from lightserve.httpserver.http.body import Body, read_json, validate
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
+from lightserve.httpserver.rl.settings import RlSettings
 from lightserve.httpserver.tracing.request_trace import Export
+from lightserve.messages.params import MAX_LOGPROBS
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
 from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.template.generation_prompts import GenerationPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightserve.media.reader import ImageReader
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -54,8 +60,11 @@ class ServerContext:
     pinned_prefixes: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --pinned_prefixes
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
+    batches: BatchStore | None = None  # None: without --batch_dir
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
+    rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
     generation_prompts: GenerationPrompts = field(default_factory=GenerationPrompts)  # used by chats
+    images: ImageReader | None = None  # None: the server reads none
     keys: ApiKeys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +92,18 @@ class ServerContext:
             if self.pooling is None:
                 self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
+
+    def top_logprobs(self, field: str, k: int | None) -> int | None:
+        """How many alternatives to a token a request gets that wants ``k``; -1: the vocabulary."""
+        vocab_size = self.manager.limits.vocab_size
+        if k is None or (self.config.enable_rl and k <= vocab_size):
+            return vocab_size if k == -1 else k
+        if self.config.enable_rl:
+            raise InvalidRequestError(f"{field}: {k} alternatives; the vocabulary has {vocab_size} tokens", field)
+        if not 0 <= k <= MAX_LOGPROBS:
+            message = f"{field}: must be from 0 to {MAX_LOGPROBS}, found {k}; --enable_rl lifts the limit"
+            raise InvalidRequestError(message, field)
+        return k
 
     def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:
         """The maximum of a request that names none: the endpoint's, else the model's, within --default_max_tokens.
@@ -121,8 +142,9 @@ class ServerContext:
         return log
 
     def owner(self, request: Request) -> str:
-        """Whose request it is: see ApiKeys."""
-        return self.keys.owner(dict(request.scope["headers"]))
+        """Whose request it is: see ApiKeys. A line of a batch has the owner of its batch."""
+        of_batch: str | None = request.scope.get("state", {}).get("owner")
+        return self.keys.owner(dict(request.scope["headers"])) if of_batch is None else of_batch
 
     def visible_owner(self, request: Request) -> str | None:
         """Whose requests it may see and abort; None: all."""

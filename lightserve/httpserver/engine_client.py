@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import itertools
 import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -22,10 +21,13 @@ from lightserve.errors import (
     UnavailableError,
     error_from_status,
 )
+from lightserve.httpserver.engine_state import EngineState as EngineState
 from lightserve.httpserver.grammar.memory import GrammarMemory
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.validation_errors import listed
+from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed
 from lightserve.httpserver.router_queries import RouterQueries
+from lightserve.httpserver.weight_versions import WeightVersions, record_versions
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
@@ -33,11 +35,13 @@ from lightserve.messages.output import (
     AdapterCard,
     BatchStrOut,
     EmbeddingOut,
+    EndedOut,
     RouterStats,
     StrOut,
     ToHttpserver,
+    WeightsReplaced,
 )
-from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SchedulingParams
+from lightserve.messages.params import FinishReason, GrammarSpec
 from lightserve.messages.request import (
     REQ_ID_BITS,
     AbortByRequestId,
@@ -50,30 +54,14 @@ from lightserve.messages.request import (
     ToRouter,
     UnloadAdapter,
 )
+from lightserve.messages.step import NO_TOKEN
 
-DEFAULT_SCHEDULING = SchedulingParams()
+ABORTED = "the request was aborted"
+SLEEPING = "the server sleeps, and requests wait until POST /wake_up or /resume_memory_occupation"
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
 LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
 HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
 SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
-
-
-class EngineState(enum.Enum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRequest:
-    """A prompt, how to continue it, and how to schedule it."""
-
-    prompt_ids: list[int]
-    params: GenerationParams
-    scheduling: SchedulingParams = DEFAULT_SCHEDULING
-    group: int | None = None  # sequences of a group always share prefixes; None: one group for each prompt's choices
-    parent: int | None = None  # index of the sequence before ``continue_with`` whose prompt comes before ``prompt_ids``
 
 
 class HttpServerManager:
@@ -118,6 +106,8 @@ class HttpServerManager:
             elif isinstance(message, RouterStats):
                 self.stats = message
                 self._has_stats.set()
+            elif isinstance(message, WeightsReplaced):
+                record_versions(message, self._running)
             elif isinstance(message, AbortByRequestId):
                 self._abort_own_requests(message.request_id, message.owner)
             else:
@@ -151,12 +141,13 @@ class HttpServerManager:
             return self._unavailable_reason
         if time.monotonic() - self._last_heartbeat_s > HEARTBEAT_TIMEOUT_S:
             return "the engine does not answer"
-        if self.stats is not None and not self.stats.has_workers:
-            return self.no_workers_reason
-        timeout_s = self.limits.step_timeout_s
-        if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
-            return f"a step has been running for {self.stats.step_age_s:.0f} s"
-        return None
+        stats, timeout_s = self.stats, self.limits.step_timeout_s
+        if stats is None:
+            return None
+        if stats.problem or not stats.has_workers:
+            return stats.problem or (SLEEPING if stats.is_sleeping else self.no_workers_reason)
+        is_slow = timeout_s and stats.step_age_s > SLOW_STEP_SHARE * timeout_s
+        return f"a step has been running for {stats.step_age_s:.0f} s" if is_slow else None
 
     async def latest_stats(self) -> RouterStats | None:
         """What the router sent last. A process that is ready waits for the first; None: the engine does not answer."""
@@ -183,7 +174,7 @@ class HttpServerManager:
 
     def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
         """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""
-        return Generation(self, [_with_seed(req, choice) for req in prompt_requests for choice in range(n)], n, log)
+        return Generation(self, [with_seed(req, choice) for req in prompt_requests for choice in range(n)], n, log)
 
     def new_group(self) -> int:
         """A group id for sequences that start one after the other and share prefixes."""
@@ -220,10 +211,14 @@ class HttpServerManager:
         self._to_router.send(AbortByRequestId(request_id, owner))
 
     def _abort_own_requests(self, request_id: str | None, owner: str | None = None) -> None:
-        for generation, _ in list(self._running.values()):
+        for req_id, (generation, _) in list(self._running.items()):
             log = generation.log
-            if request_id in (None, log.request_id, log.response_id) and owner in (None, log.owner):
-                generation.fail(AbortedError("the request was aborted"))
+            if request_id not in (None, log.request_id, log.response_id) or owner not in (None, log.owner):
+                continue
+            if generation.returns_aborted:
+                self._to_router.send(AbortReq(req_id, keeps_tokens=True))
+            else:
+                generation.fail(AbortedError(ABORTED))
 
     def _start(self, generation: Generation) -> None:
         self._check_ready()
@@ -242,7 +237,8 @@ class HttpServerManager:
             generation.req_ids.append(req_id)
             if index not in generation._unfinished:  # it ended in another server
                 continue
-            first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
+            first_index = index - index % generation.n
+            first = generation.req_ids[first_index]  # the first sequence of the same prompt
             is_open = prompt_request.group is not None
             group = first if prompt_request.group is None else prompt_request.group
             request = GenerateReq(
@@ -256,6 +252,7 @@ class HttpServerManager:
                 request_id=generation.log.request_id,
                 parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
+                images=prompt_request.images_to_send(generation._unfinished.isdisjoint(range(first_index, index))),
             )
             sent_ids = generation.sent_token_ids.get(index)
             self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))
@@ -267,6 +264,9 @@ class HttpServerManager:
         for embedding in batch.embeddings:
             if entry := self._running.get(embedding.req_id):
                 entry[0].push_embedding(entry[1], embedding)
+        for ended in batch.ended:
+            if entry := self._running.get(ended.req_id):
+                entry[0].push_end(entry[1], ended)
         for failed in batch.failed:
             if entry := self._running.get(failed.req_id):
                 entry[0].fail(error_from_status(failed.status, failed.message))
@@ -298,9 +298,11 @@ class Generation:
         self.prompt_requests = prompt_requests
         self.n = n  # sequences a prompt: prompt i has the indices i * n ... i * n + n - 1
         self.log = log
+        self.returns_aborted = False  # set by the route: an abort ends it with the tokens that it has
         self.req_ids: list[int] = []
         self.parent_ids: list[int] = []  # the sequences before those of the last ``continue_with``
         self.sent_token_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
+        self.versions = WeightVersions()
         self._manager = manager
         self._unread: list[tuple[int, StrOut]] = []
         self._has_unread = asyncio.Event()
@@ -405,9 +407,20 @@ class Generation:
             unread.clear()
             self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
 
+    def push_end(self, index: int, ended: EndedOut) -> None:
+        """The sequence was aborted, and no token follows."""
+        if not self.returns_aborted:
+            self.fail(AbortedError(ABORTED))
+        elif self._error is None and index in self._unfinished:
+            self.log.record_finish(FinishReason.ABORT)
+            self._unfinished.discard(index)
+            self._unread.append((index, StrOut(ended.req_id, ended.text, NO_TOKEN, FinishReason.ABORT)))
+            self._has_unread.set()
+
     def _count(self, index: int, out: StrOut) -> None:
         self.log.generated_tokens += 1
         if out.admission is not None:
+            self.versions.begin(index, out.admission.weight_version)
             self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
         if out.finish_reason is not None:
             self.log.record_finish(out.finish_reason)
@@ -433,11 +446,3 @@ class Generation:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
         self._has_unread.set()
-
-
-def _with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:
-    """Give each choice of a prompt its own seed, the same every time."""
-    seed = prompt_request.params.sampling.seed
-    if seed is None or choice == 0:
-        return prompt_request
-    return replace(prompt_request, params=prompt_request.params.replace(seed=(seed + choice + 2**63) % 2**64 - 2**63))

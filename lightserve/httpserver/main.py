@@ -9,17 +9,22 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from lightserve.config import HttpConfig
-from lightserve.httpserver.app import build_app
+from lightserve.batches.store import BatchStore
+from lightserve.config import HttpConfig, ServerConfig
+from lightserve.httpserver.app import build_app, build_batch_app
+from lightserve.httpserver.batches.executor import BatchExecutor
+from lightserve.httpserver.batches.runner import LineRunner
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.protocol import LimitedProtocol, QuietProtocol
 from lightserve.httpserver.resume.stream_log import StreamLog, report_stream_log
+from lightserve.httpserver.rl.settings import settings_of
 from lightserve.httpserver.tracing.exporter import CLOSE_S, SpanExporter, report_counts, start_exporter
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
@@ -27,11 +32,15 @@ from lightserve.links.tls import server_context
 from lightserve.messages.control import Drain, Drained, EngineDied, EngineInfo, Ready
 from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
+from lightserve.model_files.config.images import placeholder_of, read_image_files
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
-from lightserve.model_files.source import pooling_of, resolve
+from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
+
+if TYPE_CHECKING:
+    from lightserve.media.reader import ImageReader
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
 
@@ -68,7 +77,10 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         has_adapters=config.worker.num_loras > 0,
+        images=_image_reader(config, source),
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
+        batches=None if config.http.batch_dir is None else BatchStore(config.http.batch_dir),
+        rl=settings_of(config),
         grammars=GrammarCheck(child_config.path(f"grammar-{child_config.index}")),
         stream_log=None
         if config.http.stream_log is None
@@ -85,7 +97,26 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         if context.stream_log is not None:
             tasks.create_task(context.stream_log.run())
             tasks.create_task(report_stream_log(context.stream_log, to_router))
+        if context.batches is not None:
+            tasks.create_task(_executor(context, context.batches).run())
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
+
+
+def _image_reader(config: ServerConfig, source: ModelSource) -> ImageReader | None:
+    """None: requests have no images, and Pillow is not needed."""
+    if not config.http.max_images:
+        return None
+    from lightserve.media.qwen import QwenImages
+    from lightserve.media.reader import MB, ImageReader
+
+    images = QwenImages.read(*read_image_files(source), config.http.max_image_tokens)
+    return ImageReader(images, placeholder_of(source), config.http.max_images, config.http.max_image_mb * MB)
+
+
+def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:
+    config = context.config
+    runner = LineRunner(build_batch_app(context), logs_requests=not config.disable_log_requests)
+    return BatchExecutor(store, runner, context.manager, (config.batch_concurrency, config.max_body_bytes))
 
 
 def _listeners(sock: socket.socket) -> list[socket.socket]:

@@ -53,6 +53,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     engine: int = 0  # of routers and workers: which of --dp
     epoch: int = 0  # of an engine: how many times its router was replaced before
     store_port: int | None = None  # on loopback: where ranks on several nodes find each other
+    arena_fd: int | None = None  # memory for the embeddings of images; None: requests have none
 
     @property
     def device(self) -> int:
@@ -107,6 +108,10 @@ class ChildConfig(msgspec.Struct, frozen=True):
 
     def from_engine(self, engine: int, epoch: int) -> str:
         return self.address(f"from-engine-{engine}-{epoch}")
+
+    def encoder_address(self, generation: int) -> str:
+        """Where an encoder receives images."""
+        return self.address(f"encoder-{generation}")
 
     def address(self, name: str) -> str:
         """The address of a ZMQ socket."""

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from lightserve.errors import WorkerCallError
 from lightserve.ipc.codec import make_decode
 from lightserve.messages.step import Step, StepResult, joined_results
+from lightserve.messages.weights import WorkerWeightsCommand, WorkerWeightsReply
 from lightserve.messages.worker_calls import (
     CompileGrammar,
     KvFetch,
@@ -141,6 +142,20 @@ def _all_paths(replies: Sequence[ProfileResult]) -> ProfileResult:
     return ProfileResult([path for reply in replies for path in reply.paths], "; ".join(errors))
 
 
+def _all_updated(replies: Sequence[WorkerWeightsReply]) -> WorkerWeightsReply:
+    """An update has failed if it has failed in any rank. A load needs what any rank still needs."""
+    failed = [reply for reply in replies if reply.error]
+    if failed:
+        return WorkerWeightsReply(failed[0].error, all(reply.is_client_error for reply in failed))
+    missing = [reply.missing for reply in replies if reply.missing is not None]
+    return WorkerWeightsReply(
+        missing=max(missing, default=None),
+        used=max(reply.used for reply in replies),
+        has_repeated=any(reply.has_repeated for reply in replies),
+        values=replies[0].values,
+    )
+
+
 RUN: WorkerCall[Step, StepResult] = WorkerCall("run", Step, StepResult, joined_results)
 COMPILE_GRAMMAR: WorkerCall[CompileGrammar, None] = WorkerCall(
     "compile_grammar", CompileGrammar, None, same_reply, failed=lambda _: None
@@ -164,4 +179,11 @@ RECEIVE_KV: WorkerCall[None, list[KvReceived]] = WorkerCall("receive_kv", None, 
 CANCEL_RECEIVE: WorkerCall[int, None] = WorkerCall("cancel_receive", int, None, same_reply, failed=lambda _: None)
 PROFILE: WorkerCall[ProfileCommand, ProfileResult] = WorkerCall(
     "profile", ProfileCommand, ProfileResult, _all_paths, failed=lambda error: ProfileResult(error=error)
+)
+UPDATE_WEIGHTS: WorkerCall[WorkerWeightsCommand, WorkerWeightsReply] = WorkerCall(
+    "update_weights",
+    WorkerWeightsCommand,
+    WorkerWeightsReply,
+    _all_updated,
+    failed=lambda error: WorkerWeightsReply(error),
 )

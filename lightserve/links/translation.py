@@ -29,7 +29,7 @@ from lightserve.messages.cluster import (
     ToEngine,
 )
 from lightserve.messages.int_arrays import Int64Array, int64s
-from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, RouterStats, Timelines
+from lightserve.messages.output import BatchTokenIdOut, RequestTimeline, RouterStats, Timelines, WeightsReplaced
 from lightserve.messages.request import HTTP_PROCESS_BITS, REQ_ID_BITS, AbortReq, ReleaseParents
 from lightserve.messages.step import DraftColumns
 
@@ -82,6 +82,8 @@ def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int
         return [(session, _stats_for(message, session)) for session in sessions]
     if isinstance(message, KvCacheEvents | EngineDraining):
         return [(session, message) for session in sessions]
+    if isinstance(message, WeightsReplaced):
+        return [(session, _versions_for(message, session)) for session in sessions]
     if isinstance(message, RemotePrefillRequest | KvTransferTimeout):
         session = session_of(message.req_id)
         return [(session, replace(message, req_id=gateway_id(message.req_id)))] if session in sessions else []
@@ -97,6 +99,11 @@ def _stats_for(stats: RouterStats, session: int) -> RouterStats:
     return replace(
         stats, crash_suspects=[gateway_id(req_id) for req_id in stats.crash_suspects if session_of(req_id) == session]
     )
+
+
+def _versions_for(message: WeightsReplaced, session: int) -> WeightsReplaced:
+    reqs = [req for req in message.reqs if session_of(req.req_id) == session]
+    return replace(message, reqs=[replace(req, req_id=gateway_id(req.req_id)) for req in reqs])
 
 
 def _split(batch: BatchTokenIdOut) -> dict[int, BatchTokenIdOut]:

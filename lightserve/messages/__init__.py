@@ -3,6 +3,7 @@
     httpserver ──GenerateReq, AbortReq, ReleaseParents──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
     httpserver ──GetTimelines, StartProfile, StopProfile──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
+    httpserver ──RlQuery──▶ router ──RlReply──▶ detokenization ──▶ httpserver
     httpserver ──LoadAdapter, UnloadAdapter, ListAdapters──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
     router ──Step, and the requests of worker_calls.py──▶ model worker ──StepResult, and their replies──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from lightserve.messages.control import EngineInfo
-from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats
+from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats, WeightsReplaced
 from lightserve.messages.request import AbortReq, GenerateReq, GetTimelines, ReleaseParents, StartProfile, StopProfile
+from lightserve.messages.rl import RlQuery
 
 
 class KvTransferParams(msgspec.Struct, frozen=True):
@@ -53,7 +54,17 @@ class KvCancel(msgspec.Struct, frozen=True, tag=True):
     was_started: bool = True  # a prefill engine had got the prompt
 
 
-ToEngine = DispatchedReq | AbortReq | ReleaseParents | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
+ToEngine = (
+    DispatchedReq
+    | AbortReq
+    | ReleaseParents
+    | MovedReqs
+    | KvCancel
+    | GetTimelines
+    | StartProfile
+    | StopProfile
+    | RlQuery
+)
 
 
 class KvCacheEvents(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +100,7 @@ class KvTransferTimeout(msgspec.Struct, frozen=True, tag=True):
 FromEngine = (
     BatchTokenIdOut
     | RouterStats
+    | WeightsReplaced
     | QueryReply
     | KvCacheEvents
     | EngineDraining
@@ -96,7 +108,7 @@ FromEngine = (
     | KvTransferTimeout
 )
 
-LINK_PROTOCOL = 10  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 11  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -149,6 +149,18 @@ class NewWorkers(msgspec.Struct, frozen=True, tag=True):
     generation: int  # of the new workers
 
 
+class StopWorkers(msgspec.Struct, frozen=True, tag=True):
+    """The router of --enable_rl sleeps: stop its workers, and start none until StartWorkers."""
+
+
+class WorkersStopped(msgspec.Struct, frozen=True, tag=True):
+    """The reply to StopWorkers: their memory is free."""
+
+
+class StartWorkers(msgspec.Struct, frozen=True, tag=True):
+    """The router wakes up. The reply is NewWorkers."""
+
+
 class EngineJoined(msgspec.Struct, frozen=True, tag=True):
     """To the dispatcher: the router of an engine is ready for requests."""
 
@@ -188,7 +200,19 @@ class RankExited(msgspec.Struct, frozen=True, tag=True):
 
 
 FromChild = (
-    StartupPhase | StartupProgress | Ready | EngineInfo | ChildFailed | Drained | WorkersLost | Pong | RankExited
+    StartupPhase
+    | StartupProgress
+    | Ready
+    | EngineInfo
+    | ChildFailed
+    | Drained
+    | WorkersLost
+    | StopWorkers
+    | StartWorkers
+    | Pong
+    | RankExited
 )
 
-ToChild = EngineInfo | NewWorkers | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping
+ToChild = (
+    EngineInfo | NewWorkers | WorkersStopped | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping
+)

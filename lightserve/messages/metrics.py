@@ -102,6 +102,7 @@ METRICS = (
     _counter("spec_decode_num_drafts_total", "With --speculative_config: steps of requests that had drafts."),
     _counter("spec_decode_num_draft_tokens_total", "With --speculative_config: tokens that were drafted."),
     _counter("spec_decode_num_accepted_tokens_total", "With --speculative_config: drafted tokens that were accepted."),
+    _gauge("spec_decode_synthetic", "1: drafts are accepted by a schedule (rejection_sample_method); no text is real."),
     Metric(
         "spec_decode_num_accepted_tokens_per_pos_total",
         Kind.COUNTER,
@@ -109,6 +110,24 @@ METRICS = (
         label="position",
         label_values=tuple(map(str, range(DEFAULT_DRAFTS))),
     ),
+    Metric(
+        "image_hits_total",
+        Kind.COUNTER,
+        "Images of requests whose KV or embeddings were there already, or which had to be encoded (none).",
+        label="kind",
+        label_values=("kv", "embedding", "none"),
+    ),
+    Metric(
+        "image_stage_seconds_total",
+        Kind.COUNTER,
+        "Seconds that the encoder has spent on decoding and resizing images, and on encoding them.",
+        label="stage",
+        label_values=("decode", "encode"),
+    ),
+    _counter("images_encoded_total", "Images encoded."),
+    _counter("images_evicted_total", "Images whose embeddings were evicted to make room for others."),
+    _gauge("images_waiting", "Images that are waiting for the encoder, or are being encoded."),
+    _gauge("image_rows_used", "Rows of the arena (--embed_cache_gb) that hold embeddings, one for each token."),
     Metric(
         "request_success_total",
         Kind.COUNTER,

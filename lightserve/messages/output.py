@@ -8,6 +8,7 @@ import msgspec
 
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.request import AbortByRequestId
+from lightserve.messages.rl import RlReply
 from lightserve.messages.step import NO_DRAFTS, NO_TOKENS, DraftColumns, ReqFailed, Token, TokenColumns
 
 
@@ -24,6 +25,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     queue_s: float
     cached_tokens: int  # of the prompt, from the prefix cache
+    weight_version: str = ""  # of the weights; empty: they were never replaced
 
 
 class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +60,7 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     plain: TokenColumns = NO_TOKENS  # neither the first nor the last of their requests
     embeddings: list[EmbeddingOut] = []
     drafts: DraftColumns = NO_DRAFTS  # of this step
+    ended: list[int] = []  # aborted too, but their clients get what they have; no token of them follows
 
     @property
     def tokens(self) -> list[TokenIdOut]:
@@ -85,6 +88,8 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     metrics: MetricsSnapshot
     has_workers: bool = True  # False while lost workers are being replaced
     crash_suspects: list[int] = []  # requests that were in flight when the workers were lost, right after that
+    is_sleeping: bool = False  # they were stopped: --enable_rl
+    problem: str = ""  # why no text can be generated until a trainer or an operator does something
 
 
 TimelineEventKind = Literal[
@@ -157,9 +162,25 @@ class AdapterReply(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterCard] = []
 
 
-QueryReply = Timelines | ProfileReply | AdapterReply  # goes through the detokenizer to the HTTP process that asked
+class VersionedReq(msgspec.Struct, frozen=True, array_like=True):
+    """A request that was open when the weights were replaced."""
 
-ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
+    req_id: int
+    output_len: int  # tokens that were generated before
+
+
+class WeightsReplaced(msgspec.Struct, frozen=True, tag=True):
+    """An engine has other weights, or another name for them. All tokens of before come before this message."""
+
+    version: str
+    reqs: list[VersionedReq]
+
+
+QueryReply = (
+    Timelines | ProfileReply | AdapterReply | RlReply
+)  # goes through the detokenizer to the HTTP process that asked
+
+ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | WeightsReplaced | QueryReply
 
 
 class RequestDrafts(msgspec.Struct, frozen=True, array_like=True):
@@ -180,11 +201,24 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True):
     admission: Admission | None = None
     drafts: RequestDrafts | None = None  # with the last token, if there were any
 
+    @property
+    def has_token(self) -> bool:
+        """False: it is only the end of a request that was aborted."""
+        return self.token.id >= 0
+
+
+class EndedOut(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request that was aborted, and whose client gets what it has."""
+
+    req_id: int
+    text: str  # that was held back
+
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     outs: list[StrOut] = []
     failed: list[ReqFailed] = []
     embeddings: list[EmbeddingOut] = []
+    ended: list[EndedOut] = []
 
 
-ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply
+ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | WeightsReplaced | QueryReply

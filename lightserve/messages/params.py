@@ -32,7 +32,9 @@ OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-TopCount = Annotated[int, Meta(ge=0, le=20)]
+MAX_LOGPROBS = 20  # alternatives to a token, as in OpenAI's APIs; --enable_rl lifts the limit
+
+TopCount = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # at most the vocabulary; HTTP sets a lower limit
 
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 
@@ -120,6 +122,8 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     logprobs: TopCount | None = None  # of the sampled token, and of the top k tokens
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
+    # logprobs of the distribution that the token was sampled from: after rules, temperature and filters
+    processed_logprobs: bool = False
     speculative: bool = True  # steps may compute drafts of its next tokens, which never changes its text
     prediction_ids: Prediction = ()  # what the client expects the output to resemble: drafts may come from there
 

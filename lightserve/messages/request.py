@@ -6,7 +6,9 @@ import msgspec
 import numpy as np
 
 from lightserve.messages.int_arrays import Int32s, int32s
+from lightserve.messages.media import FromEncoder, ImageItem
 from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.rl import RlQuery
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
@@ -25,6 +27,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     request_id: str = ""  # X-Request-Id of the HTTP request, for GET /debug/requests
     parent: int | None = None
     owner: str = ""  # the client, by a digest of its API key, for GET /debug/requests
+    images: list[ImageItem] = []  # in the prompt, in their order
 
     def prefix_salt(self, uses_cache: bool) -> str:
         """Requests share cached prefixes exactly if this is the same. Choices of one prompt always share them."""
@@ -52,6 +55,7 @@ class AbortReq(msgspec.Struct, frozen=True, tag=True):
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
+    keeps_tokens: bool = False  # its client is there, and gets what the request has
 
 
 class ReleaseParents(msgspec.Struct, frozen=True, tag=True):
@@ -141,7 +145,9 @@ ToRouter = (
     | SpanCounts
     | StreamLogCounts
     | AdapterQuery
+    | RlQuery
 )
+RouterInbox = ToRouter | FromEncoder
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32s, Int64s, int32s, int64s
+from lightserve.messages.media import ImageRows
 from lightserve.messages.params import SamplingParams, StoppingParams
 
 
@@ -37,6 +38,7 @@ class NewReq(msgspec.Struct, frozen=True):
     group_slots: tuple[Int32s, ...] = ()  # what it holds in each KV group: of a window, slots of the last cached tokens
     lora_slot: int = -1  # of its adapter; -1: it uses none
     parent: ForkPrefix | None = None
+    images: list[ImageRows] = []  # in the prompt
 
     @property
     def num_cached(self) -> int:
@@ -175,6 +177,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     logprob: float | None = None  # if requested; from the unmodified logits
     top_logprobs: list[tuple[int, float]] | None = None  # if requested: (token id, logprob), the most likely first
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
+
+
+NO_TOKEN = Token(-1)  # of the end of a request that was aborted
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):

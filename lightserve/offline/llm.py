@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from numbers import Integral
-from typing import Any, overload
+from types import TracebackType
+from typing import Any, Self, overload
 
+from lightserve.common.device import pick_device
 from lightserve.common.parallel import Parallel
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.config.combinations import Setup, check_combinations
@@ -21,12 +24,15 @@ from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import ReqFailed, StepResult, TokenOut
 from lightserve.messages.worker_calls import LoraLoad
 from lightserve.model_files.config.facts import model_facts
+from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
+from lightserve.model_files.speculation import resolved_speculation, served_with_head
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.served_config import read_served_config
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation
+from lightserve.offline.fields import check_n, known_fields, repeated
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
@@ -82,9 +88,10 @@ class LLM(PoolingMethods):
     """
 
     def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
-        self.config = WorkerConfig(model_dir=model_dir, **options)
-        source = resolve(model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
-        _check_combinations(self.config, source)
+        self.config = served_with_head(WorkerConfig(model_dir=model_dir, **options))
+        source = resolve(self.config.model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
+        model = _check_combinations(self.config, source)
+        self.config = resolved_speculation(self.config, source, model)
         if self.config.load_format != "dummy":
             require_weights(source)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
@@ -99,12 +106,32 @@ class LLM(PoolingMethods):
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
         limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
         tokens = self.worker.max_total_token_num
-        pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens))
+        pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens), limits.kv_lookahead)
         self._scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()
+
+    def close(self) -> None:
+        """Free the memory of the model. An LLM that is closed cannot be used any more."""
+        if "worker" in self.__dict__:
+            self._open.clear()
+            self._in_flight.clear()
+            del self.worker, self._scheduler
+            gc.collect()
+            pick_device(self.config.device).free_cached_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("worker", "_scheduler"):
+            raise ServerError("this LLM is closed; make another one")
+        raise AttributeError(f"LLM has no attribute {name!r}", name=name, obj=self)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -128,7 +155,8 @@ class LLM(PoolingMethods):
 
         Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each. Without
         ``params``, the others are those of ``get_default_sampling_params``. ``lora``: a name of ``lora_modules`` or the
-        folder of an adapter, for all prompts or one for each; None: the base model.
+        folder of an adapter, for all prompts or one for each; None: the base model. ``n``: texts of each prompt, which
+        follow one another in the result. ``json_schema``, ``regex`` or ``choice``: what the text must be.
         """
         requests = self._requests(prompts, params, fields, lora)
         generations = [Generation(req.prompt_ids.tolist()) for req in requests]
@@ -204,6 +232,8 @@ class LLM(PoolingMethods):
         lora: Loras = None,
     ) -> list[Req]:
         self._check_generates()
+        n, fields = check_n(fields.get("n", 1)), known_fields(fields)
+        fields.pop("n", None)
         many = [prompts] if _is_one(prompts) else list(prompts)
         if params is None or isinstance(params, GenerationParams):
             params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
@@ -214,10 +244,11 @@ class LLM(PoolingMethods):
             raise InvalidRequestError(f"{len(many)} prompts but {len(loras)} adapters")
         ids = [self._adapter(adapter) for adapter in loras]
         requests = [
-            self._request(prompt, prompt_params.replace(**fields))
+            self._request(prompt, repeated(prompt_params.replace(**fields), choice))
             for prompt, prompt_params in zip(many, params, strict=True)
+            for choice in range(n)
         ]
-        for req, lora_id in zip(requests, ids, strict=True):
+        for req, lora_id in zip(requests, [lora_id for lora_id in ids for _ in range(n)], strict=True):
             req.lora_id, req.salt = lora_id, "" if lora_id is None else f"lora {lora_id}"
         return requests
 
@@ -368,11 +399,12 @@ class _OpenStream:
     outs: deque[StreamOut]  # of the stream that it belongs to
 
 
-def _check_combinations(worker: WorkerConfig, source: ModelSource) -> None:
+def _check_combinations(worker: WorkerConfig, source: ModelSource) -> ModelConfig:
     model = read_served_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
     config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     check_combinations(Setup(config, facts, is_offline=True))
+    return model
 
 
 def _is_one(prompts: Any) -> bool:

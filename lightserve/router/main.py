@@ -13,8 +13,19 @@ from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.links.endpoint import EngineEndpoint
 from lightserve.messages.cluster import ToEngine
-from lightserve.messages.control import Drain, Drained, EngineInfo, HttpProcessLost, NewWorkers, Ready, WorkersLost
-from lightserve.messages.request import ToRouter
+from lightserve.messages.control import (
+    Drain,
+    Drained,
+    EngineInfo,
+    HttpProcessLost,
+    NewWorkers,
+    Ready,
+    WorkersLost,
+    WorkersStopped,
+)
+from lightserve.messages.media import ToEncoder
+from lightserve.messages.request import RouterInbox
+from lightserve.router.images.image_waits import ImageWaits, Send
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
@@ -45,6 +56,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     inbox, outbox = _channels(child_config, has_dispatcher) if server is None else (server.link, server.link)
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
+    _enable_images(child_config, groups[0])
     if child_config.role == "decode":
         groups[0].add_source(RemoteKvSource(groups[0].pool, outbox.send))
     if engine.cpu_kv is not None:
@@ -62,14 +74,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
     workers = await connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
-    if engine.lora_slots:
-        manager.adapters.enable(config.worker, workers)
     if has_dispatcher:
         blocks = manager.report_cached_blocks(outbox.send)
         if server is not None:
             server.link.on_join = blocks.all_blocks
-    _pin_prefixes(manager, config, engine)
-    _enable_profiles(child_config, manager, workers)
+    _enable_features(child_config, manager, engine, workers)
+    manager.rl.sleep.connect(launcher.send)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
@@ -79,10 +89,34 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             tasks.create_task(server.run())
 
 
+def _enable_features(
+    child_config: ChildConfig, manager: RouterManager, engine: EngineInfo, workers: RpycModelClient
+) -> None:
+    """Those that flags turn on."""
+    config = child_config.config
+    if engine.lora_slots:
+        manager.adapters.enable(config.worker, workers)
+    if config.http.enable_rl:
+        manager.weights.enable(manager.rl, config.http.weights_dir, child_config.engine * config.worker.num_ranks)
+    _pin_prefixes(manager, config, engine)
+    _enable_profiles(child_config, manager, workers)
+
+
 def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> GroupScheduler:
     tokens = engine.max_total_token_num
-    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens))
+    pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
     return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
+
+
+def _enable_images(child_config: ChildConfig, group: GroupScheduler) -> None:
+    """If requests may have some."""
+
+    def connect(generation: int) -> Send:
+        sender: Sender[ToEncoder] = Sender(child_config.encoder_address(generation))
+        return sender.send
+
+    if child_config.config.http.max_images:
+        group.enable_images(ImageWaits(connect))
 
 
 def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:
@@ -102,7 +136,7 @@ def _pin_prefixes(manager: RouterManager, config: ServerConfig, engine: EngineIn
 def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any]:
     """To this router, and from it to the detokenizer, or to the dispatcher if there are several engines."""
     if not has_dispatcher:
-        return Receiver(child_config.address("router"), ToRouter), Sender(child_config.address("detokenization"))
+        return Receiver(child_config.address("router"), RouterInbox), Sender(child_config.address("detokenization"))
     engine, epoch = child_config.engine, child_config.epoch
     inbox: Receiver[Any] = Receiver(child_config.to_engine(engine, epoch), ToEngine)
     return inbox, Sender(child_config.from_engine(engine, epoch))
@@ -133,12 +167,16 @@ async def _handle_launcher(
             draining.append(asyncio.create_task(_drain(server, launcher)))
         elif isinstance(message, HttpProcessLost):
             manager.abort_http_process(message)
+        elif isinstance(message, WorkersStopped):
+            manager.rl.sleep.on_workers_changed()
         elif isinstance(message, NewWorkers):
             try:
                 workers = await connect(message.generation)
+                await manager.weights.restore(workers)
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
                 _enable_profiles(child_config, manager, workers)
+                manager.rl.sleep.on_workers_changed()
             except (EOFError, OSError) as error:
                 logger.warning("cannot connect to the new workers of generation %d: %s", message.generation, error)
                 launcher.send(WorkersLost(message.generation, str(error), caused_by_request=False))

@@ -21,6 +21,7 @@ from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.messages.cluster import DispatchedReq, KvCacheEvents, KvCancel, MovedReqs, ToEngine
 from lightserve.messages.control import EngineInfo, HttpProcessLost
+from lightserve.messages.media import EncoderStarted, ImageEncoded
 from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import ToDetokenization
 from lightserve.messages.params import FinishReason
@@ -32,12 +33,17 @@ from lightserve.messages.request import (
     GenerateReq,
     GetTimelines,
     ReleaseParents,
+    RouterInbox,
     SpanCounts,
+    StartProfile,
+    StopProfile,
     StreamLogCounts,
     ToRouter,
     http_process_of,
 )
+from lightserve.messages.rl import RlQuery
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
+from lightserve.router.images.image_waits import ImageFailed, with_image_ids
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.lora.control import AdapterControl
 from lightserve.router.lora.registry import RegisteredAdapter
@@ -47,6 +53,10 @@ from lightserve.router.observability.timeline import Timeline, TimelineRing
 from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.pinned_prefixes import PinnedPrefixes
 from lightserve.router.req import Req
+from lightserve.router.rl.control import RlControl
+from lightserve.router.rl.pause import PauseControl
+from lightserve.router.rl.sleep import SleepControl
+from lightserve.router.rl.weights import WeightsControl
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.workers.client import ModelClient
@@ -64,7 +74,7 @@ class RouterManager:
         scheduler: Scheduler,
         model: ModelClient,
         engine: EngineInfo,
-        inbox: Receiver[ToRouter] | Receiver[ToEngine],
+        inbox: Receiver[RouterInbox] | Receiver[ToRouter] | Receiver[ToEngine],
         to_detokenization: Sender[ToDetokenization],
         config: RouterConfig,
     ) -> None:
@@ -79,7 +89,10 @@ class RouterManager:
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._output_processor)
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
+        self.weights = WeightsControl(scheduler, self.steps, self._output_processor, to_detokenization.send)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
+        pause = PauseControl(scheduler, self.steps, self._output_processor)
+        self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -93,11 +106,13 @@ class RouterManager:
             tasks.create_task(self._send_heartbeats(log))
             tasks.create_task(self._watch_deadlines())
             tasks.create_task(self.profiles.run())
+            tasks.create_task(self.rl.run())
 
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
         self.steps.use_workers(model)
-        self.metrics.workers_restarted()
+        if not self.rl.sleep.is_asleep:
+            self.metrics.workers_restarted()
         self._compute_pinned()
 
     def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
@@ -151,10 +166,42 @@ class RouterManager:
                 self._to_detokenization.send(self.timelines.answer(message))
             elif isinstance(message, SpanCounts | StreamLogCounts):
                 add_http_counts(self.metrics.values, message)
-            elif isinstance(message, AdapterQuery):
-                self.adapters.handle(message)
+            elif isinstance(message, EncoderStarted | ImageEncoded):
+                self._handle_encoder(message)
             else:
-                self.profiles.put(message)
+                self._handle_operator(message)
+
+    def _handle_operator(self, message: AdapterQuery | StartProfile | StopProfile | RlQuery) -> None:
+        if isinstance(message, AdapterQuery):
+            self.adapters.handle(message)
+        elif isinstance(message, RlQuery):
+            self.rl.put(message)
+        else:
+            self.profiles.put(message)
+
+    def _handle_encoder(self, message: EncoderStarted | ImageEncoded) -> None:
+        images = self._scheduler.only_group.admission.images
+        if images is None:
+            raise TypeError(f"there is no encoder, but it sent {type(message).__name__}")
+        if isinstance(message, EncoderStarted):
+            failures = images.start_encoder(message)
+        else:
+            failure = images.complete(message)
+            failures = [] if failure is None else [failure]
+        for failed in failures:
+            self._fail_images(failed)
+        self.steps.wake()
+
+    def _fail_images(self, failed: ImageFailed) -> None:
+        reqs = self._scheduler.drop(lambda req: req.req_id in failed.req_ids)
+        self._output_processor.fail(reqs, failed.status, lambda _: failed.message)
+
+    def _why_no_images(self, message: GenerateReq) -> str:
+        """Why a request cannot run with its images; empty: it can, or has none."""
+        if not message.images:
+            return ""
+        images = self._scheduler.only_group.admission.images
+        return "this server reads no images" if images is None else images.why_refused(message.images)
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for group in self._scheduler.groups:
@@ -208,9 +255,16 @@ class RouterManager:
     ) -> None:
         timeline = self.timelines.start(message, dispatched is not None and dispatched.target is not None)
         is_moved = dispatched is not None and dispatched.is_moved
+        refusal = self.weights.served.problem or ("" if is_moved else self.rl.pause.refusal)
+        if refusal:
+            self._refuse(message, timeline, refusal, 503)
+            return
         full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
         if full:
             self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
+            return
+        if reason := self._why_no_images(message):
+            self._refuse(message, timeline, reason, 400)
             return
         try:
             adapter = self.adapters.find(message.scheduling.lora)
@@ -277,6 +331,10 @@ class RouterManager:
 
         It is queued before its adapter is loaded: if that fails, the request fails too.
         """
+        if req.images:
+            group = self._scheduler.only_group
+            if group.admission.images is not None:
+                group.admission.images.enter(req, group.pool.cached_len(req))
         self._scheduler.defer(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
@@ -300,7 +358,7 @@ class RouterManager:
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
         return Req(
             message.req_id,
-            message.prompt_ids,
+            with_image_ids(message.prompt_ids, message.images),
             message.params,
             message.params.stopping.max_new_tokens,
             self._eos_token_ids,
@@ -310,12 +368,13 @@ class RouterManager:
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
             is_private=not uses_cache,
             shares_prefix=shares_prefix,
-            salt=lora + message.prefix_salt(uses_cache),
+            salt=self.weights.served.salt + lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
             parent=message.parent,
             can_fork=message.is_group_open,
             generation_prompt_len=scheduling.generation_prompt_len,
             boundaries=self._boundaries_of(message),
+            images=tuple(message.images),
         )
 
     def _boundaries_of(self, message: GenerateReq) -> ChunkBoundaries:
@@ -324,9 +383,13 @@ class RouterManager:
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
-        if req is not None:  # None: it has ended meanwhile
+        if req is None:  # it has ended meanwhile
+            return
+        if message.keeps_tokens:
+            self._output_processor.end([req])
+        else:
             self._output_processor.abort(req, message.reason)
-            self.steps.wake()
+        self.steps.wake()
 
     async def _watch_deadlines(self) -> None:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import msgspec
@@ -31,9 +31,13 @@ from lightserve.router.scheduler import ReqTokens, Scheduler
 class OutputProcessor:
     def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
         self.metrics = RouterMetrics()
+        self.metrics.values["spec_decode_synthetic"] = float(scheduler.limits.has_synthetic_drafts)
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
+        self.weight_version = ""  # empty: the weights were never replaced
+        self.problem = ""  # why no text can be generated with them
+        self.is_sleeping = False  # the workers are stopped: --enable_rl
         self.pinned: PinnedPrefixes | None = None  # set if there are pinned prefixes
         self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
 
@@ -62,6 +66,14 @@ class OutputProcessor:
         """A request was aborted. The next message says so."""
         self._aborted.append(req.req_id)
         self._count_finished(req, reason, time.monotonic())
+
+    def end(self, reqs: Sequence[Req]) -> None:
+        """Requests were aborted, and their clients get what they have."""
+        shown = [req for req in reqs if not self._end_internal(req, has_failed=True)]
+        now = time.monotonic()
+        for req in shown:
+            self._count_finished(req, FinishReason.ABORT, now)
+        self._to_detokenization.send(BatchTokenIdOut(ended=[req.req_id for req in shown]))
 
     def confirm_moved(self, req_ids: list[int]) -> None:
         """The dispatcher may send these requests here again: no token of before comes after this message."""
@@ -117,7 +129,8 @@ class OutputProcessor:
             step_part.report(self.metrics)
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
-        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
+        snapshot = self.metrics.snapshot()
+        stats = RouterStats(step_age_s, snapshot, has_workers, suspects, self.is_sleeping, self.problem)
         self._to_detokenization.send(stats)
 
     def _send_events(self) -> None:
@@ -173,7 +186,7 @@ class OutputProcessor:
         """Of a request, in the metrics or in ``gaps``. Returns how it was admitted, if these are its first tokens."""
         req, count = processed.req, len(processed.outs)
         if req.target is not None:  # the engine that wants its prompt counts the request
-            return Admission(req.admitted_s - req.arrived_s, req.cached_len)
+            return Admission(req.admitted_s - req.arrived_s, req.cached_len, self.weight_version)
         last_token_s, req.last_token_s = req.last_token_s, now
         if count > 1:
             gaps[now] = gaps.get(now, 0) + count - 1
@@ -201,7 +214,7 @@ class OutputProcessor:
     def _count_admission(self, req: Req) -> Admission:
         queue_s = req.admitted_s - req.arrived_s
         self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
-        return Admission(queue_s, req.cached_len)
+        return Admission(queue_s, req.cached_len, self.weight_version)
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
         if req.target is not None:

@@ -12,14 +12,16 @@ import numpy as np
 from lightserve.messages.block_hash import NO_HASHES, Hashes
 from lightserve.messages.cluster import KvTarget, KvTransferParams
 from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
+from lightserve.messages.media import ImageItem
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.kv.radix_cache import RadixNode
 from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
-from lightserve.router.req_columns import ReqColumns
+from lightserve.router.req_columns import MAY_DRAFT_IF_FEW, ReqColumns
 
 MANY = 2**62
+MIN_MATCH = 4  # tokens of an image that a cached prefix must have: 120 bits of its digest
 
 
 def _column(name: str) -> Any:
@@ -78,6 +80,7 @@ class Req(ReqProgress):
     can_fork: bool = False  # later requests may name it so
     generation_prompt_len: int = 0  # see SchedulingParams
     boundaries: ChunkBoundaries = NO_BOUNDARIES  # of the chunks in which its prompt is computed
+    images: tuple[ImageItem, ...] = ()  # in its prompt
 
     finish_reason: FinishReason | None = None
     is_text_token: bool = False  # its last token is text, not an end token
@@ -177,6 +180,13 @@ class Req(ReqProgress):
         if not self.shares_prefix:
             return True
         return self.params.sampling.prompt_logprobs is not None and not self.output_len
+
+    def usable_len(self, cached_len: int) -> int:
+        """How many of so many cached tokens it may use. So few tokens of an image may be those of another one."""
+        for image in self.images:
+            if 0 < min(cached_len, image.end) - image.start < MIN_MATCH:
+                return image.start
+        return cached_len
 
     @property
     def uses_tiers(self) -> bool:
@@ -327,10 +337,9 @@ class Req(ReqProgress):
         )
 
 
-def _may_draft(params: GenerationParams) -> bool:
-    """Whether the workers can sample several of its tokens in one step, and return them without details."""
+def _may_draft(params: GenerationParams) -> int:
+    """See ReqColumns.may_draft."""
     sampling = params.sampling
-    if not sampling.speculative:
-        return False
-    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    return not (sampling.depends_on_output or has_logprobs or params.stopping.min_new_tokens)
+    if not sampling.speculative or sampling.grammar is not None:
+        return 0
+    return MAY_DRAFT_IF_FEW if sampling.depends_on_output or params.stopping.min_new_tokens else 1

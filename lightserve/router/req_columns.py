@@ -23,12 +23,13 @@ FIELDS = (
     "is_plain",  # 1: only its length, an end token of the model or its grammar ends it
     "admission",  # number of its admission; 0: it does not run
     "planned_step",  # number of the last step that computes some of its tokens
-    "may_draft",  # 1: steps may compute drafts of its next tokens
+    "may_draft",  # 1: steps may compute drafts of its next tokens; or MAY_DRAFT_IF_FEW
     "has_drafted",  # 1: a step since its admission computes drafts
     "spare_slots",  # KV slots that it has for the tokens after ``planned_len``; drafts are written there
     "draft_pause",  # decodes until the next draft is tried
     "last_pause",  # the length of the last such pause; 0: a draft was accepted since
 )
+MAY_DRAFT_IF_FEW = 2  # its rules depend on its tokens: the workers wait for those of all requests before such a step
 FIRST_ACCEPTANCE = 0.7  # of a request without drafts so far
 PLANNING = FIELDS.index("planned_drafts") + 1  # the fields up to here say what to plan
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
-from lightserve.ipc.worker_calls import COMPILE_GRAMMAR
+from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import Step, StepResult
@@ -19,6 +19,9 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 
@@ -50,6 +53,8 @@ class StepLoop:
         self._deadline_timer: asyncio.TimerHandle | None = None
         self.recorder: TraceRecorder | None = None  # while a profile runs
         self._num_recorded = 0
+        self._holds: set[str] = set()  # why no step may be sent now
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []  # see wait_until
         self._was_full = False  # requests were left waiting after the last planned step
         self._connect_sources()
 
@@ -68,8 +73,46 @@ class StepLoop:
             if not self._process_result():
                 if not self._in_flight:
                     self._output_processor.report(StepResult())  # aborted requests do not wait for a step
+                self._resolve_waiters()
                 self._wake.clear()
                 await self._wake.wait()
+
+    def call_workers(self, call: WorkerCall[Request, Reply], request: Request) -> asyncio.Future[Reply | None]:
+        """As WorkerCaller says: None if the workers are lost, as they are now if there are none."""
+        if self.has_workers and not self._model.is_lost:
+            return self._model.call(call, request)
+        lost: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        lost.set_result(None)
+        return lost
+
+    def restart_workers(self, reason: str) -> None:
+        """They cannot be used any more."""
+        self._on_workers_lost(reason)
+
+    def hold(self, reason: str) -> None:
+        """Send no more steps, until ``release`` with the same reason. Requests stay as they are."""
+        self._holds.add(reason)
+
+    def release(self, reason: str) -> None:
+        self._holds.discard(reason)
+        self.wake()
+
+    async def wait_idle(self) -> None:
+        """Wait until no step is in flight. Without a hold, the next one may be sent at once."""
+        await self.wait_until(lambda: not self._in_flight)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until it is true. It is asked whenever the loop has nothing more to do."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((condition, future))
+        self.wake()
+        await future
+
+    def _resolve_waiters(self) -> None:
+        for condition, future in self._waiters:
+            if not future.done() and condition():
+                future.set_result(None)
+        self._waiters = [waiter for waiter in self._waiters if not waiter[1].done()]
 
     def wake(self) -> None:
         """Something changed: a request came or left, a result is back, or the next step is due."""
@@ -81,7 +124,19 @@ class StepLoop:
         self._model = model
         self._connect_sources()
         self.has_workers = True
+        self._output_processor.is_sleeping = False
         self.wake()
+
+    def suspend_workers(self) -> None:
+        """No step is in flight. The workers are about to be stopped: all KV is lost, and requests wait for new ones."""
+        self.has_workers = False
+        self._scheduler.recover_from_crash()
+        self._output_processor.is_sleeping = True
+        self._output_processor.send_heartbeat(0.0, has_workers=False)
+
+    def close_workers(self) -> None:
+        """They have stopped."""
+        self._model.close()
 
     def compile_grammar(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
         """Have the workers compile a grammar, so that the first step of its request does not wait.
@@ -116,7 +171,7 @@ class StepLoop:
     def _fill_pipeline(self) -> None:
         self.check_workers()
         depth = 1 if self._scheduler.is_isolating_crash else self._engine.pipeline_depth
-        while self.has_workers and len(self._in_flight) < depth:
+        while self.has_workers and not self._holds and len(self._in_flight) < depth:
             now = time.monotonic()
             if self._may_wait and self._is_early(self._in_flight[-1], now):
                 return

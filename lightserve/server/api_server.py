@@ -24,6 +24,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from lightserve.batches.store import opened_folder
 from lightserve.config import ServerConfig
 from lightserve.config.parse import MODULE, parse_server
 from lightserve.errors import LightserveError
@@ -31,8 +32,10 @@ from lightserve.ipc.process import EXIT_CONFIG_ERROR, error_line
 from lightserve.messages.control import StartupPhase
 from lightserve.server.banner import banner, print_banner, print_error, print_line
 from lightserve.server.checks import ModelInfo, check, with_local_files
+from lightserve.server.encoder_supervisor import EncoderSupervisor
 from lightserve.server.engine_supervisor import supervise_engines
 from lightserve.server.http_supervisor import HttpSupervisor
+from lightserve.server.images import with_images
 from lightserve.server.keys import with_keys
 from lightserve.server.node_host import run_node
 from lightserve.server.process_group import Modules, ProcessGroup
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog
         if not config.is_other_node:  # it has no HTTP
             config = with_keys(config)
         model = check(config)
-        config = with_local_files(config, model)
+        config = with_images(with_local_files(config, model))
         net.raise_fd_limit()
         if config.is_other_node:
             return asyncio.run(run_node(config, modules or Modules()))
@@ -81,6 +84,8 @@ async def launch(
     with run_directory() as run_dir, contextlib.ExitStack() as exits:
         for sock in sockets:
             exits.enter_context(sock)
+        if config.http.batch_dir is not None:
+            exits.enter_context(opened_folder(config.http.batch_dir))
         exit_code = await Launcher(config, model, ProcessGroup(config, run_dir, modules), signals).run(sockets, begin_s)
     if exit_code == 0:
         print_line(ENDED)
@@ -127,10 +132,12 @@ class Launcher:
         processes, config = self._processes, self._config.launch
         supervised = {child for engine in processes.engines for child in (*engine.workers, engine.router)}
         supervised |= {*processes.httpservers}
-        others = [child.watch() for child in processes.children if child not in supervised]
+        encoder = processes.encoder
+        others = [child.watch() for child in processes.children if child not in supervised and child is not encoder]
         engines = supervise_engines(processes, config)
         http = [HttpSupervisor(processes, index, config).run() for index in range(len(processes.httpservers))]
-        return [*others, engines, *http, watch_heartbeats(processes, config.process_timeout)]
+        encoders = [] if encoder is None else [EncoderSupervisor(processes, config).run()]
+        return [*others, engines, *http, *encoders, watch_heartbeats(processes, config.process_timeout)]
 
     async def _handle_signals(self) -> None:
         """The first signal drains the server. A second one, or one during the start, ends it at once."""

@@ -23,6 +23,7 @@ from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
+from lightserve.model_files.speculation import resolved_speculation, served_with_head
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
 from lightserve.models.served_config import read_served_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
@@ -47,6 +48,7 @@ class ModelInfo:
     architecture: str
     sampling_defaults: str  # what the model's files set, for the operator; "": nothing
     path: Path | None = None  # of its files
+    speculative_config: str | None = None  # with local files, and a method instead of auto
 
 
 def check(config: ServerConfig) -> ModelInfo:
@@ -59,13 +61,16 @@ def check(config: ServerConfig) -> ModelInfo:
     check_otlp(config.http)
     check_profile_dir(config.launch.profile_dir)
     check_adapters(config)
+    config = replace(config, worker=served_with_head(config.worker))
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy" or config.cluster.is_gateway
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     pooling = pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling)
+    speculative_config = config.worker.speculative_config
     if not config.launch.null_worker:
-        _check_model(source, config, tokenizer, pooling)
+        model = _check_model(source, config, tokenizer, pooling)
+        speculative_config = resolved_speculation(config.worker, source, model).speculative_config
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
     if config.router.pinned_prefixes is not None:
@@ -76,14 +81,15 @@ def check(config: ServerConfig) -> ModelInfo:
         _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     defaults = read_sampling_defaults(source, config.http.generation_config)
-    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults), source.path)
+    name = config.http.first_model_name(source.name)
+    return ModelInfo(name, str(architectures[0]), str(defaults), source.path, speculative_config)
 
 
 def with_local_files(config: ServerConfig, model: ModelInfo) -> ServerConfig:
     """The config with the path of the model's files: no other process asks the hub, which may have changed."""
     if model.path is None:
         return config
-    worker = replace(config.worker, model_dir=str(model.path))
+    worker = replace(config.worker, model_dir=str(model.path), speculative_config=model.speculative_config)
     return replace(config, worker=worker, http=replace(config.http, model_name=config.http.model_name or [model.name]))
 
 
@@ -132,7 +138,7 @@ def check_adapters(config: ServerConfig) -> None:
 
 def _check_model(
     source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None, pooling: PoolingConfig | None
-) -> None:
+) -> ModelConfig:
     worker = config.worker
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.request_len(worker.max_req_total_len)
@@ -150,6 +156,7 @@ def _check_model(
             "%s: the tokenizer has %d tokens, the model's embedding only %d; prompts with the other tokens are refused"
         )
         logger.warning(text, source.path, tokenizer.num_ids, model.vocab_size)
+    return model
 
 
 def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:

@@ -29,6 +29,8 @@ from lightserve.messages.control import (
     Ready,
     StartupPhase,
     StartupProgress,
+    StartWorkers,
+    StopWorkers,
     ToChild,
     WorkersLost,
 )
@@ -71,7 +73,7 @@ class ChildProcess:
         self.phases: list[StartupPhase] = []
         self.show_progress: Callable[[StartupProgress], None] | None = None  # of its startup
         self.exit_message: str | None = None  # the child's own error, or the reason why the launcher killed it
-        self.worker_failures: asyncio.Queue[WorkersLost] = asyncio.Queue()  # reported by the router
+        self.worker_reports: asyncio.Queue[WorkersLost | StopWorkers | StartWorkers] = asyncio.Queue()  # of the router
         self.is_node_missing = False  # of a rank on another node: that did not come in time
         self.missed_heartbeats = 0  # pings without a pong
         self._pong_received = asyncio.Event()  # since the last ping
@@ -169,8 +171,8 @@ class ChildProcess:
                 self.drained.set()
             case ChildFailed(error):
                 self.exit_message = error
-            case WorkersLost():
-                self.worker_failures.put_nowait(message)
+            case WorkersLost() | StopWorkers() | StartWorkers():
+                self.worker_reports.put_nowait(message)
             case Pong():
                 self.missed_heartbeats = 0
                 self._pong_received.set()
@@ -190,7 +192,7 @@ async def spawn(
             *(sys.executable, "-m", module, str(theirs.fileno())),
             stdin=asyncio.subprocess.DEVNULL,
             env={**env, **os.environ},  # the operator's environment takes precedence
-            pass_fds=[fd for fd in (theirs.fileno(), child_config.listen_fd) if fd is not None],
+            pass_fds=[fd for fd in (theirs.fileno(), child_config.listen_fd, child_config.arena_fd) if fd is not None],
             start_new_session=True,  # Ctrl-C reaches only the launcher, and killpg reaches the child's own children
         )
     try:

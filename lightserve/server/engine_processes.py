@@ -198,7 +198,14 @@ class EngineProcesses:
         return f"{role} of engine {self.index}" if self._config.cluster.dp > 1 else role
 
     def _child_config(self) -> ChildConfig:
-        return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)
+        return ChildConfig(
+            self._config,
+            self._run_dir,
+            generation=self.generation,
+            engine=self.index,
+            epoch=self.epoch,
+            arena_fd=self._group.arena_fd,
+        )
 
 
 def _with_sizes(config: WorkerConfig, engine: EngineInfo) -> WorkerConfig:

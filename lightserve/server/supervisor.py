@@ -83,6 +83,12 @@ class Supervisor(ABC):
         return True
 
     async def _wait_joined(self, since_s: float, timeout_s: float) -> None:
+        if await self._is_joined(timeout_s):
+            seconds = time.monotonic() - since_s
+            print_line(f"a new {self.singular} is ready, {seconds:.1f} s after the last one died")
+
+    async def _is_joined(self, timeout_s: float) -> bool:
+        """Whether the replacements serve. They are killed if they cannot."""
         try:
             async with asyncio.timeout(timeout_s):
                 refusal = await self._join()
@@ -90,6 +96,6 @@ class Supervisor(ABC):
             refusal = f"it was not ready within {timeout_s:.0f} s"
         if refusal:
             self._kill(refusal)
-            return
+            return False
         self._ready_s = time.monotonic()
-        print_line(f"a new {self.singular} is ready, {self._ready_s - since_s:.1f} s after the last one died")
+        return True

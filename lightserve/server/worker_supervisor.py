@@ -12,7 +12,8 @@ import asyncio
 import time
 
 from lightserve.config import LaunchConfig
-from lightserve.messages.control import NewWorkers, WorkersLost
+from lightserve.messages.control import NewWorkers, StartWorkers, StopWorkers, WorkersLost, WorkersStopped
+from lightserve.server.banner import print_line
 from lightserve.server.child_process import EXIT_GRACE_S, ChildDiedError
 from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.process_group import EXIT_SETTLE_S
@@ -29,6 +30,9 @@ class WorkerSupervisor(Supervisor):
         self._processes = processes
         self._begin_s = time.monotonic()
         self._generation_lost_to_request: int | None = None  # the last one
+        self._is_stopping = False  # the router wants the workers to stop
+        self._must_start = asyncio.Event()  # the router wants workers again
+        self._waking: asyncio.Task[None] | None = None
 
     @property
     def load_timeout_s(self) -> float:
@@ -40,7 +44,28 @@ class WorkerSupervisor(Supervisor):
         return self._processes.engine is not None and not self._processes.is_node_missing
 
     async def _wait_death(self) -> ChildDiedError:
-        return await self._processes.wait_worker_death()
+        """Workers that the router has put to sleep have not died."""
+        self._is_stopping = False
+        while True:
+            died = await self._processes.wait_worker_death()
+            if not self._is_stopping or not await self._processes.reap_workers(REAP_TIMEOUT_S):
+                return died
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until the router wakes up. Then a death of the new workers is one as any other."""
+        self._is_stopping = False
+        self._must_start.clear()
+        self._processes.router.send(WorkersStopped())
+        print_line("asleep: the workers are stopped, and their memory is free")
+        await self._must_start.wait()
+        since_s = time.monotonic()
+        await self._processes.start_workers()
+        self._waking = asyncio.create_task(self._wait_awake(since_s))
+
+    async def _wait_awake(self, since_s: float) -> None:
+        if await self._is_joined(self.load_timeout_s):
+            print_line(f"awake: the workers are ready after {time.monotonic() - since_s:.1f} s")
 
     async def _replace(self) -> bool:
         if not await self._processes.reap_workers(REAP_TIMEOUT_S):
@@ -61,10 +86,20 @@ class WorkerSupervisor(Supervisor):
         """The router reports workers that disconnected or hang. Kill those that do not exit by themselves."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                lost = await self._processes.router.worker_failures.get()
+                lost = await self._processes.router.worker_reports.get()
+                if not isinstance(lost, WorkersLost):
+                    self._handle_sleep(lost)
+                    continue
                 if lost.caused_by_request:
                     self._generation_lost_to_request, self._failed_restarts = lost.generation, 0
                 tasks.create_task(self._kill_lost(lost))  # the next report must not wait for this one
+
+    def _handle_sleep(self, message: StopWorkers | StartWorkers) -> None:
+        if isinstance(message, StartWorkers):
+            self._must_start.set()
+        else:
+            self._is_stopping = True
+            self._processes.kill_workers("the router sleeps")
 
     async def _kill_lost(self, lost: WorkersLost) -> None:
         if lost.generation == self._processes.generation:

@@ -25,6 +25,7 @@ from typing import Any
 from lightserve.cluster import routing as cluster_routing
 from lightserve.config import ClusterConfig
 from lightserve.errors import OptionError
+from lightserve.messages.control import StepLimits
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
@@ -50,10 +51,20 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
             None if chunk < 0 else chunk or batch,
             preferred_step_tokens=tuple(args.sizes),
             token_ratio=ratio,
+            num_drafts=args.drafts,
+            weight_read_tokens=StepLimits(1).weight_read_tokens,
         )
         cost = SHAPES[args.shape].cost(args.tp)
         yield Setup(
-            policy, limits, share, args.pool, args.depth, cost=cost, frontend=MEASURED_FRONTEND, tiers=tiers_of(args)
+            policy,
+            limits,
+            share,
+            args.pool,
+            args.depth,
+            cost=cost,
+            tokens_a_step=args.tokens_a_step,
+            frontend=MEASURED_FRONTEND,
+            tiers=tiers_of(args),
         )
 
 
@@ -161,6 +172,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--kv_disk_gb", type=float, default=0.0, help="disk of a server below it")
     add("--kv_remote_gb", type=float, default=0.0, help="store of all servers below that")
     add_rate_flag(parser, "--tier_rate")
+    add("--drafts", type=int, default=0, help="num_speculative_tokens")
+    add("--tokens_a_step", type=float, default=1.0, help="of a request with drafts: accepted ones, and one more")
     add("--depth", type=int, default=2, help="steps in flight at once")
     add("--replicas", type=int, nargs="+", default=[1], help="servers behind one gateway")
     add("--roles", type=roles_of, metavar="ROLE,...", help="of the replicas: prefill, decode, both or normal")
@@ -202,6 +215,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--fail: needs at least 2 replicas")
     if args.roles and args.replicas != [len(args.roles)]:
         parser.error(f"--roles: there are {len(args.roles)}; use --replicas {len(args.roles)}")
+    if args.drafts < 0 or not 1 <= args.tokens_a_step <= 1 + args.drafts:
+        parser.error(f"--tokens_a_step: with --drafts {args.drafts} it is from 1 to {1 + args.drafts}")
     if args.network_gb_s <= 0:
         parser.error("--network_gb_s: must be above 0")
     if not args.kv_ram_gb and (args.kv_disk_gb or args.kv_remote_gb):

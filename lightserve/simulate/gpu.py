@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.int_arrays import NO_INT64, Int64Array, int64s
-from lightserve.messages.step import Step, TokenColumns
+from lightserve.messages.int_arrays import NO_INT64, Int64Array, int32s, int64s
+from lightserve.messages.step import NO_DRAFTS, DraftColumns, Step, TokenColumns
 
 EOS, OTHER = 0, 1  # token ids that the simulated model returns
 MIN_IDS = 1024  # requests that arrays are made for at once
@@ -52,11 +53,20 @@ class CostModel:
 H200 = CostModel()
 
 
+class WorkerResult(NamedTuple):
+    seconds: float  # that the step takes
+    tokens: TokenColumns
+    drafts: DraftColumns = NO_DRAFTS
+
+
 class Worker:
     """Runs steps like a model worker, and returns how long each takes. Its arrays have one number per request id."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, tokens_a_step: float = 1.0) -> None:
+        """``tokens_a_step``: of a request, if it has enough drafts: the accepted ones, and one after them."""
         self._cost = cost
+        self._accepted = tokens_a_step - 1
+        self._rng = np.random.default_rng(0)
         self._left = NO_INT64  # output tokens to come
         self._computed = NO_INT64  # tokens with KV
         self._todo = NO_INT64  # known tokens without KV
@@ -81,14 +91,15 @@ class Worker:
         self._computed[req_ids] += steps
         self._left[req_ids] -= steps
 
-    def run(self, step: Step) -> tuple[float, TokenColumns]:
+    def run(self, step: Step) -> WorkerResult:
         for new in step.new:
             self._computed[new.req_id] = len(new.cached_slots)
             self._todo[new.req_id] = len(new.token_ids) - len(new.cached_slots)
         decode_ids = int64s(step.decode_ids)  # their last known token is computed
         kv_read = int(self._computed[decode_ids].sum())
+        drafts = self._verify(decode_ids, step)
         self._computed[decode_ids] += 1
-        tokens, pairs, ended = len(decode_ids), 0.0, []
+        tokens, pairs, ended = len(decode_ids) + int(np.sum(step.draft_counts)), 0.0, []
         for row in step.chunks:
             count, computed = len(row.slots), int(self._computed[row.req_id])
             tokens += count
@@ -103,5 +114,24 @@ class Worker:
         req_ids = np.concatenate((decode_ids, np.array(ended, dtype=np.int64)))
         self._todo[req_ids] = 1
         self._left[req_ids] -= 1
-        token_ids = np.where(self._left[req_ids] > 0, OTHER, EOS).astype(np.int32)
-        return self._cost.step_s(tokens, kv_read, pairs), TokenColumns(req_ids, token_ids)
+        last_ids = np.where(self._left[req_ids] > 0, OTHER, EOS).astype(np.int32)
+        seconds = self._cost.step_s(tokens, kv_read, pairs)
+        if not len(drafts):
+            return WorkerResult(seconds, TokenColumns(req_ids, last_ids))
+        counts = np.ones(len(req_ids), dtype=np.int32)
+        counts[: len(decode_ids)] += int32s(drafts.accepted)
+        token_ids = np.full(int(counts.sum()), OTHER, dtype=np.int32)
+        token_ids[np.cumsum(counts) - 1] = last_ids
+        return WorkerResult(seconds, TokenColumns(req_ids, token_ids, counts), drafts)
+
+    def _verify(self, decode_ids: Int64Array, step: Step) -> DraftColumns:
+        """As many drafts are accepted on average as it was said; none after the end of an output."""
+        if not np.any(step.draft_counts):
+            return NO_DRAFTS
+        always = int(self._accepted)
+        wanted = always + (self._rng.random(len(decode_ids)) < self._accepted - always)
+        most = np.minimum(int32s(step.draft_counts), np.maximum(self._left[decode_ids] - 1, 0))
+        accepted = np.minimum(wanted, most).astype(np.int32)
+        self._computed[decode_ids] += accepted
+        self._left[decode_ids] -= accepted
+        return DraftColumns(decode_ids, int32s(step.draft_counts), accepted)

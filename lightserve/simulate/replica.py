@@ -6,12 +6,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
-from lightserve.messages.step import NO_TOKENS, KvRecv, KvSend, TokenColumns
+from lightserve.messages.step import NO_DRAFTS, NO_TOKENS, DraftColumns, KvRecv, KvSend, TokenColumns
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import RemoteKvSource
@@ -47,6 +48,7 @@ class Setup:
     depth: int = 2  # steps in flight at once
     lead_s: float = 3e-3  # from planning a step to its begin; steps are planned so early: the launch lead of an H200
     cost: CostModel = H200
+    tokens_a_step: float = 1.0  # of a request with enough drafts
     frontend: FrontendLatency = NO_FRONTEND
     tiers: Tiers | None = None  # for KV that leaves the pool
     skips_planning: bool = True  # of steps that only decode; the figures are the same without it, and take longer
@@ -72,6 +74,7 @@ class _InFlight(NamedTuple):
     tokens: TokenColumns | None  # None: the step belongs to the run of decodes
     sends: Sequence[KvSend] = ()
     prompt_tokens: int = 0
+    drafts: DraftColumns = NO_DRAFTS
 
 
 class SimulatedReceiver:
@@ -103,7 +106,7 @@ class Replica:
         self.due_s = math.inf  # when a step ends next, if no request is added
         self.steps = 0
         self.peak_used = 0
-        self._worker = Worker(setup.cost)
+        self._worker = Worker(setup.cost, setup.tokens_a_step)
         self._cost = setup.cost
         self._depth = setup.depth
         self._lead_s = setup.lead_s
@@ -154,7 +157,7 @@ class Replica:
             self.tiers.advance(now)
         if not self._in_flight or self._in_flight[0].end_s != now:
             return None
-        _, seconds, tokens, sends, prompt_tokens = self._in_flight.popleft()
+        _, seconds, tokens, sends, prompt_tokens, drafts = self._in_flight.popleft()
         if self.tiers is not None:
             self.tiers.observe_step(prompt_tokens, seconds)
         last_end_s, self._last_end_s = self._last_end_s, now
@@ -163,9 +166,11 @@ class Replica:
             return EndedStep([now - last_end_s], [len(self._decodes.rows)], [])
         tokens = tokens or NO_TOKENS
         self.scheduler.complete_step(seconds)
+        self.scheduler.observe_drafts(drafts)
         is_known = self.scheduler.process_plain(tokens)
         gaps = self.scheduler.observe_gaps(tokens.req_ids[is_known], now)
-        processed = [self.scheduler.process_req([out]) for out in tokens.where(~is_known).outs()]
+        others = groupby(tokens.where(~is_known).outs(), key=lambda out: out.req_id)
+        processed = [self.scheduler.process_req(list(outs)) for _, outs in others]
         return EndedStep(*gaps, [tokens.req for tokens in processed if tokens is not None], sends)
 
     def run(self, now: float) -> None:
@@ -194,8 +199,9 @@ class Replica:
         step = self.scheduler.next_step(now)
         if step is None:
             return False
-        seconds, tokens = self._worker.run(step)
-        self._send(now, _InFlight(0.0, seconds, tokens, step.sends, step.num_tokens - len(step.decode_ids)))
+        seconds, tokens, drafts = self._worker.run(step)
+        prompt_tokens = step.num_tokens - len(step.decode_ids) - int(np.sum(step.draft_counts))
+        self._send(now, _InFlight(0.0, seconds, tokens, step.sends, prompt_tokens, drafts))
         self.recvs += step.recvs
         if self.tiers is not None:
             self.tiers.load(step.loads)

@@ -13,6 +13,7 @@ from lightserve.ipc.worker_calls import (
     LOOKUP_KV,
     PROFILE,
     RECEIVE_KV,
+    UPDATE_WEIGHTS,
     WAIT_FOR_LOAD,
 )
 from lightserve.worker.rpc import CallHandler, handler
@@ -35,6 +36,8 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
     if (receiver := worker.kv_transfer.receiver) is not None:
         handlers.append(handler(RECEIVE_KV, lambda _: receiver.next_received()))
         handlers.append(handler(CANCEL_RECEIVE, receiver.cancel))
+    if worker.weights is not None:
+        handlers.append(handler(UPDATE_WEIGHTS, worker.weights.handle))
     if profiler is not None:
         handlers.append(handler(PROFILE, profiler.run))
     return handlers

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
-from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
+from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import (
     NO_DRAFTS,
     DraftColumns,
@@ -37,25 +37,19 @@ from lightserve.messages.step import (
     TokenOut,
     joined_columns,
 )
-from lightserve.worker.batch.infer_batch import Sampled, SampledRow, StepUpdates, TokenOnlyRows, TokenUpdate
 from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.batch.sampled import Sampled, StepUpdates, TokenOnlyRows, TokenUpdate
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
 from lightserve.worker.sampling.sampler import NONE_ALLOWED
+from lightserve.worker.speculation.draft_input import VerifiedCounts
 
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
 
 
-class VerifiedCounts(NamedTuple):
-    """Of each request at its first row of logits, int64 on the device."""
-
-    tokens: Tensor  # that it gets
-    proposed: Tensor  # drafts that the proposer had
-
-
 class HostCounts(NamedTuple):
-    """The same on the host."""
+    """VerifiedCounts on the host."""
 
     tokens: Int64Array
     proposed: Int64Array
@@ -121,7 +115,7 @@ class StepCollector:
 
     def _result_of(self, step: PendingStep) -> StepResult:
         (ids, drafts), plain = step.token_ids(), step.sampled.plain
-        with_details = OtherResults.of(step.sampled.with_details, ids, step.logprobs())
+        with_details = OtherResults.of(step, ids, None if drafts is None else drafts.tokens)
         columns, last_ids = _plain_columns(plain, ids, None if drafts is None else drafts.tokens)
         has_token = last_ids >= 0
         without = zip(plain.req_ids[~has_token].tolist(), last_ids[~has_token].tolist(), strict=True)
@@ -131,7 +125,7 @@ class StepCollector:
         columns = columns.where(has_token)
         if with_details.plain:
             columns = joined_columns([columns, TokenColumns.of(with_details.plain)])
-        return StepResult(with_details.detailed, failed, plain=columns, drafts=_draft_columns(plain, drafts))
+        return StepResult(with_details.detailed, failed, plain=columns, drafts=_draft_columns(step.sampled, drafts))
 
 
 class OtherResults(NamedTuple):
@@ -143,25 +137,35 @@ class OtherResults(NamedTuple):
     updates: list[TokenUpdate]  # what the launching thread must know
 
     @classmethod
-    def of(cls, sampled: Sequence[SampledRow], ids: Int64Array, logprobs: dict[int, TopLogprobs]) -> OtherResults:
-        results = cls([], [], [], [])
-        for row, req, prompt_chunks in sampled:
-            token_id = int(ids[row])
-            if token_id < 0:
-                results.failed.append(_failure(req.req_id, token_id))
-                results.updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
+    def of(cls, step: PendingStep, ids: Int64Array, counts: Int64Array | None) -> OtherResults:
+        """``counts``: tokens of the request of each row, if the step has drafts."""
+        results, logprobs = cls([], [], [], []), step.logprobs()
+        for sampled in step.sampled.with_details:
+            row, req, chunks, drafts = sampled
+            count = 1 if counts is None else int(counts[row])
+            token_ids: list[int] = ids[row : row + count].tolist()
+            if token_ids[-1] < 0:
+                results.failed.append(_failure(req.req_id, token_ids[-1]))
+                taken = [*token_ids[:-1], 0]  # ops.place_tokens takes token 0 as well
+                results.updates.append(TokenUpdate(req, taken, False, drafts, count - 1))
                 continue
-            prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
-            results._add(req, Token(token_id, *logprobs.get(row, NO_LOGPROBS), prompt))
+            prompt = None if chunks is None else join_chunks(chunks, req.sampling.prompt_logprobs or 0)
+            tokens = [
+                Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), None if number else prompt)
+                for number, token_id in enumerate(token_ids)
+            ]
+            if req.output is None:
+                results.detailed.extend(TokenOut(req.req_id, token) for token in tokens)
+                results.updates.append(TokenUpdate(req, token_ids, False, drafts, count - 1))
+            else:
+                results._add_constrained(req, tokens[0])
         return results
 
-    def _add(self, req: InferReq, token: Token) -> None:
-        if req.output is None:
-            self.detailed.append(TokenOut(req.req_id, token))
-            self.updates.append((req, [token.id], False))
-            return
+    def _add_constrained(self, req: InferReq, token: Token) -> None:
+        """A token of a request with a grammar, which has no drafts."""
+        assert req.output is not None
         forced_ids, is_complete, error = _advance(req.output, token.id)
-        self.updates.append((req, [token.id, *forced_ids], not req.output.is_unconstrained))
+        self.updates.append(TokenUpdate(req, [token.id, *forced_ids], not req.output.is_unconstrained))
         if error is not None:
             self.failed.append(ReqFailed(req.req_id, 400, error))
         elif is_complete or token != Token(token.id):
@@ -184,13 +188,17 @@ def _plain_columns(plain: TokenOnlyRows, ids: Int64Array, counts: Int64Array | N
     return TokenColumns(plain.req_ids, token_ids, counts.astype(np.int32)), token_ids[np.cumsum(counts) - 1]
 
 
-def _draft_columns(plain: TokenOnlyRows, drafts: HostCounts | None) -> DraftColumns:
+def _draft_columns(sampled: Sampled, drafts: HostCounts | None) -> DraftColumns:
     if drafts is None:
         return NO_DRAFTS
+    plain, detailed = sampled.plain, [of_req for of_req in sampled.with_details if of_req.drafts]
     computes = plain.drafts > 0
-    rows = plain.indices[computes]
+    rows, req_ids = plain.indices[computes], plain.req_ids[computes]
+    if detailed:
+        rows = np.concatenate((rows, int64s([of_req.row for of_req in detailed])))
+        req_ids = np.concatenate((req_ids, int64s([of_req.req.req_id for of_req in detailed])))
     accepted = drafts.tokens[rows] - 1
-    return DraftColumns(plain.req_ids[computes], drafts.proposed[rows].astype(np.int32), accepted.astype(np.int32))
+    return DraftColumns(req_ids, drafts.proposed[rows].astype(np.int32), accepted.astype(np.int32))
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:

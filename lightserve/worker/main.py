@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
+from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
@@ -52,8 +53,12 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
+            if child_config.config.http.enable_rl:
+                worker.add_weight_updates(config)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config))
+        if child_config.arena_fd is not None:
+            worker.enable_images(mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size))
         link = worker.model.hidden_state_link
         profiler = _profiler(child_config, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -15,30 +15,59 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
+from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
+from lightserve.worker.speculation.draft_input import DraftRows, draft_padding
 
+MANY_DRAFTING = 32  # requests: more of them, each with all its drafts, take longer than the weights
 SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
+
+
+class HeadInput(NamedTuple):
+    """What a draft head reads of a step."""
+
+    step: ModelInput
+    states: Tensor  # [tokens, width]
+
+
+StatesOfModel = Callable[[HiddenStates, Tensor], Tensor]  # what a head reads, from the states before and after the norm
 
 
 class StepOut(NamedTuple):
     logits: Tensor  # [requests, tokens of this rank]: see TpPartBaseModel.gather_logits
     tokens: Tensor  # [requests] int64, sampled by temperature and masks alone
     columns: StepColumns  # of the input
+    drafts: DraftRows | None = None  # of a step with drafts, whose rows are tokens and not requests
+    for_head: HeadInput | None = None  # if the model has a draft head
+
+
+ComputeDrafts = Callable[[Tensor, StepShape], StepOut]
 
 
 class StepRunner:
     def __init__(self, model: TpPartBaseModel, batch: InferBatch, device: Device) -> None:
         self._model = model
         self._batch = batch
+        self.states_of_model: StatesOfModel | None = None  # for a draft head; None: there is none
+        self.for_head: HeadInput | None = None  # of the step whose logits were computed last
         self._ranges = device.profile(model.device).graphs if model.captures_graphs else None
         self._graphs: Graphs[StepShape, StepOut] | None = None
+        self._num_drafts = 0  # of a request in a captured step, at most
+        self._compute_drafts: ComputeDrafts | None = None
         # a graph would wait for other stages inside, and groups have steps of different shapes
         if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
             self._graphs = device.graphs(self._compute)
+
+    def capture_drafts(self, num_drafts: int, compute: ComputeDrafts) -> int:
+        """Capture steps of decodes with drafts too. Returns the most tokens of such a step, 0 without graphs."""
+        if self._graphs is None or self._ranges is None:
+            return 0
+        self._num_drafts, self._compute_drafts = num_drafts, compute
+        return self._ranges.max_draft_tokens
 
     def launch_every_shape(self) -> None:
         """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
@@ -63,18 +92,26 @@ class StepRunner:
         """The largest first: smaller ones then reuse its memory."""
         if self._graphs is None or self._ranges is None:
             return []
-        shapes = list(graph_shapes(self._model.req_manager.max_reqs, self._ranges, self._batch.shares_prefixes))
+        max_reqs = self._model.req_manager.max_reqs
+        shapes = list(graph_shapes(max_reqs, self._ranges, self._batch.shares_prefixes))
+        shapes += draft_shapes(max_reqs, self._ranges, self._num_drafts)
         slots = self._batch.lora_slots
         with_adapters = [shape._replace(lora_slots=slots) for shape in shapes if slots and not shape.has_shared]
         return sorted(shapes + with_adapters, reverse=True)
 
     def _padding(self, shape: StepShape) -> Tensor:
-        return to_device(self._batch.padding(shape), self._model.device)
+        inputs = self._batch.padding(shape)
+        if shape.num_drafts:
+            inputs = np.concatenate((inputs, draft_padding(shape)))
+        return to_device(inputs, self._model.device)
 
     def captured_shape(self, shape: StepShape) -> StepShape:
         """The captured shape to pad this one to, or this shape if there is none."""
         if self._graphs is None or self._ranges is None:
-            return shape
+            return shape._replace(num_drafts=0)
+        if shape.num_drafts:
+            larger = draft_shape_for(shape, self._ranges, self._num_drafts)
+            return larger if larger is not None and larger in self._graphs else shape._replace(num_drafts=0)
         # a graph saves more than reading a prefix once
         for wanted in (shape, shape._replace(has_shared=False)) if shape.has_shared else (shape,):
             larger = graph_shape_for(wanted, self._ranges)
@@ -89,29 +126,56 @@ class StepRunner:
         shape: StepShape,
         prompts: StepPromptLogprobs | None = None,
         masks: StepMasks | None = None,
+        images: PackedImages | None = None,
     ) -> StepOut:
-        if prompts is None and self._graphs is not None and shape in self._graphs:
-            out = self._graphs.replay(shape, pinned(inputs))
-            return out if masks is None else self._sample(out.logits, out.columns, masks)
-        return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts), masks)
+        if prompts is None and images is None and self._graphs is not None and shape in self._graphs:
+            out = self.replay(inputs, shape)
+            if masks is None:
+                return out
+            return self._sample(out.logits, out.columns, masks)._replace(for_head=out.for_head)
+        return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts, images), masks)
+
+    def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
+        """A step that is captured."""
+        assert self._graphs is not None
+        return self._graphs.replay(shape, pinned(inputs))
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
         """The function that is captured."""
+        if shape.num_drafts:
+            assert self._compute_drafts is not None
+            return self._compute_drafts(inputs, shape)
         return self._sample(*self._forward(inputs, shape))
 
     def _forward(
-        self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
+        self,
+        inputs: Tensor,
+        shape: StepShape,
+        prompts: StepPromptLogprobs | None = None,
+        images: PackedImages | None = None,
     ) -> tuple[Tensor, StepColumns]:
-        columns = self._columns(inputs, shape)
-        return self.logits(self.model_input(columns, shape), prompts), columns
+        columns = self.columns(inputs, shape)
+        step = self.model_input(columns, shape)
+        if images is not None and self._batch.images is not None:
+            step = replace(step, images=self._batch.images.of_step(images))
+        return self.logits(step, prompts), columns
 
     def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:
         """Of this rank's tokens. ``prompts`` gets those that it wants."""
         hidden = self._model.hidden_states(step)
         if prompts is not None:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
-        return self._model.local_logits(hidden)
+        if self.states_of_model is None:
+            return self._model.local_logits(hidden)
+        return self._logits_and_states(step, hidden, self.states_of_model)
+
+    def _logits_and_states(self, step: ModelInput, hidden: HiddenStates, states_of_model: StatesOfModel) -> Tensor:
+        """Every token passes the last norm, not only those with logits."""
+        rows = hidden.infer_state.logit_rows()
+        final = self._model.final_states(hidden)
+        self.for_head = HeadInput(step, states_of_model(hidden, final))
+        return self._model.logits_of(final if rows is None else final[rows])
 
     def run_empty(self, group_tokens: tuple[int, ...]) -> None:
         """Compute the experts of this rank in a step in which only other attention groups have tokens."""
@@ -125,10 +189,10 @@ class StepRunner:
 
     def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
         """Of all tokens of a step, for a model that computes no text."""
-        columns = self._columns(to_device(inputs, self._model.device), shape)
+        columns = self.columns(to_device(inputs, self._model.device), shape)
         return self._model.hidden_states(self.model_input(columns, shape))
 
-    def _columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
+    def columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
         return columns_of(inputs, shape, has_states=self._batch.states is not None)
 
     def model_input(self, columns: StepColumns, shape: StepShape) -> ModelInput:
@@ -157,7 +221,15 @@ class StepRunner:
             lora=_lora_rows(columns, shape),
             states=_state_batch(columns, shape),
             group_tokens=shape.group_tokens,
+            rotary_positions=self._rotary_positions(tokens),
         )
+
+    def _rotary_positions(self, tokens: ops.StepTokens) -> Tensor | None:
+        """After images. None: of no model, or of one where they are those in the sequence."""
+        images = self._batch.images
+        if images is None or images.rotary_offsets is None:
+            return None
+        return tokens.positions + images.rotary_offsets.index_select(0, tokens.rows)
 
     def _group_inputs(
         self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch
@@ -174,7 +246,7 @@ class StepRunner:
         reqs = columns.reqs
         sampled = self.sample(logits, (reqs["temperature"], reqs["seed"], reqs["seq_len"]), masks)
         self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
-        return StepOut(logits, sampled, columns)
+        return StepOut(logits, sampled, columns, for_head=self.for_head)
 
     def sample(self, logits: Tensor, rows: SampledAt, masks: StepMasks | None) -> Tensor:
         """A token of each row of logits, by temperature and masks alone."""
@@ -248,6 +320,37 @@ def graph_shape_for(shape: StepShape, ranges: GraphRanges) -> StepShape | None:
         return None
     tokens = max(tokens, _next_size(requests + 1, ranges.tokens) or tokens)
     return shape._replace(tokens=tokens, requests=requests, has_decodes=True)
+
+
+def draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> Iterator[StepShape]:
+    """Shapes of steps that compute decodes, and drafts after them.
+
+    The tokens of a request are not padded, only those of the whole step. So many requests with few drafts each have
+    shapes of their own.
+    """
+    most = _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
+    for requests in ranges.decodes:
+        for drafts in _padded_drafts(requests, num_drafts):
+            tokens = requests * (1 + drafts)
+            if requests <= most and tokens <= ranges.max_draft_tokens:
+                yield StepShape(tokens, requests, has_decodes=False, has_prompts=True, num_drafts=num_drafts)
+
+
+def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
+    """Drafts of each of so many requests that a captured step has room for."""
+    if not num_drafts:
+        return ()
+    half = num_drafts // 2
+    return (half, num_drafts) if half and requests >= MANY_DRAFTING else (num_drafts,)
+
+
+def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int) -> StepShape | None:
+    """The smallest shape of ``draft_shapes`` that holds this one."""
+    requests = _next_size(shape.requests, ranges.decodes)
+    if requests is None:
+        return None
+    tokens = _next_size(shape.tokens, [requests * (1 + drafts) for drafts in _padded_drafts(requests, num_drafts)])
+    return None if tokens is None else shape._replace(tokens=tokens, requests=requests, num_drafts=num_drafts)
 
 
 def _next_size(count: int, sizes: Sequence[int]) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
 from lightserve.utils.progress import Progress
+from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import make_kv_identity, rank_identity
@@ -41,7 +44,8 @@ from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
-from lightserve.worker.speculation.draft_runner import DraftOut, DraftRunner
+from lightserve.worker.speculation.draft_runner import DraftRunner
+from lightserve.worker.speculation.heads.load import load_draft_head, without_head
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import (
     FIRST_POOL_TOKENS,
@@ -51,6 +55,7 @@ from lightserve.worker.warm_up import (
     warm_up_steps,
     with_adapter,
 )
+from lightserve.worker.weights.updater import WeightUpdater
 
 OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
 
@@ -84,6 +89,7 @@ class ModelWorker:
         computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
+        self._head = load_draft_head(config, source, self.model)
         self.kv_identity = make_kv_identity(config, self.model, computed)
         self._batch = InferBatch(
             self.model.req_manager,
@@ -105,6 +111,7 @@ class ModelWorker:
         self.cpu_offload: CpuOffload | None = None
         self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
+        self.weights: WeightUpdater | None = None
         self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -119,6 +126,19 @@ class ModelWorker:
 
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
+
+    def add_weight_updates(self, config: WorkerConfig) -> None:
+        """Let a trainer replace the weights."""
+        self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank)
+
+    def enable_images(self, arena: mmap) -> None:
+        """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
+        model = self.model
+        rows = torch.frombuffer(arena, dtype=model.args.dtype)
+        width = self.model_config.hidden_size
+        embeddings = rows[: len(rows) // width * width].view(-1, width)
+        has_axes = model.rotary_axes is not None
+        self._batch.images = BatchImages(embeddings, model.req_manager.max_reqs, self._device, has_axes)
 
     def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
@@ -149,6 +169,7 @@ class ModelWorker:
             config.speculation,
             # attention groups tell each other before a step how many tokens they have
             may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
+            head=self._head,
         )
         self._collector = StepCollector()
 
@@ -167,16 +188,17 @@ class ModelWorker:
     ) -> TpPartBaseModel:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
+        of_model = partial(without_head, config.speculation, self.model_config.num_layers)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,
             device=self._device,
             parallel=parallel,
-            checkpoint=_with_progress(source, self.pooling) if has_weights else None,
+            checkpoint=of_model(_with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            tensor_metadata=_metadata(source, self.pooling) if has_weights else (),
+            tensor_metadata=of_model(_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
             lora=lora_args(config),
@@ -299,30 +321,41 @@ class ModelWorker:
         if not step.num_rows:
             self._runner.run_empty(group_tokens)
             return StepResult
+        if self._drafts.needs_tokens(step):
+            self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         if not self.model.pp.is_last:
             self._runner.run_stage(packed.inputs, packed.shape)
             return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
-        plan = self._sampler.prepare(packed.logit_reqs)
+        draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
+        plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         prompts = packed.prompt_logprobs(self._device)
-        if packed.drafts is not None:
-            return self._launch_drafts(packed, self._drafts.run(packed, shape, prompts, masks), plan, masks)
-        out = self._runner.run(packed.inputs, shape, prompts, masks)
+        if draft_ids is not None:
+            out = self._drafts.run(packed, shape, prompts, draft_ids)
+            return self._launch_drafts(packed, out, plan, masks)
+        out = self._runner.run(packed.inputs, shape, prompts, masks, packed.images)
         tokens, logprobs = self._sample(plan, out, masks)
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         self._drafts.record(out.columns, tokens)
+        self._drafts.draft_next(packed, out)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
     def _launch_drafts(
-        self, packed: PackedStep, out: DraftOut, plan: SamplingPlan, masks: StepMasks | None
+        self, packed: PackedStep, out: StepOut, plan: SamplingPlan, masks: StepMasks | None
     ) -> GetResult:
         """Sample after every draft of a step, and accept those drafts that were sampled."""
-        tokens, logprobs = self._sample(plan, out.step, masks, out.b_position)
-        counts = self._drafts.verify(out, tokens)
+        if masks is not None:
+            out = self._drafts.masked(out, masks)
+        assert out.drafts is not None
+        tokens, logprobs = self._sample(plan, out, masks, out.drafts.b_position)
+        counts = out.drafts.verified
+        if counts is None or plan.sampler_reqs:
+            counts = self._drafts.verify(out, tokens)
+        self._drafts.draft_after(packed, out, tokens, counts)
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 
     def compile_grammar(self, command: CompileGrammar) -> None:

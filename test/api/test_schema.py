@@ -52,6 +52,15 @@ def test_every_pooling_operation_conforms_to_its_schema(tmp_path: Path) -> None:
     check(tmp_path, EXAMPLES, *options, server_flags=("--task", "embed"))
 
 
+@pytest.mark.slow
+def test_every_operation_of_trainers_conforms_to_its_schema(tmp_path: Path) -> None:
+    """Without those that make others wait: a pause, and a sleep that stops the workers for each example."""
+    paths = "inference|get_world_size|is_|_cache|abort_requests|resume$|continue_generation|^/generate$"
+    options = ("--mode", "all", "--seed", "1", "--include-path-regex", paths)
+
+    check(tmp_path, EXAMPLES, *options, server_flags=("--enable_rl",))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_operations_conform_with_many_more_examples(tmp_path: Path, request: pytest.FixtureRequest, mode: str) -> None:
@@ -66,7 +75,7 @@ def check(folder: Path, examples: int, *more: str, server_flags: tuple[str, ...]
     options += ["--generation-allow-x00", "true", "--no-shrink", "--no-color", *more]
     (folder / "schemathesis.toml").write_text(CONFIG)
     flags = ["--null_worker", "--disable_log_requests", "--max_req_total_len", "256", "--default_max_tokens", "64"]
-    flags += ["--profile_dir", str(folder / "p")]
+    flags += ["--profile_dir", str(folder / "p"), "--batch_dir", str(folder / "batches")]
 
     with running_server(folder / "log", *flags, *server_flags) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *options]

@@ -25,6 +25,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.5, "seed": 3, "n": 2},
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0, "stop": ["ab"], "frequency_penalty": 0.3},
+    {"temperature": 0.4, "seed": 5, "logprobs": 2, "repetition_penalty": 1.2},
+    {"temperature": 0, "no_repeat_ngram_size": 4},
+    {"temperature": 0.4, "seed": 6, "ignore_eos": False, "min_tokens": 9},
+    {"temperature": 0, "watermark": True, "bad_words": ["ab1"]},
     {"temperature": 0, "guided_regex": "(ab|[0-9]){2,30}"},
     {"temperature": 0, "num_beams": 3, "max_tokens": 10},
 ]

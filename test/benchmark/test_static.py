@@ -37,6 +37,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+HYBRID = TINY | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+    "partial_rotary_factor": 0.25,
+}
+
+
 @pytest.fixture
 def bench(folder: Path) -> StaticBench:
     config = WorkerConfig(
@@ -115,3 +135,15 @@ def test_the_tables_have_a_row_for_every_load(folder: Path, capsys: pytest.Captu
 def test_a_profile_needs_a_gpu(folder: Path) -> None:
     with pytest.raises(ServerError, match="GPU"):
         static.main(["--model_dir", str(folder), "--load_format", "dummy", "--device", "cpu", "--profile"])
+
+
+def test_a_model_with_recurrent_states_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    options = "--load_format dummy --device cpu --max_total_token_num 400 --steps 3 --repeats 1"
+
+    static.main(["--model_dir", str(tmp_path), *options.split(), "--decode", "2x9", "--prefill", "3+4"])
+
+    lines = capsys.readouterr().out.splitlines()
+    times = {name: figure for name, figure, *_ in map(str.split, lines)}
+    assert float(times["2x9"]) > 0
+    assert float(times["1x3+4"]) > 0

@@ -21,6 +21,12 @@ LAYOUTS = {
     "int8 with scales": KvLayout((KvGroup((0, 1), 3, 16, 16, torch.int8, torch.float32),)),
     "latent": KvLayout((KvGroup((0, 1, 2), 1, 72, 0, torch.bfloat16),)),
     "latent in int8": KvLayout((KvGroup((0, 1), 1, 72, 0, torch.int8, torch.float32),)),
+    "latent and keys that choose tokens": KvLayout(
+        (
+            KvGroup((0, 1, 2), 1, 72, 0, torch.bfloat16),
+            KvGroup((0, 2), 1, 16, 0, torch.bfloat16, is_index=True),
+        )
+    ),
     "unequal keys and values": KvLayout((KvGroup((0, 1), 2, 24, 16, torch.float16),)),
     "two groups, one with a window": KvLayout(
         (

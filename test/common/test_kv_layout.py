@@ -171,3 +171,30 @@ def test_a_part_of_the_layers_keeps_its_readers() -> None:
 def test_a_reader_without_a_source_is_refused(pair: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"layer {pair[0]} cannot read the KV of layer {pair[1]}"):
         KvLayout(SHARED.groups, readers=(pair,))
+
+
+LATENTS = KvGroup((0, 1, 2), num_heads=1, key_size=72, value_size=0, dtype=BF16)
+INDEXED = KvLayout((LATENTS, KvGroup((0, 2), num_heads=1, key_size=16, value_size=0, dtype=BF16, is_index=True)))
+
+
+def test_keys_that_choose_tokens_are_stored_beside_the_latents() -> None:
+    manager = MemoryManager(4, INDEXED, CPU)
+
+    assert [manager.layer(layer).shape for layer in range(3)] == [(5, 1, 72)] * 3
+    assert [manager.index_keys(layer).shape for layer in (0, 2)] == [(5, 1, 16)] * 2
+    assert manager.index_keys(2).data_ptr() == manager.buffers[1][1].data_ptr()
+    assert [INDEXED.group_of(layer) for layer in range(3)] == [LATENTS] * 3
+    assert INDEXED.num_layers == 3
+    assert INDEXED.bytes_per_token == (3 * 72 + 2 * 16) * 2
+
+
+def test_a_part_of_the_layers_keeps_its_keys_that_choose_tokens() -> None:
+    assert [group.layers for group in INDEXED.of_layers([1, 2]).index_groups] == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"), [((0, 0), "a layer is in one index group only"), ((3,), "layers that choose tokens need KV")]
+)
+def test_keys_that_choose_tokens_of_no_layer_are_refused(layers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KvLayout((LATENTS, KvGroup(layers, 1, 16, 0, BF16, is_index=True)))

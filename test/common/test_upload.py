@@ -6,7 +6,7 @@ import torch
 from lightserve.common.checkpoint.upload import BUFFER_BYTES, Upload
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPES = [(1,), (0, 8), (37, 129), (3 * BUFFER_BYTES // 4096, 1024), (2, BUFFER_BYTES // 4 + 1)]
+SHAPES = [(), (1,), (0, 8), (37, 129), (3 * BUFFER_BYTES // 4096, 1024), (2, BUFFER_BYTES // 4 + 1)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -27,6 +27,7 @@ from lightserve.server.checks import check
 from test.lora_files import write_adapter
 from test.pooling.files import VOCAB_SIZE, word_tokenizer
 from test.ports import free_port
+from test.worker.heads import save_head
 
 Flags = Mapping[str, Any]
 
@@ -102,6 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "config.json").write_text(json.dumps(config))
         (folder / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         word_tokenizer().save(str(folder / name / "tokenizer.json"))
+    save_head(folder / "head", VOCAB_SIZE, 64, [1, 2])
     generate(folder / "keys")
     write_adapter(folder / "adapter", {"model.layers.0.self_attn.q_proj": (64, 64)})
     (folder / "prompts.json").write_text('{"one": "w5 w6"}')
@@ -128,6 +130,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "engines_file": {"engines_file": folder / "engines", **keys},
         "ep": {"tp": 2, "ep": 2},
         "gateway": engines,
+        "images": {"limit_mm_per_prompt": "image=2"},
         "http_address": {"host": "localhost"},
         "http_flag": {"no_web": True},
         "kv_dtype": {"kv_dtype": "fp8"},
@@ -147,7 +150,10 @@ def examples(folder: Path) -> dict[str, Flags]:
         "quantization_config": {"quantization_config": folder / "formats.json"},
         "ranks": {"tp": 2},
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
+        "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
+        "enable_rl": {"enable_rl": True},
+        "weights_dir": {"weights_dir": folder},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 

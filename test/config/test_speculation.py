@@ -18,8 +18,20 @@ from lightserve.errors import OptionError
             '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5, "prompt_lookup_min": 3}',
             SpeculativeConfig("ngram", 7, 5, 3),
         ),
+        ('{"method": "eagle3", "model": "m"}', SpeculativeConfig("eagle3", 3, model="m")),
+        ('{"method": "mtp", "num_speculative_tokens": 1}', SpeculativeConfig("mtp", 1)),
+        ('{"method": "auto"}', SpeculativeConfig("auto")),
+        ("auto", SpeculativeConfig("auto")),
+        (
+            '{"method": "suffix", "suffix_decoding_max_cached_requests": 9}',
+            SpeculativeConfig("suffix", suffix_decoding_max_cached_requests=9),
+        ),
         ('{"method": "ngram", "prompt_lookup_max": 1}', SpeculativeConfig(prompt_lookup_max=1, prompt_lookup_min=1)),
         ('{"method": "ngram", "prompt_lookup_min": 9}', SpeculativeConfig(prompt_lookup_max=9, prompt_lookup_min=9)),
+        (
+            '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.79}',
+            SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_length=2.79),
+        ),
     ],
 )
 @pytest.mark.parametrize("flag", ["--speculative_config", "--speculative-config"])
@@ -34,17 +46,36 @@ def test_without_the_flag_there_are_no_drafts() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"method": "eagle3"}', "the method 'eagle3' is not supported; supported: ngram"),
-        ("{}", "there is no method; supported: ngram"),
+        ('{"method": "medusa"}', "the method 'medusa' is not supported; supported: ngram, suffix, eagle3, mtp, auto"),
+        ('{"method": "eagle3"}', 'the method eagle3 needs "model"'),
+        ('{"method": "eagle3", "model": ""}', 'the method eagle3 needs "model"'),
+        (
+            '{"method": "eagle3", "model": "m", "prompt_lookup_max": 3}',
+            "prompt_lookup_max is a field of the method ngram",
+        ),
+        ('{"method": "mtp", "model": "m"}', "model is a field of the method eagle3, not of mtp"),
+        ('{"method": "eagle3", "model": 3}', "model"),
+        ('{"method": "auto", "num_speculative_tokens": 3}', "the method auto has no other fields"),
+        ("{}", "there is no method; supported: ngram, suffix, eagle3, mtp, auto"),
         ('{"method": ["ngram"]}', r"the method \['ngram'\] is not supported"),
         ("ngram", "it is not JSON"),
         ("[]", "it must be a JSON object"),
         ('{"method": "ngram", "num_speculative_token": 3}', "did you mean num_speculative_tokens?"),
-        ('{"method": "ngram", "model": "m"}', "there is no field 'model'"),
+        ('{"method": "ngram", "model": "m"}', "model is a field of the method eagle3, not of ngram"),
+        ('{"method": "ngram", "head": "m"}', "there is no field 'head'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', ">= 1.*num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": "3"}', "num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": 33}', "<= 32.*num_speculative_tokens"),
         ('{"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}', r"prompt_lookup_min \(4\) is more"),
+        ('{"method": "ngram", "suffix_decoding_max_cached_requests": 9}', 'needs the method "suffix"'),
+        ('{"method": "suffix", "suffix_decoding_max_cached_requests": 0}', ">= 1.*suffix_decoding"),
+        ('{"method": "ngram", "rejection_sample_method": "block"}', "'block'.*rejection_sample_method"),
+        ('{"method": "ngram", "rejection_sample_method": "synthetic"}', "synthetic_acceptance_length from 1 to 5"),
+        ('{"method": "ngram", "synthetic_acceptance_length": 2}', 'needs rejection_sample_method "synthetic"'),
+        (
+            '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 5.5}',
+            "synthetic_acceptance_length is 5.5; .* from 1 to 5 tokens",
+        ),
     ],
 )
 def test_a_wrong_value_is_an_error_that_says_what_may_be_there(text: str, problem: str) -> None:

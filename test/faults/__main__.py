@@ -26,17 +26,21 @@ from test.faults.cases import (
     CORE,
     CORE_STARTS,
     DISAGGREGATION_CASES,
+    DRAFT_CASES,
     GROUP_CASES,
     STAGE_CASES,
     START_CASES,
     STATE_CASES,
     TIER_CASES,
+    WEIGHT_CASES,
     adapters,
     disaggregation,
+    drafts,
     groups,
     kv_tiers,
     stages,
     states,
+    weights,
 )
 from test.faults.resource_snapshot import HAS_GPU
 from test.faults.server_pool import NULL_WORKER, ServerPool
@@ -87,11 +91,15 @@ def run_all(args: argparse.Namespace) -> list[bool]:
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(ADAPTER_CASES, adapters.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(WEIGHT_CASES, weights.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(GROUP_CASES, groups.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STATE_CASES, states.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(DRAFT_CASES, drafts.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:

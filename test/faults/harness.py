@@ -48,7 +48,7 @@ class Stream:
 
     @property
     def is_complete(self) -> bool:
-        return DONE in self.seen and b'"error"' not in self.seen
+        return DONE in self.seen and b'"error":' not in self.seen
 
     def close(self) -> None:
         self.sock.close()

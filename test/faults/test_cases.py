@@ -15,17 +15,21 @@ from test.faults.cases import (
     CASES,
     CORE,
     DISAGGREGATION_CASES,
+    DRAFT_CASES,
     GROUP_CASES,
     STAGE_CASES,
     START_CASES,
     STATE_CASES,
     TIER_CASES,
+    WEIGHT_CASES,
     adapters,
     disaggregation,
+    drafts,
     groups,
     kv_tiers,
     stages,
     states,
+    weights,
 )
 from test.faults.server_pool import ServerPool
 from test.faults.start_case import StartCase
@@ -75,8 +79,20 @@ def state_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 @pytest.fixture(scope="module")
+def draft_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(drafts.worker_flags(tmp_path_factory.mktemp("drafts"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def adapter_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(adapters.worker_flags(tmp_path_factory.mktemp("adapters"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def weight_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(weights.worker_flags(tmp_path_factory.mktemp("weights"))) as pool:
         yield pool
 
 
@@ -108,6 +124,11 @@ def test_a_fault_of_adapters_causes_its_reaction(adapter_server_pool: ServerPool
     case.run(adapter_server_pool, SEED, SLACK)
 
 
+@pytest.mark.parametrize("case", [param(case) for case in WEIGHT_CASES])
+def test_a_fault_of_a_weight_update_causes_its_reaction(weight_server_pool: ServerPool, case: Case) -> None:
+    case.run(weight_server_pool, SEED, SLACK)
+
+
 @pytest.mark.parametrize("case", [param(case) for case in TIER_CASES])
 def test_a_fault_of_kv_tiers_causes_its_reaction(tier_server_pool: ServerPool, case: Case) -> None:
     case.run(tier_server_pool, SEED, SLACK)
@@ -133,6 +154,11 @@ def test_a_fault_of_an_attention_group_causes_its_reaction(group_server_pool: Se
 @pytest.mark.parametrize("case", [param(case) for case in STATE_CASES])
 def test_a_fault_beside_recurrent_states_causes_its_reaction(state_server_pool: ServerPool, case: Case) -> None:
     case.run(state_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in DRAFT_CASES])
+def test_a_fault_beside_drafts_causes_its_reaction(draft_server_pool: ServerPool, case: Case) -> None:
+    case.run(draft_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in START_CASES])

@@ -17,6 +17,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode, make_decode
 from lightserve.messages.control import FromChild, ToChild
+from lightserve.messages.media import FromEncoder, ToEncoder
 from lightserve.messages.output import ToDetokenization, ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.messages.step import Step, TokenOut
@@ -24,6 +25,8 @@ from test.fuzz.profile import FUZZ
 
 ON_THE_WIRE: dict[str, Any] = {
     "ToRouter": ToRouter,
+    "FromEncoder": FromEncoder,
+    "ToEncoder": ToEncoder,
     "ToDetokenization": ToDetokenization,
     "ToHttpserver": ToHttpserver,
     "Step": Step,

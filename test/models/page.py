@@ -40,6 +40,7 @@ FAMILIES = {
     "deci": "DeciLM",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
     "deepseek_v3": "DeepSeek V3, R1",
+    "deepseek_v32": "DeepSeek V3.2",
     "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5 0.3B",
     "ernie4_5_moe": "ERNIE 4.5 21B-A3B, 300B-A47B",
@@ -60,6 +61,7 @@ FAMILIES = {
     "glm4": "GLM-4-0414, GLM-Z1",
     "glm4_moe": "GLM-4.5, 4.6",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "glm_moe_dsa": "GLM-5",
     "gpt2": "GPT-2",
     "gpt_bigcode": "StarCoder, SantaCoder",
     "gpt_neox": "Pythia, GPT-NeoX",
@@ -83,6 +85,8 @@ FAMILIES = {
     "lfm2": "LFM 2, 2.5",
     "lfm2_moe": "LFM 2 8B-A1B",
     "llama": "Llama 1 to 3, SmolLM 2",
+    "llama4": "Llama 4 Scout, Maverick, text only",
+    "llama4_text": "language model of Llama 4",
     "mellum": "Mellum 2",
     "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
@@ -171,6 +175,15 @@ NOTES = """\
   the short factors for them. `--max_req_total_len 4096` gives the logits of transformers.
 - `minicpm`: MiniCPM 4 attends sparsely from `dense_len` tokens on (8,192 in its files). That is its
   longest request here.
+- `deepseek_v32`, `glm_moe_dsa`: from `index_topk` tokens on (2,048 in their files), a query attends
+  to the tokens that [an indexer chooses](kernels.md#sparse-attention). Its keys are stored in
+  `--data_type` beside the latents: 128 numbers beside 576. `--max_req_total_len 2048` serves these
+  models as dense ones, without those keys. A layer that shares the choice of the layer before it
+  (`indexer_types`, `index_topk_freq`) cannot begin a stage of `--pp`.
+- `llama4`: images are refused, and their tensors are not loaded. Layers with positions attend to
+  chunks of 8,192 tokens: the KV cache keeps those of one chunk, as it does for windows. Set
+  `--max_req_total_len`: Scout's files allow 10 million tokens. Files in which each token has several
+  experts are refused.
 - `gemma4`: images, audio and video are refused, and their tensors are not loaded. Layers that share
   the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
   layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the
@@ -284,6 +297,8 @@ def _features(config_json: Json) -> Iterator[str]:
     model = _declared(config_json)
     if any(group.value_size == 0 for group in model._kv_layout().groups):
         yield "latent attention"
+    if model.config.count_or_0("index_topk"):
+        yield "sparse attention"
     if model.spec.names.positions:
         yield "learned positions"
     for spec in model.layer_specs:

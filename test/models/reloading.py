@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, TpPartBaseModel
+from lightserve.worker.weights.load import WeightLoad
 from test.models.session import Session
 
 PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130], 2: [64]}
 NOT_WALKED = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.device)
+PART = 3  # tensors that come together
 LAYER = re.compile(r"(?<=\.)[01](?=\.)")
 
 Build = Callable[[Iterator[CheckpointTensor]], TpPartBaseModel]
@@ -42,7 +44,7 @@ def assert_reloads(
     model = build(iter(first))
     logits, places = compute(model), places_of(model)
 
-    model.load_weights(iter(second))
+    load_in_parts(model, second)
 
     assert_same_places(places_of(model), places)
     expected = compute(build(iter(second)))
@@ -54,6 +56,17 @@ def assert_reloads(
 
     assert torch.equal(compute(model), logits)
     assert_same_places(places_of(model), places)
+
+
+def load_in_parts(model: TpPartBaseModel, tensors: list[CheckpointTensor]) -> None:
+    """As from a trainer, which says first what comes, and sends a few tensors at a time."""
+    announced = [tensor._replace(tensor=tensor.tensor.to("meta")) for tensor in tensors]
+    assert sum(len(model.check_part(announced[begin : begin + PART])) for begin in range(0, len(announced), PART)) > 0
+    load = WeightLoad(model)
+    for begin in range(0, len(tensors), PART):
+        load.add([tensor._replace(tensor=tensor.tensor.clone()) for tensor in tensors[begin : begin + PART]])
+    assert load.missing == 0
+    load.finish()
 
 
 def assert_same_places(found: Mapping[str, Place | int], expected: Mapping[str, Place | int]) -> None:

@@ -35,7 +35,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # relative to the largest logit
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
-MOST_ROWS = 0.97  # rounding changes the experts of a token that is between two of them
+# rounding changes the experts of a token that is between two of them, and adds up in a state: transformers in bfloat16
+# is as far from itself in float32
+MOST_ROWS = 0.97
 
 
 class Prompts(NamedTuple):
@@ -116,9 +118,10 @@ def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype
     is_hybrid = name in hybrid.CASES
     tiny = build(hybrid.with_all_experts(CASES[name]) if is_hybrid else CASES[name], dtype)
 
-    has_experts = read_model_config(tiny.config_json, None).experts_name is not None
+    config = read_model_config(tiny.config_json, None)
+    may_differ = config.experts_name is not None or is_hybrid
     ours, theirs = all_logits(tiny, SHORT, dtype=dtype), expected_logits(tiny, SHORT)
-    assert_same(ours, theirs, dtype, MOST_ROWS if has_experts else 1.0)
+    assert_same(ours, theirs, dtype, MOST_ROWS if may_differ else 1.0)
 
 
 def _run_rank(rank: int, folder: str) -> None:

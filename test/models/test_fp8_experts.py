@@ -1,4 +1,4 @@
-"""Mixtures of experts in fp8 blocks, as DeepSeek V3 and Qwen3-30B-A3B-FP8 store them, beside the dequantised model."""
+"""Mixtures of experts in fp8 blocks, as DeepSeek and Qwen3-30B-A3B-FP8 store them, beside the dequantised model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from test.models.tiny import build_model
 PROMPT = [5, 17, 3, 99, 42, 8, 1]
 BLOCK = 128
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-FLOATS = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")  # matrices that are not quantised
+FLOATS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "mlp.gate.weight",
+    "indexer.weights_proj.weight",
+)  # matrices that are not quantised
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,10 +47,11 @@ def quantized(tiny: Tiny) -> tuple[Tiny, Tiny]:
     return replace(tiny, config_json=config, tensors=stored), replace(tiny, tensors=floats)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen3_moe"])
 def test_experts_in_fp8_blocks_give_the_logits_of_the_dequantised_model(name: str) -> None:
     case = CASES[name]
-    in_fp8, in_floats = quantized(build(replace(case, fields={**case.fields, "moe_intermediate_size": 160})))
+    fields = {**case.fields, "moe_intermediate_size": 160, "index_topk": 3}
+    in_fp8, in_floats = quantized(build(replace(case, fields=fields)))
 
     model = build_model(in_fp8.config_json, in_fp8.checkpoint())
 

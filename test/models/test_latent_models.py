@@ -42,7 +42,11 @@ def make(folder: str, device: str = "cpu", data_type: str = "float32", **options
 
 
 def generated(hf: Any, ids: list[int]) -> list[int]:
-    out = hf.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    prompt = torch.tensor([ids])
+    is_seen = torch.ones_like(prompt)  # without it, tokens of the id of padding are masked
+    out = hf.generate(
+        prompt, attention_mask=is_seen, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     tokens: list[int] = out[0, len(ids) :].tolist()
     return tokens
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -304,3 +306,53 @@ def test_options_that_cannot_work_are_refused_before_weights_load(
         LLM(**options)  # type: ignore[arg-type]
 
     assert "weights" not in capsys.readouterr().err
+
+
+def test_plain_names_say_what_the_text_must_be(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
+    prompts = ["Tokyo is a", "I am"]
+
+    choices = llm.generate(prompts, choice=["city", "river"], max_tokens=8, temperature=0)
+    numbers = llm.generate(prompts, regex="[0-9]{3}", max_tokens=8)
+    objects = llm.chat([[{"role": "user", "content": "Hi"}]], json_schema=schema, max_tokens=40, temperature=0)
+
+    assert {generation.text for generation in choices} <= {"city", "river"}
+    assert all(re.fullmatch("[0-9]{3}", generation.text) for generation in numbers)
+    assert set(json.loads(objects[0].text)) == {"age"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 3, "max_new_tokens": 3}, "the same"),
+        ({"regex": "a", "choice": ["a"]}, "exclude each other"),
+        ({"regex": ""}, "no regular expression"),
+        ({"choice": "ab"}, "no list of texts"),
+        ({"json_schema": 7}, "neither a dict nor a pydantic model"),
+        ({"n": 0}, "from 1 to"),
+    ],
+)
+def test_a_wrong_plain_parameter_is_named(llm: LLM, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate("Hello", **fields)
+
+
+def test_a_prompt_may_have_several_texts(llm: LLM) -> None:
+    sampled: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
+
+    several = llm.generate(["Once upon a time", "The sky"], n=3, **sampled)
+    first, second = llm.generate(["Once upon a time", "The sky"], **sampled)
+
+    assert [generation.prompt_ids for generation in several] == [first.prompt_ids] * 3 + [second.prompt_ids] * 3
+    assert (several[0].text, several[3].text) == (first.text, second.text)
+    assert len({generation.text for generation in several[:3]}) == 3
+
+
+def test_a_closed_llm_frees_its_model_and_says_that_it_is_closed() -> None:
+    with LLM(load_format="dummy", max_total_token_num=200, max_req_total_len=100) as llm:
+        model = weakref.ref(llm.worker.model)
+        assert llm.generate([1, 2], max_tokens=2)[0].finish_reason is not None
+    assert model() is None
+    with pytest.raises(ServerError, match="closed"):
+        llm.generate([1, 2])
+    llm.close()

@@ -216,6 +216,16 @@ def latent_context_args(
     return q, latent, cache, kv_b, batch, options
 
 
+def selection_args(
+    lens: list[tuple[int, int]], shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, int]:
+    """Arguments of select_tokens, as in attention_args. ``shape``: heads, and numbers of each."""
+    q, cache, batch, _ = attention_args(lens, (shape[0], 1), shape[1], dtype, device)
+    weights = torch.full((len(q), shape[0] + 3), NAN, device=device)[:, :-3]
+    weights.copy_(randn(*weights.shape, device=device, seed=5))
+    return q, weights, cache[:, :1], batch, 4
+
+
 def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], device: str) -> ops.Penalties:
     """Penalties of every row of logits of this shape; ``entries``: (row, token, count in the output).
 
@@ -306,6 +316,11 @@ def _gated_norm_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _activation_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return (randn(tokens, 70, dtype=dtype, device=device),)
+
+
+def _add_gated_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    out, values = (randn(tokens, 70, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    return out, values, randn(tokens, 1, dtype=dtype, device=device, seed=2)
 
 
 def _xielu_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -431,6 +446,10 @@ def _latent_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _latent_context_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return latent_context_args([(9, 1)] * tokens, SMALL_LATENT, dtype, device)
+
+
+def _selection_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return selection_args([(9, 1)] * tokens, (4, 64), dtype, device)
 
 
 def _write_latent_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -580,6 +599,7 @@ def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
+    "add_gated": _add_gated_args,
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
     "add_lora": _lora_args,
     "add_rms_norm": _norm_args("rows", "rows", "param"),
@@ -626,8 +646,8 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "rotary": _rotary_args,
     "rotary_write_kv": _rotary_write_kv_args,
     "route": _route_args,
+    "select_tokens": _selection_args,
     "silu": _activation_args,
-    "softplus": _activation_args,
     "silu_and_mul": _activation_args,
     "silu_and_mul_quantize": _quantize_rows_args,
     "token_attention": _attention_args,

@@ -58,6 +58,7 @@ from test.ops.cases import (
     latent_args,
     latent_context_args,
     lora_linear_args,
+    selection_args,
     share_prefixes,
     with_alibi,
     with_options,
@@ -200,6 +201,8 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
         for backend in BACKENDS:
             ops.latent_token_attention.impls[backend](*decode)
         ops.latent_context_attention.impls["triton"](q, latent, cache, kv_b, batch, options)
+    for heads in (32, 64):  # of GLM-5 and DeepSeek V3.2
+        ops.select_tokens.impls["triton"](*selection_args([(70, 1), (80, 9)], (heads, 128), dtype, "cpu"))
 
 
 def compile_state(dtype: torch.dtype) -> None:
@@ -214,7 +217,7 @@ def compile_state(dtype: torch.dtype) -> None:
 
 def compile_linear(dtype: torch.dtype) -> None:
     weight = torch.ones(128, 2048, dtype=dtype)
-    for config in (linear.NARROW, linear.WIDE):
+    for config in (linear.NARROW, linear.WIDE, linear.SMALL):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), weight, None, config)
     batch_invariant.linear(torch.ones(64, 2048, dtype=dtype), weight)
@@ -256,6 +259,7 @@ def compile_experts(dtype: torch.dtype) -> None:
     ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
     ops.experts.impls["triton"](x, ids, weights, params)
     pairs = sort_pairs(ids, 32, 16)
+    sort_pairs(torch.zeros(600, 2, dtype=torch.int32), 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)

@@ -31,6 +31,7 @@ HEAVY = [
     "_linear_kernel",
     "_norm_linear_kernel",
     "_quantized_expert_linear_kernel",
+    "_score_tokens_kernel",
     "_shared_prefix_kernel",
     "_token_attention_kernel",
     "_weight_only_linear_kernel",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.ops import ExpertsParams, GatedSilu, RouteSpec
-from lightserve.common.triton_kernel.experts import _grouped_experts, experts
+from lightserve.common.triton_kernel.experts import _expert_pairs, _grouped_experts, experts
 from lightserve.common.triton_kernel.experts._expert_linear import Config, PairBlocks, expert_linear
 from lightserve.common.triton_kernel.experts._expert_pairs import SortedPairs, max_blocks, sort_pairs
 from test.ops.cases import (
@@ -213,6 +213,7 @@ ID_LISTS = {
     "mixed": [[2, 0], [-1, -1], [2, 1], [2, 4], [-1, -1], [0, 2]],
     "all the same": [[3]] * 300,
     "others' experts": [[7, 1], [2, 9]],
+    "many tiles": [[(i * i // 3) % 7 - 1, (5 * i) % 6] for i in range(600)],
 }
 
 
@@ -241,8 +242,10 @@ def ints2d(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=device_of("triton"))
 
 
-def test_more_pairs_than_a_program_reads_at_once_are_sorted() -> None:
-    ids = torch.randint(7, (3000, 2), generator=torch.Generator().manual_seed(0)).int().to(device_of("triton"))
+@pytest.mark.parametrize("tiles", _expert_pairs.TILES)
+def test_pairs_are_sorted_in_tiles_of_each_size(monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int, int]) -> None:
+    monkeypatch.setattr(_expert_pairs, "TILES", [(1 << 30, *tiles[1:])])
+    ids = torch.randint(7, (1200, 2), generator=torch.Generator().manual_seed(0)).int().to(device_of("triton"))
 
     found = sort_pairs(ids, 7, 64)
 

@@ -54,7 +54,20 @@ def test_linear_of_few_rows_reads_every_tile_of_its_weight(
     assert_close(out, ops.linear(wide(x), wide(weight)), dtype)
 
 
-@pytest.mark.parametrize("config", [linear.NARROW, linear.WIDE], ids=["narrow", "wide"])
+@each_backend_and_dtype(ops.linear)
+@pytest.mark.parametrize("wide_in", [1, 512, 2100, 5000])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_has_a_single_output(backend: str, dtype: torch.dtype, wide_in: int, has_bias: bool) -> None:
+    x, weight = (randn(*size, dtype=dtype, device=device_of(backend)) for size in ((37, wide_in), (1, wide_in)))
+    bias = randn(1, dtype=dtype, device=device_of(backend), seed=2) if has_bias else None
+    weight *= wide_in**-0.5
+
+    out = ops.linear.impls[backend](x, weight, bias)
+
+    assert_close(out, ops.linear(wide(x), wide(weight), None if bias is None else wide(bias)), dtype)
+
+
+@pytest.mark.parametrize("config", [linear.NARROW, linear.WIDE, linear.SMALL], ids=["narrow", "wide", "small"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32])
 @pytest.mark.parametrize("wide_in", [100, 1024, 1100])
@@ -73,6 +86,7 @@ def test_linear_in_either_way_adds_a_bias(config: linear.Config, dtype: torch.dt
     [
         (1, 4096, 14336, linear.NARROW),
         (8, 4096, 4096, linear.NARROW),
+        (4, 1024, 2048, linear.SMALL),
         (9, 4096, 4096, linear.WIDE),
         (8, 6144, 4096, linear.WIDE),
         (16, 3584, 18944, linear.NARROW),

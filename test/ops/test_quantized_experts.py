@@ -117,7 +117,7 @@ def test_a_gated_gelu_gives_the_result_of_the_definition(backend: str) -> None:
 @pytest.mark.parametrize("backend", backends_of(ops.experts))
 def test_experts_without_a_gate_give_the_result_of_the_definition(kind: Kind, backend: str) -> None:
     device = device_of(backend)
-    x, (ids, weights) = randn(9, 128, device=device), choose(9, 4, 2, device)
+    x, (ids, weights) = randn(9, 128, device=device) * 0.3, choose(9, 4, 2, device)  # the squares are rounded too
     weight = params_of(kind, 4, 128, 128, device).w2
     params = ExpertsParams(weight, weight, activation=ops.Relu2())
 

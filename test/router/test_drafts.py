@@ -133,19 +133,19 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
         ({"logit_bias": {3: 1.0}, "allowed_token_ids": (3, 4), "bad_words_ids": ((5,),)}, True),
         ({"ignore_eos": True, "stop_token_ids": (5,)}, True),
         ({"grammar": GrammarSpec("regex", "a")}, False),
-        ({"thinking": ThinkingLimit(3, "<", ">", (5,), True)}, False),
-        ({"presence_penalty": 1.0}, False),
-        ({"bad_words_ids": ((5, 6),)}, False),
-        ({"no_repeat_ngram_size": 2}, False),
-        ({"first_allowed_token_ids": (5,)}, False),
-        ({"exponential_decay_length_penalty": (3, 1.1)}, False),
-        ({"watermark": True}, False),
-        ({"min_new_tokens": 3}, False),
-        ({"logprobs": 0}, False),
-        ({"prompt_logprobs": 0}, False),
+        ({"thinking": ThinkingLimit(3, "<", ">", (5,), True)}, True),
+        ({"presence_penalty": 1.0}, True),
+        ({"bad_words_ids": ((5, 6),)}, True),
+        ({"no_repeat_ngram_size": 2}, True),
+        ({"first_allowed_token_ids": (5,)}, True),
+        ({"exponential_decay_length_penalty": (3, 1.1)}, True),
+        ({"watermark": True}, True),
+        ({"min_new_tokens": 3}, True),
+        ({"logprobs": 0}, True),
+        ({"prompt_logprobs": 0}, True),
     ],
 )
-def test_a_request_has_drafts_unless_its_rules_depend_on_its_output(fields: dict[str, Any], may_draft: bool) -> None:
+def test_a_request_has_drafts_unless_it_has_a_grammar(fields: dict[str, Any], may_draft: bool) -> None:
     scheduler = drafting()
     params = GenerationParams.of(max_new_tokens=50, **fields)
     scheduler.add(Req(0, int32s([1, 2, 3]), params, 50, (EOS,)))

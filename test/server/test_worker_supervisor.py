@@ -162,7 +162,7 @@ class CrashingProcesses:
     """Workers that die as soon as they are ready."""
 
     def __init__(self, caused_by_request: set[int]) -> None:
-        self.router = SimpleNamespace(worker_failures=asyncio.Queue[WorkersLost](), send=lambda message: None)
+        self.router = SimpleNamespace(worker_reports=asyncio.Queue[WorkersLost](), send=lambda message: None)
         self.engine = "engine"
         self.ready_s = self.node_timeout_s = 0.0
         self.is_node_missing = False
@@ -172,7 +172,7 @@ class CrashingProcesses:
     async def wait_worker_death(self) -> Any:
         await asyncio.sleep(0.01)
         caused_by_request = self.generation in self._caused_by_request
-        self.router.worker_failures.put_nowait(WorkersLost(self.generation, "it hung up", caused_by_request))
+        self.router.worker_reports.put_nowait(WorkersLost(self.generation, "it hung up", caused_by_request))
         await asyncio.sleep(0)  # the router's report arrives before the process exits
         return RuntimeError(f"death {self.generation}")
 
@@ -195,7 +195,7 @@ def deaths_until_it_gives_up(caused_by_request: set[int]) -> int:
         handling = asyncio.create_task(supervisor.handle_router_reports())
         with pytest.raises(RuntimeError, match="death"):
             await supervisor.run()
-        await until_in_loop(lambda: processes.router.worker_failures.empty())
+        await until_in_loop(lambda: processes.router.worker_reports.empty())
         handling.cancel()
         return int(processes.generation)
 

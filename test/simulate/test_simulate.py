@@ -159,12 +159,20 @@ def test_every_named_load_runs_from_the_command_line(
 
 def test_flags_reach_the_scheduler() -> None:
     flags = "--policies fifo --token_ratio 0.5 --sizes 64 128 --chunk 32 --batch_max_tokens 256 --max_running 8"
+    flags += " --drafts 2 --tokens_a_step 1.5"
 
     (setup,) = setups(arguments().parse_args(flags.split()))
 
     assert setup.limits == SchedulerLimits(
-        max_running=8, batch_max_tokens=256, chunk_size=32, preferred_step_tokens=(64, 128), token_ratio=0.5
+        max_running=8,
+        batch_max_tokens=256,
+        chunk_size=32,
+        preferred_step_tokens=(64, 128),
+        token_ratio=0.5,
+        num_drafts=2,
+        weight_read_tokens=256.0,
     )
+    assert setup.tokens_a_step == 1.5
 
 
 def test_the_legend_has_every_column() -> None:

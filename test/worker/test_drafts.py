@@ -20,11 +20,12 @@ from lightserve.offline.llm import LLM, Generation
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.scheduler import GroupScheduler, Scheduler
-from lightserve.worker.batch.infer_batch import Sampled, TokenOnlyRows
 from lightserve.worker.batch.infer_req import InferReq
-from lightserve.worker.collector import PendingStep, StepCollector, VerifiedCounts
+from lightserve.worker.batch.sampled import Sampled, TokenOnlyRows
+from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.verification import NO_DRAFT
+from lightserve.worker.speculation.draft_input import VerifiedCounts
 from lightserve.worker.worker import ModelWorker
 from test.worker.kv.test_windowed_pool import make as make_windowed, save_model
 

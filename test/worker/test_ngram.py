@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from lightserve.messages.params import GenerationParams, GrammarSpec
+from lightserve.messages.params import GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.offline.llm import LLM, Generation
 from lightserve.text.beam_search import BeamParams
 from lightserve.text.grammar.specs import schema_grammar
@@ -40,20 +40,21 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "one token": {"max_new_tokens": 1},
     "two tokens": {"max_new_tokens": 2},
     "five tokens": {"max_new_tokens": 5},
-}
-TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {
-    "switched off": {"speculative": False},
     "logprobs": {"logprobs": 3},
     "logprobs of the prompt": {"prompt_logprobs": 2},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     "bad words of several tokens": {"bad_words_ids": ((5, 9), (7, 8))},
     "no repeated n-grams": {"no_repeat_ngram_size": 4},
-    "regex": {"grammar": GrammarSpec("regex", "(ab|[0-9]){2,30}")},
-    "json schema": {"grammar": schema_grammar(SCHEMA)},
     "length penalty": {"exponential_decay_length_penalty": (5, 1.1)},
     "first tokens": {"first_allowed_token_ids": (3, 4)},
     "min tokens": {"min_new_tokens": 9},
     "watermark": {"watermark": True},
+    "thinking": {"thinking": ThinkingLimit(5, "a", "b", (5, 6, 7), is_begun=True)},
+}
+TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {
+    "switched off": {"speculative": False},
+    "regex": {"grammar": GrammarSpec("regex", "(ab|[0-9]){2,30}")},
+    "json schema": {"grammar": schema_grammar(SCHEMA)},
 }
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.4, "seed": 7}
@@ -166,8 +167,9 @@ def test_random_options_never_change_a_text(plain: LLM, drafting: LLM) -> None:
     rng = random.Random(seed)
     options = list((DRAFTED | TOKEN_BY_TOKEN).values())
     params = [
-        params_of(rng.choice([GREEDY, SEEDED]), {"seed": rng.randrange(99)}, rng.choice(options), rng.choice(options))
-        for _ in range(30)
+        params_of(rng.choice([GREEDY, SEEDED]), {"seed": rng.randrange(99)}, *chosen)
+        for chosen in (rng.choices(options, k=2) for _ in range(30))
+        if not {"min_new_tokens", "max_new_tokens"} <= {name for fields in chosen for name in fields}
     ]
     prompts = prompts_of(len(params), seed)
     expected = plain.generate(prompts, params)
@@ -250,3 +252,14 @@ def test_a_wrong_prediction_changes_nothing(plain: LLM, drafting: LLM) -> None:
     drafted = drafting.generate(prompts, params_of(SEEDED, {"prediction_ids": wrong}))
 
     assert_same(drafted, plain.generate(prompts, params_of(SEEDED)))
+
+
+def test_outputs_of_ended_requests_are_drafted_from(small_folder: str, plain: LLM, depth: int) -> None:
+    llm = make(small_folder, CONFIG.replace("ngram", "suffix", 1))
+    prompts, params = [[3, 14, 15], [9, 2, 6]], params_of(SEEDED)
+    first = llm.generate(prompts, params)
+
+    again = llm.generate(prompts, params)
+
+    assert_same(again, plain.generate(prompts, params))
+    assert num_accepted(again) > max(num_accepted(first), 0.5 * sum(len(one.token_ids) for one in again))

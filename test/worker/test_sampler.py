@@ -503,6 +503,9 @@ def test_a_batch_of_the_same_requests_is_planned_once(monkeypatch: pytest.Monkey
     assert [len(batch) for batch in planned] == [len(reqs), len(reqs) - 1, len(reqs)]
 
 
+ALL_FEATURES = [features for features in FEATURES.values() if "logprobs" not in features]
+
+
 def test_logprobs_are_of_the_model_and_only_for_requests_that_want_them(backend: str) -> None:
     sampler = sampler_of(logits_of(1, device_of(backend)))
     changed = FEATURES["everything"]
@@ -529,6 +532,29 @@ def test_logprobs_are_of_the_model_and_only_for_requests_that_want_them(backend:
         assert top is not None
         assert [token for token, _ in top] == best.indices.tolist()
         assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("others", ["alone", "beside raw ones"])
+def test_processed_logprobs_are_of_the_distribution_that_was_sampled_from(backend: str, others: str) -> None:
+    wanted = [req_of(row, logprobs=3, processed_logprobs=True, **features) for row, features in enumerate(ALL_FEATURES)]
+    raw = [] if others == "alone" else [req_of(len(wanted), logprobs=2), req_of(len(wanted) + 1, top_p=0.5)]
+    reqs = [*raw, *wanted]
+    logits = logits_of(len(reqs), device_of(backend))
+    sampler = sampler_of(logits)
+    plan = sampler.prepare(reqs)
+    tokens = sampler.sample(plan, logits, sampled_by_the_step(logits, reqs))
+
+    logprobs = sampler.logprobs(plan, tokens, logits)
+
+    assert logprobs is not None
+    found = logprobs.by_row()
+    for row, req in enumerate(reqs[len(raw) :], start=len(raw)):
+        expected = oracle_scores(logits[row : row + 1], req)[0].float().log_softmax(-1)
+        assert tokens[row] == oracle_token(logits[row : row + 1], req)
+        assert found[row][0] == pytest.approx(float(expected[tokens[row]]), abs=1e-4)
+        assert [value for _, value in found[row][1] or ()] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
+    if raw:
+        assert found[0][0] == pytest.approx(float(logits[0].log_softmax(-1)[tokens[0]]), abs=1e-5)
 
 
 def test_a_forbidden_logit_of_the_model_has_a_logprob_of_minus_infinity() -> None:

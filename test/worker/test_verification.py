@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.worker.sampling.verification import NO_DRAFT, verify
+from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, verify
 
 
 def longest_accepted(sampled: list[int], drafts: list[int]) -> int:
@@ -69,3 +69,16 @@ def test_a_draft_is_accepted_with_its_probability_and_refusing_it_keeps_the_dist
     assert abs(float(is_accepted.float().mean()) - float(probs[draft])) < error
     torch.testing.assert_close(shares, others / others.sum(), atol=error, rtol=0)
     assert shares[draft] == 0
+
+
+@pytest.mark.parametrize("length", [1.0, 1.5, 2.79, 3.0, 4.0])
+def test_a_synthetic_schedule_accepts_so_many_drafts_on_average_in_steps_that_differ_by_one(length: float) -> None:
+    steps = 20_000
+    generator = torch.Generator().manual_seed(1)
+    seeds = torch.randint(2**31, (steps,), generator=generator).repeat_interleave(3)
+    number, position = torch.arange(3).repeat(steps), torch.randint(9_000, (3 * steps,), generator=generator).int()
+
+    accepted = SyntheticAcceptance.of_length(length).accepts(number, seeds, position).view(steps, 3).cumprod(-1).sum(-1)
+
+    assert abs(float(accepted.double().mean()) + 1 - length) < 0.02
+    assert int(accepted.max() - accepted.min()) == (0 if length == int(length) else 1)

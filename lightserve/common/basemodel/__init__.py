@@ -2,7 +2,14 @@
 
 from lightserve.common.basemodel.alibi import alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo, KvGroupInput, LogitRows, ModelInput, Observer
+from lightserve.common.basemodel.infer_struct import (
+    InferStateInfo,
+    KvGroupInput,
+    LogitRows,
+    ModelInput,
+    Observer,
+    StepImages,
+)
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
     PostLayerInfer,
@@ -159,6 +166,7 @@ __all__ = [
     "SplitNormWeight",
     "StateGroup",
     "StateTensor",
+    "StepImages",
     "TpPartBaseModel",
     "TransformerLayerInfer",
     "TransformerLayerInferTpl",

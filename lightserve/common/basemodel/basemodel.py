@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,7 @@ class HiddenStates:
 
     output: Tensor  # [tokens, hidden]: what the last layer adds to infer_state.residual
     infer_state: InferStateInfo
+    aux: tuple[Tensor, ...] = ()  # [tokens, hidden] after each of ``TpPartBaseModel.aux_layers``, residual included
 
 
 class TpPartBaseModel(LoadableModel):
@@ -55,6 +56,8 @@ class TpPartBaseModel(LoadableModel):
     captures_graphs: ClassVar[bool] = True
 
     observer: Observer | None = None  # receives intermediate values: see hooks.py
+
+    aux_layers: tuple[int, ...] = ()  # whose hidden states a draft head reads; 0: the embeddings, 1: after layer 0
 
     def __init__(self, args: ModelArgs) -> None:
         self._init_args(args)
@@ -78,6 +81,12 @@ class TpPartBaseModel(LoadableModel):
         self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows)
         if group_sizes:
             self.req_manager.set_num_groups(len(group_sizes))
+
+    def add_kv_group(self, group: KvGroup) -> None:
+        """Let a draft head keep KV in the slots of the model's tokens. The KV cache is empty afterwards."""
+        self.model_kv_layout = replace(self.model_kv_layout, groups=(*self.model_kv_layout.groups, group))
+        self.kv_layout = replace(self.kv_layout, groups=(*self.kv_layout.groups, group))
+        self.set_kv_size(self.mem_manager.size)
 
     def _kv_layout(self) -> KvLayout:
         """What layers store: keys and values of each token, in groups of layers with the same heads, and states."""
@@ -109,6 +118,8 @@ class TpPartBaseModel(LoadableModel):
         """Create the tables that every step reads."""
         tables = rotary_tables(self.own_layer_specs, self.req_manager.max_len)
         self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
+        axes = self.config.rope.axes
+        self.rotary_axes = torch.arange(3).repeat_interleave(torch.tensor(axes)).to(self.device) if axes else None
         scales = query_scale_tables(self.own_layer_specs, self.req_manager.max_len)
         self.query_scale_tables = {key: table.to(self.device, self.args.dtype) for key, table in scales.items()}
 
@@ -147,7 +158,8 @@ class TpPartBaseModel(LoadableModel):
         infer_state.init_some_extra_state(self, step.input_ids)
         forward = self._context_forward if step.is_prefill else self._token_forward
         with uses_adapters(self.lora, step.lora):
-            return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+            output = forward(step.input_ids, infer_state)
+        return HiddenStates(output, infer_state, tuple(infer_state.aux.get(count, output) for count in self.aux_layers))
 
     def send_to_next_stage(self, hidden: HiddenStates) -> None:
         """Let the next pipeline stage continue with these hidden states. It does not wait until they are there."""
@@ -161,6 +173,11 @@ class TpPartBaseModel(LoadableModel):
         ``hidden`` is not valid after a call without ``rows``.
         """
         return self.post_infer.final_states(hidden.output, hidden.infer_state, self.pre_post_weight, rows)
+
+    @torch.inference_mode()
+    def logits_of(self, states: Tensor) -> Tensor:
+        """The logits of this rank's tokens, from rows of ``final_states``: see ``local_logits``."""
+        return self.post_infer.logits_of(states, self.pre_post_weight)
 
     @torch.inference_mode()
     def logits(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
@@ -190,7 +207,8 @@ class TpPartBaseModel(LoadableModel):
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
-        self._observe_embedding(x)
+        _place_images(x, infer_state)
+        self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
             x = layer.context_forward(x, infer_state, weight)
@@ -199,18 +217,31 @@ class TpPartBaseModel(LoadableModel):
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
-        self._observe_embedding(x)
+        _place_images(x, infer_state)
+        self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
             x = layer.token_forward(x, infer_state, weight)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x
 
-    def _observe_embedding(self, x: Tensor) -> None:
+    def _observe_embedding(self, x: Tensor, infer_state: InferStateInfo) -> None:
+        if 0 in self.aux_layers:
+            infer_state.aux[0] = x.clone()  # the first norm may make it the residual
         if self.observer is not None:
             self.observer.observe("embedding", x)
 
     def _observe_layer(self, layer_num: int, output: Tensor, infer_state: InferStateInfo) -> None:
-        """Report the sum that the next norm computes."""
+        """Report and keep the sum that the next norm computes."""
+        if layer_num + 1 in self.aux_layers:
+            residual = infer_state.residual
+            infer_state.aux[layer_num + 1] = output.clone() if residual is None else residual + output
         if self.observer is not None and infer_state.residual is not None:
             self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)
+
+
+def _place_images(x: Tensor, infer_state: InferStateInfo) -> None:
+    """The embeddings of images replace those of the tokens that stand for them."""
+    images = infer_state.step.images
+    if images is not None:
+        x.index_copy_(0, images.tokens, images.embeddings.to(x.dtype))

@@ -33,6 +33,15 @@ class KvGroupInput:
 
 
 @dataclass(frozen=True, slots=True)
+class StepImages:
+    """The tokens of images in a step."""
+
+    tokens: Tensor  # [n] int64: their places in the step
+    embeddings: Tensor  # [n, hidden]
+    positions: Tensor  # [3, tokens] int64: of all tokens of the step, by axis of the rotary positions
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInput:
     """One step of a batch, as the worker hands it to the model. Prefill rows and decode rows may mix."""
 
@@ -46,6 +55,8 @@ class ModelInput:
     lora: LoraRows | None = None  # None: no row uses an adapter
     states: StateBatch | None = None  # the rows of recurrent layers; None: no layer has a state
     group_tokens: tuple[int, ...] = ()  # of the step of each attention group; empty: all have the same
+    rotary_positions: Tensor | None = None  # [tokens] int32, if they differ from position_ids: after images
+    images: StepImages | None = None  # None: no row computes tokens of images, or before them
 
 
 class Observer(Protocol):
@@ -67,6 +78,7 @@ class InferStateInfo:
         self.groups = RankGroup()  # attention groups, each with a step of its own
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * dim]
+        self.aux: dict[int, Tensor] = {}  # hidden states that a draft head reads: see TpPartBaseModel.aux_layers
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         if len(step.kv_groups) != len(mem_manager.group_sizes):
             raise ValueError(
@@ -87,10 +99,14 @@ class InferStateInfo:
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
         """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
-        for key, (cos, sin) in model.rotary_tables.items():
-            self.rotary_angles[key] = RotaryAngles(
-                cos.index_select(0, self.position_ids), sin.index_select(0, self.position_ids)
-            )
+        if self.step.images is not None and model.rotary_axes is not None:
+            pairs = self.step.images.positions.T[:, model.rotary_axes]  # [tokens, pairs]: the position of each
+            for key, (cos, sin) in model.rotary_tables.items():
+                self.rotary_angles[key] = RotaryAngles(cos.gather(0, pairs), sin.gather(0, pairs))
+        else:
+            positions = self.position_ids if self.step.rotary_positions is None else self.step.rotary_positions
+            for key, (cos, sin) in model.rotary_tables.items():
+                self.rotary_angles[key] = RotaryAngles(cos.index_select(0, positions), sin.index_select(0, positions))
         for scale, table in model.query_scale_tables.items():
             self.query_scales[scale] = table.index_select(0, self.position_ids)[:, None, None]
 

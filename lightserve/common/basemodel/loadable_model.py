@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -12,7 +12,7 @@ from lightserve.common.basemodel.kv_scales import KvScales
 from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
 from lightserve.common.basemodel.layer_weights.key_scaling import warn_of_large_keys
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
-from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
+from lightserve.common.basemodel.layer_weights.loader import check_part, check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.merge_lora import check_merge, merged
@@ -180,8 +180,10 @@ class LoadableModel:
         if self.lora is not None:
             self.lora.allocate()
 
-    def load_weights(self, checkpoint: Iterable[CheckpointTensor]) -> None:
-        """Write a checkpoint into the weights, for the first time or again.
+    def load_weights(
+        self, checkpoint: Iterable[CheckpointTensor], report_missing: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """Write a checkpoint into the weights, for the first time or again. ``report_missing``: see the loader.
 
         Every tensor stays where the first load put it, so captured graphs compute with the new weights. The KV cache is
         that of the weights before, and so are the factors of adapters that were loaded before (``key_scaling.py``).
@@ -190,7 +192,7 @@ class LoadableModel:
         """
         layers, scales = [self.pre_post_weight, *self.layer_weights], self._kv_scales()
         tensors = scales.removed_from(self.merged_checkpoint(checkpoint))
-        load_weights(layers, tensors, self.config.num_layers, self._names_of_all_stages())
+        load_weights(layers, tensors, self.config.num_layers, self._names_of_all_stages(), report_missing)
         if self.args.kv_dtype != "fp8":
             return
         warn_of_large_keys(self.layer_weights)
@@ -201,18 +203,22 @@ class LoadableModel:
     def _new_weights(
         self, device: torch.device, lora: LoraPool | None = None, of_all_stages: bool = False
     ) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        linears = linear_method_factory(self.config, self.args.packed_input_bits)
-        experts, quantizes_kv = experts_method_factory(self.config), self.args.kv_dtype is not None
         parallel, specs = self.args.parallel, self.own_layer_specs
         if of_all_stages:
             parallel, specs = replace(parallel, pp=RankGroup()), self.layer_specs
-        context = WeightContext(parallel, self.args.dtype, device, linears, experts, quantizes_kv, lora)
+        context = replace(self.weight_context(device), parallel=parallel, lora=lora)
         layers = [self.transformer_weight_class(spec, context) for spec in specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
         if self.config.quantization is not None and parallel.pp.size == 1:  # a stage lacks modules of others
             pieces = (piece for layer in (pre_post, *layers) for piece in layer.pieces())
             self.config.quantization.check_modules(dict.fromkeys(piece.name.rpartition(".")[0] for piece in pieces))
         return pre_post, layers
+
+    def weight_context(self, device: torch.device) -> WeightContext:
+        """Of weights that take no adapters."""
+        linears = linear_method_factory(self.config, self.args.packed_input_bits)
+        experts, quantizes_kv = experts_method_factory(self.config), self.args.kv_dtype is not None
+        return WeightContext(self.args.parallel, self.args.dtype, device, linears, experts, quantizes_kv)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
@@ -272,6 +278,14 @@ class LoadableModel:
         pre_post, layers = self._new_weights(torch.device("meta"), of_all_stages=True)
         checkpoint = self._kv_scales().removed_from(self._adapted(tensor_metadata))
         return check_weights([pre_post, *layers], checkpoint, self.config.num_layers)
+
+    def check_part(self, tensor_metadata: Iterable[CheckpointTensor]) -> set[str]:
+        """Check some tensors that ``load_weights`` shall get, on the meta device. Nothing is changed.
+
+        Returns the names of the weights that they fill: none, for a tensor that the model computes itself.
+        """
+        pre_post, layers = self._new_weights(torch.device("meta"), of_all_stages=True)
+        return check_part([pre_post, *layers], self._kv_scales().removed_from(self._adapted(tensor_metadata)))
 
     @classmethod
     def adapter_sizes(cls, args: ModelArgs) -> dict[str, LinearSize]:

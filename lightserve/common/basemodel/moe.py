@@ -43,6 +43,7 @@ class MoeSpec:
     latent_size: int = 0  # of what the experts read and compute, behind and before a linear; 0: the hidden size
     shared_size: int = 0  # of the shared experts together; 0: there are none
     has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
+    scales_input: bool = False  # the weight of the only expert of a token multiplies what the expert reads
     is_beside_ffn: bool = False  # the layer has its feed-forward too, and adds what both return
     has_shared_apart: bool = False  # they are stored in another format than the others
 

@@ -27,7 +27,9 @@ def query_scale_tables(specs: Iterable[LayerSpec], max_len: int) -> dict[QuerySc
     """The factor of the query at every position, ``[max_len]``."""
     positions = torch.arange(max_len).float()
     scales = {spec.query_scale for spec in specs if spec.query_scale is not None}
-    return {scale: 1 + scale.beta * torch.log1p(torch.floor(positions / scale.length)) for scale in scales}
+    return {
+        scale: 1 + scale.beta * torch.log1p(torch.floor((positions + scale.first) / scale.length)) for scale in scales
+    }
 
 
 def rotary_table(rope: RopeConfig, rotary_dim: int, max_len: int) -> tuple[Tensor, Tensor]:
@@ -70,10 +72,11 @@ def _dynamic_angles(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
 
 
 def _llama3_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
-    """The factor stretches long waves. Short waves stay, and the ones between are blended."""
+    """The factor stretches long waves. Short waves stay, and the ones between are blended, if there are any."""
     frequencies = _default_frequencies(rope, dim)
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained length
-    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    width = max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)  # Llama 4 has none
+    blend = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / rope.factor)
 
 

@@ -46,6 +46,7 @@ class QkNorm(Enum):
     """The norm of queries and keys, before their positions are applied."""
 
     HEAD = "head"  # the layer's RMSNorm over each head, one weight [dim] for all heads
+    HEAD_NO_WEIGHT = "head_no_weight"  # RMSNorm over each head, without a weight
     PROJECTION = "projection"  # RMSNorm over all heads of a token together, a weight [heads * dim]
     EACH_HEAD = "each_head"  # LayerNorm without bias over each head, every head with a weight of its own
 
@@ -63,6 +64,7 @@ class QueryScale:
 
     beta: float
     length: int
+    first: int = 0  # the position of the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class LayerNames:
     """The names of a layer's tensors in the checkpoint, without ``.weight`` and ``.bias``."""
 
     layers: str = "model.layers"  # followed by the number of the layer
+    has_numbers: bool = True  # False: ``layers`` is the name of one layer
     att_norm: str | None = "input_layernorm"  # before the attention or mixer; None: it reads the hidden states
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
@@ -132,6 +135,7 @@ class LayerSpec:
     o_bias: bool = False
     # o reads the attention's output times sigmoid(gate); the linear q has, for each head, its query and then its gate
     has_output_gate: bool = False
+    qkv_input_size: int | None = None  # what q, k and v read; None: hidden_size
     mixer: MixerSpec | None = None  # a recurrent mixer: instead of attention, or beside it if num_heads is not 0
 
     # feed-forward
@@ -147,7 +151,7 @@ class LayerSpec:
 
     @property
     def prefix(self) -> str:
-        return f"{self.names.layers}.{self.layer_num}"
+        return f"{self.names.layers}.{self.layer_num}" if self.names.has_numbers else self.names.layers
 
     @property
     def has_attention(self) -> bool:

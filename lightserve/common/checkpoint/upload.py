@@ -28,14 +28,14 @@ class Upload:
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
         """Copy ``tensor``, which may be a view of a file, at some time before the exit."""
-        if into.device.type == "cpu":  # one copy already uses all cores
+        if into.device.type == "cpu" or tensor.device == into.device:  # one copy already uses all cores
             into.copy_(tensor)
         else:
             self._submit(into.device, lambda: self._lane.copy(into, tensor))
 
     def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
         """Call ``receive`` with ``tensor`` on ``device``, at some time before the exit, in some thread."""
-        if device.type == "cpu":
+        if device.type == "cpu" or tensor.device == device:
             receive(tensor)
         else:
             self._submit(device, lambda: self._lane.convert(device, tensor, receive))
@@ -98,6 +98,7 @@ class _Lane:
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
         """Copy in chunks along the first dimension; the copy is complete on return."""
+        into, tensor = (x if x.dim() else x.view(1) for x in (into, tensor))
         rows = max(1, BUFFER_BYTES // max(1, into[:1].nbytes))
         with torch.cuda.stream(self._stream):
             for begin in range(0, len(into), rows):

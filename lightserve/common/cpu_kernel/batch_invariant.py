@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
+from lightserve.common.cpu_kernel.token_selection import select
 from lightserve.common.ops import AttnBatch, AttnOptions, KvCache, attention_weights, read_kv
 from lightserve.common.ops.latent_attention import latent_sizes
 
@@ -86,6 +87,12 @@ def latent_token_attention(
     expanded[:, sizes.heads :, : sizes.value] = kv[..., sizes.nope :]
     padded_q = F.pad(q, (0, width - q.shape[2]))
     return token_attention(padded_q, expanded, by_token, options)[..., : sizes.value].contiguous()
+
+
+@ops.select_tokens.impl(BACKEND)
+def select_tokens(q: Tensor, weights: Tensor, key_cache: Tensor, batch: AttnBatch, top_k: int) -> Tensor:
+    """Row by row: the shapes of the products depend on the position alone."""
+    return select(q, weights, key_cache, batch, top_k, 1)
 
 
 def used_slots(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:

@@ -6,7 +6,6 @@ A single row of ``heads`` queries over n tokens takes ``heads * n * 2 * rank`` m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -53,17 +52,19 @@ def _attend(q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, opt
     return out
 
 
-def _requests(batch: AttnBatch) -> Iterator[_Request]:
-    """Those with new tokens; all layers of a step share them."""
-    requests = batch.plans.get("cpu latents")
-    if requests is None:
+def _requests(batch: AttnBatch) -> list[_Request]:
+    """Those with new tokens; all layers of a step share them that have the same table."""
+    requests: list[_Request]
+    table, requests = batch.plans.get("cpu latents", (None, []))
+    if table is not batch.req_to_token:
         columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
-        requests = batch.plans["cpu latents"] = [
+        requests = [
             _Request(slice(start, start + seq_len - ready), batch.req_to_token[req, :seq_len].long(), ready)
             for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True)
             if seq_len > ready
         ]
-    yield from requests
+        batch.plans["cpu latents"] = batch.req_to_token, requests
+    return requests
 
 
 def _attend_absorbed(q: Tensor, latents: Tensor, kv_b: Tensor, scale: float, sizes: LatentSizes) -> Tensor:

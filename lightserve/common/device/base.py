@@ -159,6 +159,9 @@ class Device(ABC):
 
     # memory
 
+    def free_cached_memory(self) -> None:  # noqa: B027  most devices cache none
+        """Give memory back that nothing uses: a model was closed."""
+
     @abstractmethod
     def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
         """Memory that ``work`` needs beside what is allocated now; 0 if the KV budget leaves room for it anyway."""

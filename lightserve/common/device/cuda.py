@@ -91,6 +91,9 @@ class CudaDevice(Device):
     def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out]:
         return CudaGraphs(function)
 
+    def free_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
     def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

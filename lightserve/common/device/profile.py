@@ -32,6 +32,9 @@ class GraphRanges:
     slow_launch_requests: int  # with more requests launching is so slow that larger steps are captured too
     max_padding: int  # in tokens: computing so many takes no longer than a graph saves
     max_shared_tokens: int  # of steps with prompts that are captured for shared prefixes too: larger ones save little
+    max_draft_tokens: int = (
+        512  # of steps of decodes with drafts: larger ones compute for long, so they have few drafts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
             tokens=tuple(sorted({*graphs.tokens[:2], *sizes})),  # the scheduler's sizes, and two for short prompts
             max_launch_bound_tokens=_rounded(graphs.max_launch_bound_tokens * share, TILE_TOKENS),
             max_shared_tokens=_rounded(graphs.max_shared_tokens * share, TILE_TOKENS),
+            max_draft_tokens=_rounded(graphs.max_draft_tokens * share, TILE_TOKENS),
         ),
     )
 

@@ -25,6 +25,8 @@ class KvGroup:
     dtype: torch.dtype
     scale_dtype: torch.dtype | None = None  # of one scale per token and head, keys and values apart; None: no scales
     window: int | None = None  # tokens that a query attends to, itself included; None: all before it
+    extra_slots: int = 0  # behind those of the pool and of padding: of tokens that are drafted, until they are computed
+    is_index: bool = False  # keys by which the layers choose tokens; their keys and values are in another group
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.key_size) < 1 or self.value_size < 0 or not self.layers:
@@ -125,8 +127,9 @@ def _parts(groups: Iterable[_Group], wanted: set[int]) -> tuple[_Group, ...]:
 class KvLayout:
     """The layers of a rank that store KV, each in one group, and those that store states, each in one group.
 
-    A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no KV
-    group, and neither has one that reads the cache of another layer. A layer may have a KV group and a state group.
+    Layers that choose tokens by keys of their own have these in a group more, in the same slots. A pipeline stage has
+    only its own layers, under their numbers in the model. A layer without attention has no KV group, and neither has
+    one that reads the cache of another layer. A layer may have a KV group and a state group.
     """
 
     groups: tuple[KvGroup, ...]
@@ -134,9 +137,12 @@ class KvLayout:
     readers: tuple[tuple[int, int], ...] = ()  # a layer without a cache of its own, and the layer whose cache it reads
 
     def __post_init__(self) -> None:
-        _check_layers(self.groups, "KV")
+        _check_layers([group for group in self.groups if not group.is_index], "KV")
+        _check_layers(self.index_groups, "index")
         _check_layers(self.states, "state")
-        with_kv = {layer for group in self.groups for layer in group.layers}
+        with_kv = {layer for group in self.groups for layer in group.layers if not group.is_index}
+        if not with_kv.issuperset(layer for group in self.index_groups for layer in group.layers):
+            raise ValueError(f"layers that choose tokens need KV too; layers with KV: {sorted(with_kv)}")
         for reader, source in self.readers:
             if reader in with_kv or source not in with_kv:
                 raise ValueError(
@@ -155,8 +161,12 @@ class KvLayout:
         return KvLayout(_parts(self.groups, wanted), _parts(self.states, wanted), readers)
 
     @property
+    def index_groups(self) -> tuple[KvGroup, ...]:
+        return tuple(group for group in self.groups if group.is_index)
+
+    @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        return sum(len(group.layers) for group in self.groups if not group.is_index)
 
     @property
     def bytes_per_token(self) -> int:
@@ -180,4 +190,4 @@ class KvLayout:
     def group_of(self, layer_num: int) -> KvGroup | None:
         """The group of the cache that a layer reads."""
         source = dict(self.readers).get(layer_num, layer_num)
-        return next((group for group in self.groups if source in group.layers), None)
+        return next((group for group in self.groups if source in group.layers and not group.is_index), None)

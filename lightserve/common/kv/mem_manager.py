@@ -50,6 +50,7 @@ class MemoryManager:
             if group.scale_dtype is not None
         }
         self._layers = self._with_readers(self._by_layer(dict(enumerate(self.buffers))))
+        self._index_keys = self._by_layer(dict(enumerate(self.buffers)), is_index=True)
         self._scales = self._with_readers(self._by_layer(self.scale_buffers))
         # for each group its tensors, [layers, rows, *shape]
         self.state_buffers = [
@@ -69,14 +70,16 @@ class MemoryManager:
         return by_layer | {layer: by_layer[source] for layer, source in readers if source in by_layer}
 
     def _slots(self, group: KvGroup) -> int:
-        """With the slot of padding."""
+        """With the slot of padding, and those behind it."""
         pool = self.pool_of(group.layers[0])
-        return (self.size if pool is None else self.group_sizes[pool]) + 1
+        return (self.size if pool is None else self.group_sizes[pool]) + 1 + group.extra_slots
 
-    def _by_layer(self, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _by_layer(self, buffers: dict[int, Tensor], *, is_index: bool = False) -> dict[int, Tensor]:
         by_layer: dict[int, Tensor] = {}
         for i, buffer in buffers.items():
-            by_layer |= zip(self.layout.groups[i].layers, buffer.unbind(), strict=True)
+            group = self.layout.groups[i]
+            if group.is_index is is_index:
+                by_layer |= zip(group.layers, buffer.unbind(), strict=True)
         return by_layer
 
     @property
@@ -98,6 +101,10 @@ class MemoryManager:
     def layer(self, layer_num: int) -> Tensor:
         """The cache of one layer, ``[slots, *token_shape]``: for plain keys and values ``[slots, 2 * heads, dim]``."""
         return self._layers[layer_num]
+
+    def index_keys(self, layer_num: int) -> Tensor:
+        """The keys by which one layer chooses tokens, ``[slots, 1, dim]``."""
+        return self._index_keys[layer_num]
 
     def scales(self, layer_num: int) -> Tensor | None:
         """The scales of one layer, ``[slots, scales]``; None: its cache has none."""

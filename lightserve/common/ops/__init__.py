@@ -1,6 +1,7 @@
 """The operators that models call. Backends implement them."""
 
 from lightserve.common.ops.activation import (
+    add_gated,
     gate,
     gelu,
     gelu_and_mul,
@@ -11,7 +12,6 @@ from lightserve.common.ops.activation import (
     relu2_and_mul,
     silu,
     silu_and_mul,
-    softplus,
     xielu,
 )
 from lightserve.common.ops.attention import (
@@ -39,8 +39,10 @@ from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
+    best_tokens,
     latent_context_attention,
     latent_token_attention,
+    select_tokens,
     write_latent,
 )
 from lightserve.common.ops.linear import linear, linear_float32
@@ -121,7 +123,7 @@ from lightserve.common.ops.sampling import (
 )
 from lightserve.common.ops.state.batch import NO_ROW, StateBatch
 from lightserve.common.ops.state.causal_conv1d import ConvParams, causal_conv1d
-from lightserve.common.ops.state.gated_delta_rule import DeltaInputs, gated_delta_rule
+from lightserve.common.ops.state.gated_delta_rule import DeltaInputs, delta_gates, gated_delta_rule
 from lightserve.common.ops.state.mamba_scan import MambaInputs, MambaParams, mamba_scan
 from lightserve.common.ops.step import (
     DraftTexts,

@@ -48,8 +48,9 @@ def gate(x: Tensor) -> Tensor:
 
 
 @op
-def softplus(x: Tensor) -> Tensor:
-    return softplus_of(x.float()).to(x.dtype)
+def add_gated(out: Tensor, values: Tensor, gates: Tensor) -> None:
+    """``out += values * sigmoid(gates)``; ``gates`` ``[rows, 1]``."""
+    out += (values.float() * sigmoid(gates.float())).to(out.dtype)
 
 
 @op

@@ -150,7 +150,7 @@ class _Series:
             yield from self._histogram(snapshot)
         elif self._metric.label is not None:
             for value, count in snapshot.labelled[self._metric.name].items():
-                yield f"{self._name}{{{self._labels},{_label(self._metric.label, value)}}} {count}\n"
+                yield f"{self._name}{{{self._labels},{label(self._metric.label, value)}}} {count}\n"
         else:
             yield f"{self._name}{{{self._labels}}} {snapshot.values[self._metric.name]}\n"
 
@@ -178,9 +178,9 @@ def _with_derived(snapshot: MetricsSnapshot) -> MetricsSnapshot:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    return ",".join(_label(name, value) for name, value in labels.items())
+    return ",".join(label(name, value) for name, value in labels.items())
 
 
-def _label(name: str, value: str) -> str:
+def label(name: str, value: str) -> str:
     escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     return f'{name}="{escaped}"'

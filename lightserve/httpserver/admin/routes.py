@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
+from lightserve.httpserver.admin.batch_metrics import batch_metrics
 from lightserve.httpserver.admin.debug_requests import add_debug_requests
 from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
@@ -98,7 +100,10 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
         """Prometheus text: every metric as soon as the server is ready."""
         stats = await manager.latest_stats()
         snapshot = None if stats is None else stats.metrics
-        return Response(page.render(snapshot, is_up=manager.unhealthy_reason() is None), media_type=CONTENT_TYPE)
+        text = page.render(snapshot, is_up=manager.unhealthy_reason() is None)
+        if context.batches is not None:
+            text += batch_metrics(context.model_name, await asyncio.to_thread(context.batches.totals))
+        return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/token_load")
     async def token_load() -> JSONResponse:

@@ -26,16 +26,18 @@ def add_server_info(router: APIRouter, context: ServerContext) -> None:
     @router.get("/get_server_info")
     async def get_server_info() -> JSONResponse:
         """The model, its limits and the load of at most a second ago."""
-        return JSONResponse(
-            {
-                "version": __version__,
-                "model": _model(context),
-                "limits": _limits(context),
-                "sampling_defaults": dict(context.sampling_defaults.params),
-                "unhealthy_reason": context.manager.unhealthy_reason(),
-                "load": _load(await context.manager.latest_stats()),
-            }
-        )
+        return JSONResponse(await server_info(context))
+
+
+async def server_info(context: ServerContext) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "model": _model(context),
+        "limits": _limits(context),
+        "sampling_defaults": dict(context.sampling_defaults.params),
+        "unhealthy_reason": context.manager.unhealthy_reason(),
+        "load": _load(await context.manager.latest_stats()),
+    }
 
 
 def _model(context: ServerContext) -> dict[str, Any]:

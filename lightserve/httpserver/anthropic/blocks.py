@@ -14,7 +14,7 @@ from lightserve.httpserver.chat.request import PART_SEPARATOR
 from lightserve.httpserver.http.body import Body, JsonObject
 
 MAX_BLOCKS = 1024  # of one message
-MEDIA = frozenset({"image", "browser_state"})
+MEDIA = frozenset({"browser_state"})
 NEEDS_FILES = frozenset({"container_upload"})
 # fields of results that say nothing to a model, or that only Anthropic's servers can read
 HIDDEN_FIELDS = frozenset({"type", "encrypted_content", "encrypted_index", "encrypted_stdout", "cache_control"})
@@ -81,6 +81,24 @@ class DocumentBlock(Body):
         return f"<document>\n{inside}\n</document>"
 
 
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: dict[str, Any]
+
+    @property
+    def content_part(self) -> JsonObject:
+        """As a part of a chat message."""
+        match self.source:
+            case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+                url = f"data:{media_type};base64,{data}"
+            case {"type": "url", "url": str(url)}:
+                pass
+            case _:
+                message = "an image needs a source of type 'base64' with media_type and data, or of type 'url' with url"
+                raise InvalidRequestError(message, "messages")
+        return {"type": "image_url", "image_url": url}
+
+
 def _source_text(source: JsonObject) -> str:
     match source:
         case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
@@ -112,9 +130,10 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-RESULT_KINDS = {kind: kind for kind in ("text", "search_result", "document", "tool_reference")}
+RESULT_KINDS = {kind: kind for kind in ("text", "image", "search_result", "document", "tool_reference")}
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[ToolReferenceBlock, Tag("tool_reference")],
@@ -159,13 +178,14 @@ class ServerToolResultBlock(Body):
 
 
 KINDS: dict[str, str] = {
-    **{kind: kind for kind in ("text", "thinking", "tool_result", "search_result", "document")},
+    **{kind: kind for kind in ("text", "image", "thinking", "tool_result", "search_result", "document")},
     **dict.fromkeys(("redacted_thinking", "fallback"), "ignored"),
     **dict.fromkeys(("tool_use", "server_tool_use", "mcp_tool_use"), "tool_use"),
     **dict.fromkeys(ServerResultKind.__args__, "server_tool_result"),  # type: ignore[attr-defined]
 }
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[IgnoredBlock, Tag("ignored")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
@@ -209,7 +229,7 @@ def _system_text(block: Any) -> str:
     match block:
         case {"type": "text", "text": str(text)}:
             return text
-        case {"type": str(kind)} if kind in MEDIA:
+        case {"type": str(kind)} if kind in {*MEDIA, "image"}:
             raise NotSupportedYetError(f"a system block of type {kind!r}", "system")
     raise PydanticCustomError("block", "a system block must have the type 'text' and a string as text")
 
@@ -245,6 +265,6 @@ def _as_text(value: Any) -> str:
             return ""
         case str(text) | {"type": "text", "text": str(text)}:
             return text
-        case {"type": str(kind)} if kind in MEDIA:
+        case {"type": str(kind)} if kind in {*MEDIA, "image"}:
             raise TextOnlyError(f"a content block of type {kind!r}", "messages")
     return json_text(value, "messages", HIDDEN_FIELDS)

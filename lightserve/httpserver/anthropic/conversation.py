@@ -14,6 +14,7 @@ from lightserve.httpserver.anthropic.blocks import (
     Block,
     Blocks,
     DocumentBlock,
+    ImageBlock,
     SearchResultBlock,
     ServerToolResultBlock,
     TextBlock,
@@ -31,7 +32,9 @@ from lightserve.httpserver.chat.request import PART_SEPARATOR
 from lightserve.httpserver.http.body import Body, JsonObject
 
 ASSISTANT_BLOCKS = (ToolUseBlock, ServerToolResultBlock, ThinkingBlock)
-USER_BLOCKS = (ToolResultBlock, SearchResultBlock, DocumentBlock)
+USER_BLOCKS = (ToolResultBlock, SearchResultBlock, DocumentBlock, ImageBlock)
+
+Pieces = Sequence[str | JsonObject | list[JsonObject]]  # of a content: texts, parts, or lists of parts
 
 
 class Message(Body):
@@ -101,17 +104,24 @@ class Conversation:
 
     def _user_messages(self, blocks: Sequence[Block]) -> Iterator[JsonObject]:
         """Texts and tool results in their order; adjacent texts are one message."""
-        texts: list[str] = []
+        texts: list[str | JsonObject] = []
         for block in blocks:
             if isinstance(block, TextBlock | SearchResultBlock | DocumentBlock):
                 texts.append(block.text)
+            elif isinstance(block, ImageBlock):
+                texts.append(block.content_part)
             elif isinstance(block, ToolResultBlock):
                 if texts:
                     yield _text("user", texts)
                 texts = []
-                yield _tool_message(block.tool_use_id, self._result_text(block))
+                yield _tool_message(block.tool_use_id, self._result_content(block))
         if texts:
             yield _text("user", texts)
+
+    def _result_content(self, block: ToolResultBlock) -> str | list[JsonObject]:
+        text = self._result_text(block)
+        images = [item.content_part for item in block.content or () if isinstance(item, ImageBlock)]
+        return _content([*([text] if text else []), *images]) if images else text
 
     def _result_text(self, block: ToolResultBlock) -> str:
         texts = [
@@ -119,6 +129,7 @@ class Conversation:
             if isinstance(item, ToolReferenceBlock)
             else item.text
             for item in block.content or ()
+            if not isinstance(item, ImageBlock)
         ]
         text = PART_SEPARATOR.join(texts)
         return error_text(text) if block.is_error else text
@@ -172,9 +183,23 @@ def _call(block: ToolUseBlock) -> JsonObject:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
-def _tool_message(call_id: str, text: str) -> JsonObject:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
+def _tool_message(call_id: str, content: str | list[JsonObject]) -> JsonObject:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-def _text(role: str, texts: Sequence[str]) -> JsonObject:
-    return {"role": role, "content": PART_SEPARATOR.join(texts)}
+def _text(role: str, pieces: Pieces) -> JsonObject:
+    return {"role": role, "content": _content(pieces)}
+
+
+def _content(pieces: Pieces) -> str | list[JsonObject]:
+    """One text, or parts if some of them are images."""
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    if len(texts) == len(pieces):
+        return PART_SEPARATOR.join(texts)
+    content: list[JsonObject] = []
+    for piece in pieces:
+        if isinstance(piece, list):
+            content += piece
+        else:
+            content.append({"type": "text", "text": piece} if isinstance(piece, str) else piece)
+    return content

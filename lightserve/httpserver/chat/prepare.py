@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 from starlette.requests import Request
 
+from lightserve.httpserver.chat.images import with_images
 from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_tools, output_formats, output_plan
 from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt, generation_prompt_len
 from lightserve.httpserver.chat.request import ChatBody
@@ -38,6 +39,7 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs."""
     context.check_model(body.model)
+    body.limit_logprobs(context)
     check_choices(context, 1, body.beam_width or body.choices)
     log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)
@@ -47,9 +49,11 @@ async def prepare_chat(
     output = output_plan(context, body, await generation_prompt(context, body, prompt, tags))
     grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
+    prompt_requests = [with_images(context, body, prompt_request) for prompt_request in prompt_requests]
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
     if num_tokens := generation_prompt_len(context, body, prompt):
         prompt_requests = [_with_generation_prompt(prompt_request, num_tokens) for prompt_request in prompt_requests]
+    log.image_tokens = sum(image.tokens for image in prompt_requests[0].images)
     predicted = await _prediction_ids(context, body)
     prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
     return PreparedChat(prompt_requests, output, log)

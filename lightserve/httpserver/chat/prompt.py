@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from lightserve.errors import InvalidRequestError, TemplateLimitError
+from lightserve.httpserver.chat.images import read_images, with_placeholders
 from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages
 from lightserve.httpserver.chat.tools import Tool
@@ -44,10 +45,12 @@ RESERVED = frozenset(
 
 async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list[int]]:
     """The prompt as text and as token ids."""
+    await read_images(context, body)
     text = await _rendered(context, body)
     if not text:
         raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
-    return text, await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    ids = await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return text, with_placeholders(context, body, ids)
 
 
 def generation_prompt_len(context: ServerContext, body: ChatBody, prompt: str) -> int:
@@ -182,7 +185,9 @@ def _apply(
 
 
 def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
-    template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
+    template = body.own_template
+    if template is None:
+        template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
     if body.documents and "documents" not in template.variables:
         raise InvalidRequestError("documents: the model's chat template takes no documents", "documents")
     return template
@@ -200,7 +205,7 @@ def _append_end_mark(message: dict[str, Any]) -> None:
     """Mark the end of the text, to cut off what the template writes after the message."""
     if message["content"] is None:
         raise InvalidRequestError("continue_final_message: the final message has no text", "continue_final_message")
-    message["content"] += END_MARK
+    message["content"] += [{"type": "text", "text": END_MARK}] if isinstance(message["content"], list) else END_MARK
 
 
 def _variables(context: ServerContext, body: ChatBody) -> dict[str, Any]:
@@ -226,7 +231,7 @@ def for_template(message: Message) -> dict[str, Any]:
         "reasoning_content": _reasoning(message),
     }
     given = {name: value for name, value in optional.items() if value}
-    return {"role": role, "content": message.content, **given}
+    return {"role": role, "content": message.content_parts or message.content, **given}
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:

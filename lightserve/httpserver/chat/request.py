@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, TextOnlyError
+from lightserve.httpserver.chat.image_parts import image_source, is_image
 from lightserve.httpserver.chat.tools import (
     FUNCTION_OR_CUSTOM,
     INPUT,
@@ -23,9 +32,11 @@ from lightserve.httpserver.chat.tools import (
     required_for,
 )
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
+from lightserve.httpserver.fields.generation import GenerationBody, LimitedLogprobs
 from lightserve.httpserver.http.body import Body
+from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.params import ThinkingLimit
+from lightserve.model_files.template.chat_template import ChatTemplate
 from lightserve.text.parsing.tool_grammar import Thinking
 
 MAX_DOCUMENTS = 1024
@@ -227,6 +238,29 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    _parts: tuple[str | ImageSource, ...] = PrivateAttr(())  # if some of them are images
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_images(cls, value: Any, handler: ModelWrapValidatorHandler[Message]) -> Message:
+        """Texts stay in ``content`` too, for what looks at the text only."""
+        content = value.get("content") if isinstance(value, dict) else None
+        if not isinstance(content, list) or not any(map(is_image, content)):
+            return handler(value)
+        parts = tuple(image_source(each) if is_image(each) else _part_text(each) for each in content)
+        texts = [each for each in parts if isinstance(each, str)]
+        message = handler({**value, "content": PART_SEPARATOR.join(texts)})
+        message._parts = parts
+        return message
+
+    @property
+    def image_sources(self) -> list[ImageSource]:
+        return [each for each in self._parts if not isinstance(each, str)]
+
+    @property
+    def content_parts(self) -> list[dict[str, str]]:
+        """For the chat template, if some of them are images."""
+        return [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in self._parts]
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:
@@ -247,7 +281,7 @@ class Prediction(Body):
 class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: LimitedLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None  # vLLM's: the response begins with the last message if that is the assistant's too
@@ -256,6 +290,25 @@ class ChatBody(GenerationBody, TemplateFields):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None  # with --speculative_config, drafts come from it too
+    _own_template: ChatTemplate | None = PrivateAttr(None)
+    _read_images: list[ReadImage] = PrivateAttr(default_factory=list)
+
+    @property
+    def own_template(self) -> ChatTemplate | None:
+        """A trainer's, in place of the model's: see own_template.py."""
+        return self._own_template
+
+    def use_template(self, template: ChatTemplate) -> None:
+        self._own_template = template
+
+    @property
+    def read_images(self) -> list[ReadImage]:
+        """The images of all messages, once they are read."""
+        return self._read_images
+
+    @read_images.setter
+    def read_images(self, images: list[ReadImage]) -> None:
+        self._read_images = images
 
     @property
     def echoed_text(self) -> str:

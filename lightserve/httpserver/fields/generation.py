@@ -21,6 +21,7 @@ from lightserve.httpserver.fields.shared import PromptFields, StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.http.body import Body, at_most, validate
 from lightserve.httpserver.http.validation_errors import listed
+from lightserve.messages.params import MAX_LOGPROBS
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_IDS = 1024
@@ -39,6 +40,10 @@ MaxTokens = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+# the same where --enable_rl lifts the limit: see GenerationBody.limit_logprobs
+LimitedLogprobs = Annotated[
+    int, Field(ge=-1, lt=2**31, description=f"up to {MAX_LOGPROBS}; with --enable_rl any number, -1: the vocabulary")
+]
 TokenId = Annotated[int, Field(ge=0)]
 BiasKey = Annotated[str, Field(pattern=TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -132,8 +137,9 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # how many to keep; -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # right: keep the first ones, not the last ones
-    prompt_logprobs: TopLogprobs | None = None
+    prompt_logprobs: LimitedLogprobs | None = None
     return_token_ids: bool | None = None  # of prompt and output
+    return_weight_versions: bool | None = None  # with which weights the tokens were generated: --enable_rl
     return_tokens_as_token_ids: bool | None = None  # logprobs name a token "token_id:N"
     speculative: bool | None = None  # false: no drafts of the next tokens; the text is the same
     use_beam_search: bool | None = None  # num_beams > 1 sets it too
@@ -153,6 +159,13 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     def new_tokens_within(self, room: int) -> int | None:
         """The new tokens to generate if the context has room for this many; more than that is refused."""
         return self.new_tokens
+
+    def limit_logprobs(self, context: ServerContext) -> None:
+        """Refuse more alternatives to a token than this server gives, and resolve -1."""
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            k = getattr(self, name, None)
+            if k is not None and not isinstance(k, bool):
+                setattr(self, name, context.top_logprobs(name, k))
 
     @property
     def is_prompt_only(self) -> bool:

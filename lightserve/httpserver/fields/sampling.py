@@ -34,7 +34,7 @@ PARAM_NAMES = {
 
 
 def check_choices(context: ServerContext, prompts: int, choices: int) -> None:
-    limit = context.config.max_choices
+    limit = context.config.choices_limit
     if prompts > limit:
         raise InvalidRequestError(f"prompt: {prompts} prompts; the limit is {limit} (--max_choices)", "prompt")
     if prompts * choices > limit:
@@ -58,6 +58,7 @@ def build_prompt_requests(
     default_new_tokens = context.default_new_tokens(default_new_tokens)
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     fields["prompt_logprobs"] = body.prompt_top_logprobs
+    fields["processed_logprobs"] = bool(context.config.processed_logprobs)
     scheduling = msgspec.structs.replace(body.scheduling, lora=context.adapter_of(body.model))
     prompt_requests = []
     for prompt in prompts:

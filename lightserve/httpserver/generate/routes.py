@@ -14,6 +14,8 @@ from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.lightllm.request import UNSUPPORTED, LightllmBody, LightllmParameters
 from lightserve.httpserver.generate.lightllm.response import lightllm_response
+from lightserve.httpserver.generate.sglang.request import SglangBody
+from lightserve.httpserver.generate.sglang.response import sglang_response
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
 from lightserve.httpserver.generate.tgi.request import MAX_STOPS, TgiBody, TgiParameters
 from lightserve.httpserver.generate.tgi.response import tgi_response
@@ -38,6 +40,11 @@ _LIGHTLLM = frozenset({*LightllmParameters.model_fields, *UNSUPPORTED, *WITHOUT_
 _TGI = frozenset(TgiParameters.model_fields)
 LIGHTLLM_ONLY = _LIGHTLLM - _TGI
 TGI_ONLY = (_TGI - _LIGHTLLM) | WORKS_IN_BOTH
+
+
+def is_sglang(body: dict[str, Any]) -> bool:
+    """Neither LightLLM's nor TGI's bodies have these keys."""
+    return "inputs" not in body and ("sampling_params" in body or "input_ids" in body)
 
 
 def schema_of(body: dict[str, Any], default: Schema) -> Schema:
@@ -93,6 +100,8 @@ async def _respond(context: ServerContext, request: Request, streams: bool | Non
     value = await context.read(request)
     # only clients of TGI, such as Hugging Face's InferenceClient, use the root path
     default = Schema.TGI if context.config.use_tgi_api or streams is None else Schema.LIGHTLLM
+    if is_sglang(value):
+        return await sglang_response(context, request, log, value, streams or None)
     if schema_of(value, default) is Schema.TGI:
         return await tgi_response(context, request, log, value, streams)
     return await lightllm_response(context, request, log, value, streams)
@@ -118,4 +127,4 @@ def _info(context: ServerContext) -> dict[str, Any]:
     }
 
 
-_BODY = openapi_body(LightllmBody, TgiBody)
+_BODY = openapi_body(LightllmBody, TgiBody, SglangBody)

@@ -68,6 +68,7 @@ class AccessLog:
         self.owner = ""  # the client: see ApiKeys
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
+        self.image_tokens = 0  # of the prompt; set by the route
         self.cached_tokens = 0
         self.generated_tokens = 0  # counted by the manager
         self.drafts: RequestDrafts | None = None  # of all choices; None: there were none

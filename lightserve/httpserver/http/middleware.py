@@ -39,6 +39,7 @@ class ApiKeys:
     def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
         self.of_clients = KeyDigests(api_keys)
         self.of_admins = KeyDigests(admin_keys)
+        self.more_admin_paths: frozenset[str] = frozenset()  # of features that a flag turns on
 
     def owner(self, headers: Mapping[bytes, bytes]) -> str:
         """A digest of the valid key that a request has; "" without one: all such clients are one owner."""
@@ -47,6 +48,14 @@ class ApiKeys:
         given = key_digests(headers)
         digest = self.of_clients.find(given) or self.of_admins.find(given)
         return "" if digest is None else digest.hex()
+
+    def guards(self, path: str) -> bool:
+        """Whether the path needs an admin key, where there are any."""
+        return is_admin_path(path) or path in self.more_admin_paths
+
+    def administers(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request may do what needs an admin key: it has one, or there are none."""
+        return not self.of_admins or key_digests(headers) in self.of_admins
 
     def sees_all(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request may see and abort those of all clients: with an admin key, or if clients have no keys."""
@@ -137,7 +146,7 @@ class RequestMiddleware:
     def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""
         keys = self._keys
-        needs_admin = bool(keys.of_admins) and is_admin_path(path)
+        needs_admin = bool(keys.of_admins) and keys.guards(path)
         if not keys.of_clients and not needs_admin:
             return
         given = key_digests(headers)

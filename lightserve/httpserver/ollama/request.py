@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lightserve.errors import InvalidRequestError, TextOnlyError
+from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOL_CALLS
 from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction
 from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
@@ -26,7 +26,7 @@ def _whole_number(value: Any) -> Any:
 
 
 Whole = BeforeValidator(_whole_number)
-Images = Annotated[list[Any], Field(max_length=1024)]
+Images = Annotated[list[str], Field(max_length=1024, description="base64, before the text")]
 
 
 class Options(Body):
@@ -157,7 +157,8 @@ def chat_of(body: ChatRequest) -> OllamaChat:
 
 def generation_of(body: GenerateRequest, has_template: bool) -> OllamaChat:
     """Without a template the messages are not used, and the whole output is content."""
-    messages = [{"role": "user", "content": body.prompt if has_template else ""}]
+    content = _with_images(body.prompt or "", body.images)
+    messages: list[JsonObject] = [{"role": "user", "content": content if has_template else ""}]
     if body.system and has_template:
         messages.insert(0, {"role": "system", "content": body.system})
     separate = None if has_template else False
@@ -167,11 +168,9 @@ def generation_of(body: GenerateRequest, has_template: bool) -> OllamaChat:
 
 def refuse_unsupported(body: GenerateRequest | ChatRequest) -> None:
     if isinstance(body, ChatRequest):
-        if any(message.images for message in body.messages or ()):
-            raise TextOnlyError("an image in a message", "messages")
         return
-    if body.images:
-        raise TextOnlyError("an image", "images")
+    if body.images and (body.raw or body.suffix or body.context):
+        raise InvalidRequestError("images: do not combine with raw, suffix or context", "images")
     if body.template:
         raise InvalidRequestError("template: a request cannot set it; use raw: true with a whole prompt", "template")
     if body.system and (body.raw or body.suffix):
@@ -193,8 +192,16 @@ def _message(message: Message, ids: ToolIds) -> JsonObject:
         for call in message.tool_calls or ()
     ]
     content_or_none = message.content or (None if calls else "")
-    chat_message: JsonObject = {"role": message.role, "content": content_or_none, "reasoning_content": message.thinking}
+    shown = _with_images(content_or_none or "", message.images) if message.images else content_or_none
+    chat_message: JsonObject = {"role": message.role, "content": shown, "reasoning_content": message.thinking}
     return chat_message | ({"tool_calls": calls} if calls else {})
+
+
+def _with_images(text: str, images: list[str] | None) -> str | list[JsonObject]:
+    if not images:
+        return text
+    urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
+    return [*({"type": "image_url", "image_url": url} for url in urls), {"type": "text", "text": text}]
 
 
 def _function(function: CallFunction) -> JsonObject:

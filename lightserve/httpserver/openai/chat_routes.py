@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lightserve.httpserver.chat.own_template import take_template
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
@@ -36,7 +39,13 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = await context.read_body(request, ChatBody, validate_supported)
+        value = await context.read(request)
+        template = take_template(context, request, value)
+        body = validate_supported(ChatBody, value)
+        context.check_fields(request, body)
+        if template is not None:
+            body.use_template(await asyncio.to_thread(context.tokenizer.make_template, template))
+        body.limit_logprobs(context)
         k = body.top_logprobs or 0 if body.logprobs else None
         chat = await prepare_chat(context, request, body, k)
         chat.log.counts_output = not body.is_prompt_only
@@ -55,6 +64,7 @@ def routes(context: ServerContext) -> APIRouter:
             if body.return_token_ids
             else (),
             is_prompt_only=body.is_prompt_only,
+            returns_aborted=context.config.enable_rl,
         )
         if body.beam_width is not None:
             return await respond_with_beam_search(context, request, body, chat.prompt_requests, spec, chat.log)

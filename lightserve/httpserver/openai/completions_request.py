@@ -8,7 +8,7 @@ from pydantic import PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.fields.generation import Count, GenerationBody, TopLogprobs
+from lightserve.httpserver.fields.generation import Count, GenerationBody, LimitedLogprobs
 
 Prompt = str | list[int]
 
@@ -38,7 +38,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     best_of: Count | None = None  # generate this many and return the n with the highest mean logprob
     echo: bool | None = None
-    logprobs: TopLogprobs | None = None
+    logprobs: LimitedLogprobs | None = None
     token_healing: bool | None = None  # LightLLM's: see fields/token_healing.py
 
     @property

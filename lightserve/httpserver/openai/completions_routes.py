@@ -53,6 +53,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = await context.read_body(request, CompletionBody, validate_supported)
         context.check_model(body.model)
+        body.limit_logprobs(context)
         check_choices(context, len(body.prompt), body.beam_width or body.candidates)
         log = context.log(request, body.request_id or body.rid)
 
@@ -79,6 +80,7 @@ def routes(context: ServerContext) -> APIRouter:
             prompt_logprobs=_prompt_logprobs(context, body, prompt_requests, echoes),
             prompt_token_ids=shown_ids,
             is_prompt_only=body.is_prompt_only,
+            returns_aborted=context.config.enable_rl,
         )
         if body.beam_width is not None:
             return await respond_with_beam_search(context, request, body, prompt_requests, spec, log)

@@ -16,6 +16,7 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.sse import KEEP_ALIVE
 from lightserve.httpserver.openai.logprobs import Logprobs, PromptLogprobsWriter, TokenLogprobs, concatenated
+from lightserve.httpserver.weight_versions import Json, WeightVersions
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import PromptLogprobs
@@ -57,13 +58,18 @@ class ResponseSpec:
     prompt_logprobs: Sequence[PromptLogprobsWriter] = ()  # by prompt, where they are requested
     prompt_token_ids: Sequence[list[int]] = ()  # by prompt, where token ids are requested
     is_prompt_only: bool = False  # max_tokens is 0: the one token that the engine generates is not shown
+    returns_aborted: bool = False  # a choice that is aborted has its tokens, and the finish reason abort: --enable_rl
+    versions: WeightVersions | None = None  # with which weights tokens were generated, where that is requested
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def has_token_fields(self) -> bool:
         """A chunk of a stream has more than text, or not even that."""
         return (
-            self.new_logprobs is not None or bool(self.prompt_token_ids or self.prompt_logprobs) or self.is_prompt_only
+            self.new_logprobs is not None
+            or bool(self.prompt_token_ids or self.prompt_logprobs)
+            or self.is_prompt_only
+            or self.versions is not None
         )
 
     def head(self, is_chunk: bool = False) -> JsonObject:
@@ -101,6 +107,8 @@ class Choice:
         self.finish: StrOut | None = None
         self.packed_prompt_logprobs: PromptLogprobs | None = None
         self.parser = parser
+        self.num_tokens = 0
+        self.weight_versions: list[Json] | None = None  # None: nobody wants them
         self.token_ids: list[int] = []  # without those of reasoning that the response leaves out
         self._is_prompt_only = is_prompt_only
         self._deltas: list[Delta] = []
@@ -108,7 +116,6 @@ class Choice:
         self._texts: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._total_logprob = 0.0
-        self._n_tokens = 0
 
     @property
     def text(self) -> str:
@@ -126,25 +133,27 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        return self._total_logprob / max(self._n_tokens, 1)
+        return self._total_logprob / max(self.num_tokens, 1)
 
     def add(self, out: StrOut) -> None:
         self.packed_prompt_logprobs = self.packed_prompt_logprobs or out.token.prompt_logprobs
-        if self._is_prompt_only:
+        if self._is_prompt_only and out.has_token:
             self.finish = prompt_only_end(out)
             return
         if self.parser is None:
             self._texts.append(out.text)
         else:
             self._deltas += self.parser.push(out)
+        if out.finish_reason is not None:
+            self.finish = out
+        if not out.has_token:
+            return
         self._total_logprob += out.token.logprob or 0.0
-        self._n_tokens += 1
+        self.num_tokens += 1
         if self.parser is None or not self.parser.is_hidden:
             self.token_ids.append(out.token.id)
             if self._logprobs_of is not None:
                 self._logprobs.append(self._logprobs_of(out))
-        if out.finish_reason is not None:
-            self.finish = out
 
 
 async def collect_response(generation: Generation, spec: ResponseSpec) -> JsonObject:
@@ -154,6 +163,9 @@ async def collect_response(generation: Generation, spec: ResponseSpec) -> JsonOb
         async for outs in generation:
             for index, out in outs:
                 choices[index].add(out)
+    if spec.versions is not None:
+        for index, choice in enumerate(choices):
+            choice.weight_versions = spec.versions.json(index, choice.num_tokens)
     shown = best_choices(choices, generation.n, spec.n)
     if spec.prompt_logprobs:  # those of long prompts take long to write: streams of other requests must not wait
         return await asyncio.to_thread(response_json, spec, shown, generation.log)
@@ -186,7 +198,8 @@ def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> JsonObject:
     logprobs = choice.logprobs(spec.prompt_logprobs_of(index))
     ids = {"token_ids": choice.token_ids if spec.prompt_token_ids else None}
     finish = finish_fields(choice.finish, choice.parser)
-    return {"index": index, **text, "logprobs": logprobs, **finish, **ids, **prompt}
+    versions = {} if choice.weight_versions is None else {"weight_versions": choice.weight_versions}
+    return {"index": index, **text, "logprobs": logprobs, **finish, **ids, **prompt, **versions}
 
 
 def prompt_only_end(out: StrOut) -> StrOut:
@@ -209,6 +222,8 @@ def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoicePar
         "total_tokens": log.prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
     }
+    if log.image_tokens:
+        usage["prompt_tokens_details"]["image_tokens"] = log.image_tokens
     details: JsonObject = {}
     if parsers:
         details["reasoning_tokens"] = sum(parser.reasoning_tokens for parser in parsers)

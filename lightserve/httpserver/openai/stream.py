@@ -6,6 +6,7 @@ The JSON around a piece of text is prepared once a choice: a token without extra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -40,6 +41,9 @@ AFTER_ARGUMENTS = b"}}]}"
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, spec: ResponseSpec) -> Response:
     """The response of a generation, streamed or not."""
+    generation.returns_aborted = spec.returns_aborted
+    if body.return_weight_versions:
+        spec = replace(spec, versions=generation.versions)
     if body.stream:
         chunks = ChunkWriter(spec, generation.log, body.wants_usage, body.wants_continuous_usage)
         return await EventStream.open(request, GenerationEvents(generation, chunks, spec.request_id))
@@ -61,6 +65,7 @@ class ChunkWriter(EventWriter):
         self._has_continuous_usage = has_continuous_usage
         self._has_extras = has_continuous_usage or spec.has_token_fields  # a chunk has more than text
         self._n_written = 0  # tokens, counted for continuous usage only
+        self._tokens_of = dict.fromkeys(indices, 0)  # counted for the versions of weights only
         self._unopened = set(indices)
         self._first_fields: dict[int, JsonObject] = {}  # by choice: of its first token, where there is no opening chunk
         self._logprobs_of = [spec.logprobs_of(index // spec.n) for index in indices]
@@ -140,14 +145,15 @@ class ChunkWriter(EventWriter):
 
     def _chunks_with_extras(self, index: int, out: StrOut) -> list[bytes]:
         """One chunk for every delta of a token: the first has the token's logprobs, the last its finish reason."""
-        if self._spec.is_prompt_only:
+        if self._spec.is_prompt_only and out.has_token:
             fields = finish_fields(prompt_only_end(out)) | self._first_fields.pop(index, {})
             return [self._chunk(index, self._spec.endpoint.last, **fields)]
         self._n_written += self._has_continuous_usage
         parser = None if self._parsers is None else self._parsers[index]
         deltas = self._text_delta(out) if parser is None else [_delta_bytes(delta) for delta in parser.push(out)]
         first = self._token_fields(index, out, is_hidden=parser is not None and parser.is_hidden)
-        last = {} if out.finish_reason is None else finish_fields(out, parser)
+        self._tokens_of[index] += out.has_token
+        last = {} if out.finish_reason is None else finish_fields(out, parser) | self._versions_of(index)
         if not deltas and (first or last):
             deltas = [self._spec.endpoint.last]
         if not deltas:
@@ -157,6 +163,10 @@ class ChunkWriter(EventWriter):
         fields_of[-1] |= last
         return [self._chunk(index, delta, **fields) for delta, fields in zip(deltas, fields_of, strict=True)]
 
+    def _versions_of(self, index: int) -> JsonObject:
+        versions = self._spec.versions
+        return {} if versions is None else {"weight_versions": versions.json(index, self._tokens_of[index])}
+
     def _text_delta(self, out: StrOut) -> list[bytes]:
         endpoint = self._spec.endpoint
         return [endpoint.before_text + orjson.dumps(out.text) + endpoint.after_text] if out.text else []
@@ -164,6 +174,8 @@ class ChunkWriter(EventWriter):
     def _token_fields(self, index: int, out: StrOut, is_hidden: bool) -> JsonObject:
         """What a choice says about its token besides the text."""
         fields = self._first_fields.pop(index, {})
+        if not out.has_token:
+            return fields | ({"token_ids": []} if self._spec.prompt_token_ids else {})
         logprobs_of = self._logprobs_of[index]
         if logprobs_of is not None and not is_hidden:
             fields["logprobs"] = logprobs_of(out)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightserve.errors import ModelFilesError
+
 Fields = Mapping[str, Any]
 Derive = Callable[[Fields], dict[str, Any]]
 BAICHUAN2_VOCAB = 125_696
@@ -66,6 +68,29 @@ def whole_rope(hf: Fields) -> dict[str, Any]:
 def all_of(*derives: Derive) -> Derive:
     """The fields of several functions."""
     return lambda hf: {name: value for derive in derives for name, value in derive(hf).items()}
+
+
+def indexed_layers(hf: Fields) -> dict[str, Any]:
+    """transformers gives all layers a type of their own, which says nothing else."""
+    types = hf.get("layer_types")
+    return {"layer_types": None} if isinstance(types, list) and set(map(str, types)) == {"indexed_attention"} else {}
+
+
+def llama4(hf: Fields) -> dict[str, Any]:
+    """Layers with positions attend to chunks. A window of the same size says which tokens the KV cache keeps."""
+    layers: Any = hf.get("num_hidden_layers")
+    every: Any = hf.get("no_rope_layer_interval") or 4
+    if not are_counts(layers, every):
+        return {}
+    flags = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in layer_numbers(layers)]
+    if not isinstance(flags, list) or len(flags) < layers:
+        raise ModelFilesError(f"config.json: no_rope_layers needs {layers} numbers; fetch it again")
+    kinds = hf.get("layer_types") or ["chunked_attention" if flag else "full_attention" for flag in flags[:layers]]
+    chunk = hf.get("attention_chunk_size")
+    if isinstance(kinds, list):
+        chunked = "full_attention" if chunk is None else "sliding_attention"
+        kinds = [chunked if kind == "chunked_attention" else kind for kind in kinds]
+    return {"no_rope_layers": flags, "layer_types": kinds, "sliding_window": chunk}
 
 
 def minicpm(hf: Fields) -> dict[str, Any]:

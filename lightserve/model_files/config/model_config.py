@@ -58,6 +58,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: of every frequency, up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: past it
     trained_len: int = 1  # max_position_embeddings
+    axes: tuple[int, ...] = ()  # pairs that rotate by time, row and column of an image's tokens; text has one position
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many numbers of a head rotate. In a proportional rope all do, some of them by an angle of 0."""
@@ -100,13 +101,14 @@ class RopeConfig:
             short_factor=_factors(rope, "short_factor"),
             long_factor=_factors(rope, "long_factor"),
             trained_len=max_position,
+            axes=_axes(rope),
             **{key: _number(rope, key) for key in _OPTIONAL_ROPE if rope.get(key) is not None},
         )
         config._check()
         return config
 
     def _check(self) -> None:
-        if self.theta <= 1 or self.partial_rotary_factor > 1 or self.high_freq_factor <= self.low_freq_factor:
+        if self.theta <= 1 or self.partial_rotary_factor > 1 or self.high_freq_factor < self.low_freq_factor:
             raise ModelFilesError(
                 f"config.json: rope_theta {self.theta}, partial_rotary_factor {self.partial_rotary_factor}, "
                 f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} are "
@@ -318,6 +320,16 @@ def _rope_table(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     if layer_type in parameters:
         return _table(parameters, layer_type)
     return _table(hf, "rope_scaling") | parameters
+
+
+def _axes(rope: Mapping[str, Any]) -> tuple[int, ...]:
+    """mrope_section, if its axes follow one another."""
+    values = rope.get("mrope_section") or []
+    if rope.get("mrope_interleaved"):
+        return ()
+    if not isinstance(values, list) or len(values) not in (0, 3):
+        raise _bad_value(("mrope_section",), values, "a list of three numbers")
+    return tuple(_count({"mrope_section": value}, "mrope_section") for value in values)
 
 
 def _factors(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:

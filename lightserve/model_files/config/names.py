@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightserve.model_files.config import derived as config_derived, derived_recurrent
+from lightserve.model_files.config import derived as config_derived, derived_recurrent, model_defaults
 from lightserve.model_files.config.layer_shapes import layer_lists, nemotron_nas_fields
 from lightserve.model_files.config.text_part import with_text_config
 
@@ -213,6 +213,9 @@ MODELS = {
         derived=config_derived.windows_except_every(4),
     ),
     "cwm": ConfigNames(defaults=_CWM, derived=config_derived.cwm),
+    "deepseek_v32": ConfigNames(
+        {"qk_rope_head_dim": "head_dim"}, model_defaults.DEEPSEEK_V32, config_derived.indexed_layers
+    ),
     "dots1": ConfigNames(
         defaults={"use_sliding_window": True, "max_window_layers": 62},
         derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
@@ -245,6 +248,7 @@ MODELS = {
     "glm4": ConfigNames(defaults=_GLM),
     # heads of any number: hidden_size need not divide among them
     "glm4_moe_lite": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"first_k_dense_replace": 1}),
+    "glm_moe_dsa": ConfigNames({"qk_rope_head_dim": "head_dim"}, model_defaults.GLM_DSA, config_derived.indexed_layers),
     "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
     "gpt_bigcode": ConfigNames(
         defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1024},
@@ -328,6 +332,7 @@ MODELS = {
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm
     ),
+    "llama4_text": ConfigNames(defaults=model_defaults.LLAMA4, derived=config_derived.llama4),
     "minicpm3": ConfigNames({"qk_rope_head_dim": "head_dim"}, _MINICPM3, config_derived.minicpm3),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),

@@ -14,6 +14,7 @@ TEXT_TYPES = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
@@ -32,7 +33,7 @@ SERVED_AS = {
 }
 # prefixes of the tensors of the other parts, with or without ``model.`` before them
 OTHER_PARTS = (
-    *("visual.", "vision_tower.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
+    *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
     *("multi_modal_projector.", "mm_projector."),
 )
 

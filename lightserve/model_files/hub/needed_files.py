@@ -23,6 +23,7 @@ PYTORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 SETTINGS = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
     *QUANTIZATION_FILES,
     "tokenizer.json",
     "tokenizer_config.json",

@@ -13,6 +13,8 @@ from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme
 
 # transformers and DeepSeek call the scales after what the weight was divided by
 _ALIASES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+# DeepSeek V3.2 stores the weights of heads in its choice of tokens as floats, and does not list them
+FLOATS = ".indexer.weights_proj"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Fp8Config(QuantConfig):
     has_float_head: bool = True  # also if it is not ignored
 
     def scheme_of(self, module: str) -> Scheme | None:
-        is_float = not is_linear(module) or (self.has_float_head and is_head(module))
+        is_float = not is_linear(module) or module.endswith(FLOATS) or (self.has_float_head and is_head(module))
         return None if is_float or is_listed(module, self.ignored) else self.scheme
 
     def tensor_name(self, name: str) -> str:

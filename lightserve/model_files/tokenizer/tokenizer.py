@@ -106,6 +106,13 @@ class Tokenizer:
         """All templates, one after another: what one of them contains, the model may write."""
         return "" if self._templates is None else self._templates.text
 
+    def make_template(self, text: str) -> ChatTemplate:
+        """One that a request brings. It may take milliseconds to compile."""
+        try:
+            return ChatTemplate(text, self._special)
+        except (TemplateError, RecursionError) as error:
+            raise InvalidRequestError(f"chat_template: not valid Jinja ({error})", "chat_template") from error
+
     def choose_template(self, has_tools: bool, has_documents: bool) -> ChatTemplate:
         """The template for a chat with or without tools and documents."""
         if self._templates is None:

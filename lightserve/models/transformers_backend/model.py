@@ -5,7 +5,7 @@ Slow: no fused kernels, no graphs, one device. It exists for models that have no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ from lightserve.models.transformers_backend.check import check_logits
 from lightserve.models.transformers_backend.head import Head
 from lightserve.models.transformers_backend.loading import errors_in_one_line, load
 from lightserve.models.transformers_backend.positions import check_positions
+
+CANNOT_RELOAD = "the weights of a model that transformers runs cannot be replaced; start the server again"
 
 
 class TransformersTpPartModel(bm.TpPartBaseModel):
@@ -80,8 +82,13 @@ class TransformersTpPartModel(bm.TpPartBaseModel):
         architectures = self.config.hf.get("architectures") or [self.config.model_type]
         return str(architectures[0])
 
-    def load_weights(self, checkpoint: Iterable[bm.CheckpointTensor]) -> None:
-        raise ServerError("the weights of a model that transformers runs cannot be replaced; start the server again")
+    def load_weights(
+        self, checkpoint: Iterable[bm.CheckpointTensor], report_missing: Callable[[int], None] = lambda count: None
+    ) -> None:
+        raise ServerError(CANNOT_RELOAD)
+
+    def check_part(self, tensor_metadata: Iterable[bm.CheckpointTensor]) -> set[str]:
+        raise ServerError(CANNOT_RELOAD)
 
     def _recorded_layers(self) -> dict[int, LayerAttention]:
         recorder = Recorder(self.args.max_req_total_len)

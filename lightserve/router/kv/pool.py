@@ -33,8 +33,13 @@ class PrefixLoad(NamedTuple):
 
 
 class KvPool:
-    def __init__(self, size: int, groups: Sequence[KvGroupPool] = ()) -> None:
-        """``groups``: pools of layers beside this one, by the number of their KV group."""
+    def __init__(self, size: int, groups: Sequence[KvGroupPool] = (), lookahead: int = 0) -> None:
+        """``groups``: pools of layers beside this one, by the number of their KV group.
+
+        ``lookahead``: the KV of a token depends on so many tokens after it, as that of a draft head does. The last
+        tokens of a cached prefix are then computed again by a request that continues it in another way.
+        """
+        self._lookahead = lookahead
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self._listeners: list[PoolListener] = []
@@ -103,7 +108,7 @@ class KvPool:
 
     def cached_len(self, req: Req) -> int:
         if not self.groups:
-            return self._cache.match_len(cacheable(req), req.salt)
+            return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
         return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
     def keep_at(self, req: Req, length: int) -> int | None:
@@ -166,10 +171,13 @@ class KvPool:
         if not req.shares_prefix:
             return
         ids, matched_len = cacheable(req), 0
-        if self.groups:
+        if self.groups or self._lookahead:
             cached = self._cache.find_slots(ids, req.salt)
+            cached = cached[: max(len(cached) - self._lookahead, 0)]
             ids, matched_len = ids[: self._usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
+        if req.images and (usable := req.usable_len(len(slots))) < len(slots):
+            node, slots = self._cache.match(ids[:usable], req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
         for group in self.groups:
@@ -264,6 +272,10 @@ class KvPool:
         self._cache.lock(node)
         self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
         return len(slots)
+
+    def clear_cache(self) -> None:
+        """Drop all cached prefixes that no request uses and that are not pinned."""
+        self._free(self._cache.clear())
 
     def discard(self, req: Req) -> None:
         """Remove the tokens of a released request from the cache, unless another request shares them.

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.metrics import Recorder
 from lightserve.messages.output import MetricsSnapshot
 from lightserve.messages.step import DraftColumns
+
+
+class ImageFigures(NamedTuple):
+    """What has become of the images of requests."""
+
+    hits: dict[str, int]  # by kind
+    seconds: dict[str, float]  # by stage
+    num_encoded: int
+    num_evicted: int
+    num_waiting: int
+    used_rows: int
 
 
 class RouterMetrics:
@@ -135,6 +147,16 @@ class RouterMetrics:
         """Present values of the metrics ``kv_tier_...`` of one tier."""
         for name, value in values.items():
             self._recorder.labelled[f"kv_tier_{name}"][tier] = value
+
+    def set_images(self, images: ImageFigures) -> None:
+        for kind, count in images.hits.items():
+            self._recorder.labelled["image_hits_total"][kind] = count
+        for stage, seconds in images.seconds.items():
+            self._recorder.labelled["image_stage_seconds_total"][stage] = seconds
+        self.values["images_encoded_total"] = images.num_encoded
+        self.values["images_evicted_total"] = images.num_evicted
+        self.values["images_waiting"] = images.num_waiting
+        self.values["image_rows_used"] = images.used_rows
 
     def snapshot(self) -> MetricsSnapshot:
         return self._recorder.snapshot()

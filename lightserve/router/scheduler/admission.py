@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.messages.int_arrays import Int64Array
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.source import KvSource, LoadContext
 from lightserve.router.policy import LOOK_AHEAD
 from lightserve.router.req import Req
@@ -55,6 +56,7 @@ class AdmissionControl:
         self._head: HeadOfLine | None = None
         self._prefetched_at = 0, 0, 0
         self._sources = sources
+        self.images: ImageWaits | None = None  # None: requests have none
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -170,7 +172,10 @@ class AdmissionControl:
     def _wait_of(self, req: Req, prefilling: list[Req], context: LoadContext) -> Wait | None:
         """What a request must wait for before it can run; None: nothing but room."""
         wait = self._adapters.wait_of(req) or self.prefixes.wait_of(req, prefilling)
-        return wait or self._wait_for_kv(req, context)
+        wait = wait or self._wait_for_kv(req, context)
+        if wait is None and req.images and self.images is not None:
+            return self.images.wait_of(req, self._pool.cached_len(req))
+        return wait
 
     def _wait_for_kv(self, req: Req, context: LoadContext) -> Wait | None:
         for source in self._sources:

@@ -1,16 +1,18 @@
-"""How many drafts a request gets: as many as its acceptance is worth.
+"""How many drafts the requests of a step get: those with which it gives the most tokens in its time.
 
 The j-th draft counts only if all before it are accepted too. If a share ``a`` of the drafts that were reached is
-accepted, the chance of that is a ** j. Whether it is accepted or not, it makes the step longer by ``draft_cost``. So a
-request gets the drafts whose chance is higher than their cost.
+accepted, the chance of that is a ** j. Whether it is accepted or not, it makes the step longer: see ``draft_cost``. So
+a step gets drafts in the order of their chances, as long as expected tokens over expected time grow. A draft of one
+request is then worth as much as one of another, and a step whose drafts are worth nothing has none.
 
-With few accepted drafts a request gets none, and one is tried after a pause. The pause doubles each time that this one
-is refused. So a request that never repeats itself loses little.
+A request without drafts in this order tries one after a pause. The pause doubles each time that this one is refused. So
+a request that never repeats itself loses little.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from lightserve.messages.int_arrays import Int64Array, int32s
 from lightserve.messages.step import DraftColumns
@@ -18,8 +20,8 @@ from lightserve.router.req_columns import ReqColumns
 
 WEIGHT = 0.3  # of the last draft that was reached
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # decodes
-LEAST_COST = 0.03  # of a step with drafts, which is launched from Python
-LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-3, 0.999  # 0 and 1 have no useful logarithm
+LEAST_COST = 0.03  # proposals and verification take time too
+LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-3, 0.999  # no draft is certain
 
 
 def draft_cost(num_decodes: int, weight_read_tokens: float) -> float:
@@ -32,15 +34,36 @@ def draft_cost(num_decodes: int, weight_read_tokens: float) -> float:
     return max(num_decodes / (num_decodes + weight_read_tokens), LEAST_COST)
 
 
-def drafts_worth(columns: ReqColumns, rows: Int64Array, most: int, cost: float) -> Int64Array:
-    """How many drafts the next step should have for each of these requests. Counts down their pauses."""
-    if not cost:
-        return np.full(len(rows), most, dtype=np.int64)
-    acceptance = np.clip(columns.acceptance[rows], LEAST_ACCEPTANCE, MOST_ACCEPTANCE)
-    wanted = np.clip(np.log(cost) / np.log(acceptance), 1, most).astype(np.int64)
+def drafts_worth(columns: ReqColumns, rows: Int64Array, allowed: Int64Array, cost: float) -> Int64Array:
+    """How many drafts the next step should have for each of its decodes. Counts down their pauses.
+
+    ``allowed``: of each, at most.
+    """
+    if not cost or not len(rows):
+        return allowed
     is_paused = columns.draft_pause[rows] > 0
     columns.draft_pause[rows] -= is_paused
-    return np.where(is_paused, 0, wanted)
+    counts = _most_productive(columns.acceptance[rows], np.where(is_paused, 0, allowed), cost)
+    is_tried = (counts == 0) & (allowed > 0) & ~is_paused
+    columns.draft_pause[rows[is_tried]] = np.maximum(columns.last_pause[rows[is_tried]], FIRST_PAUSE)
+    return np.where(is_tried, 1, counts)
+
+
+def _most_productive(acceptance: npt.NDArray[np.float64], allowed: Int64Array, cost: float) -> Int64Array:
+    """The drafts of each request with which a step gives the most tokens in its time."""
+    numbers = np.arange(1, int(allowed.max()) + 1)
+    is_allowed = numbers <= allowed[:, None]
+    chances = np.clip(acceptance, LEAST_ACCEPTANCE, MOST_ACCEPTANCE)[:, None] ** numbers
+    ordered = np.sort(chances[is_allowed])[::-1]
+    if not len(ordered):
+        return allowed
+    tokens = len(allowed) + np.cumsum(ordered)
+    seconds = 1 + cost / len(allowed) * np.arange(1, len(ordered) + 1)  # in steps without drafts
+    best = int(np.argmax(tokens / seconds))
+    if tokens[best] / seconds[best] <= len(allowed):
+        return np.zeros_like(allowed)
+    counts: Int64Array = (is_allowed & (chances >= ordered[best])).sum(-1)
+    return counts
 
 
 def observe_drafts(columns: ReqColumns, rows: Int64Array, drafts: DraftColumns, cost: float) -> None:
@@ -52,5 +75,5 @@ def observe_drafts(columns: ReqColumns, rows: Int64Array, drafts: DraftColumns, 
     columns.acceptance[rows] = keep * columns.acceptance[rows] + (1 - keep) * accepted / reached
     is_worth_none = (accepted == 0) & (columns.acceptance[rows] < cost)
     longer = np.clip(2 * columns.last_pause[rows], FIRST_PAUSE, LONGEST_PAUSE)
-    columns.draft_pause[rows] = np.where(is_worth_none, longer, 0)
+    columns.draft_pause[rows] = np.where(is_worth_none, longer, np.where(accepted > 0, 0, columns.draft_pause[rows]))
     columns.last_pause[rows] = np.where(is_worth_none, longer, np.where(accepted > 0, 0, columns.last_pause[rows]))

@@ -15,6 +15,7 @@ from lightserve.messages.int_arrays import BLOCK, NO_INT32, Int64Array, int32s, 
 from lightserve.messages.step import DraftColumns, NewReq, Step, TokenColumns
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.fork_points import ForkPoints
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.sends import KvSends
 from lightserve.router.kv.source import Activity, KvSource, StepPart
@@ -27,6 +28,7 @@ from lightserve.router.scheduler.chunking import Chunking
 from lightserve.router.scheduler.draft_policy import draft_cost, observe_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
+from lightserve.router.scheduler.past_outputs import PastOutputs
 from lightserve.router.scheduler.planner import PlannedStep, StepPlanner
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
@@ -59,6 +61,7 @@ class GroupScheduler:
         self.planner = StepPlanner(self.queue, self.batch, self.chunking, self.preemption, limits)
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.fork_points = ForkPoints()
+        self.past_outputs = PastOutputs(limits.past_outputs)
         self.sends = KvSends()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
@@ -69,10 +72,15 @@ class GroupScheduler:
         self.sources.append(source)
         self.parts.append(source)
 
+    def enable_images(self, images: ImageWaits) -> None:
+        """Requests may have images."""
+        self.admission.images = images
+        self.parts.append(images)
+
     def plan(self, now_s: float) -> GroupStep | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
-        admitted = {req: self.fork_points.as_new(req, self.pool.group_slots(req)) for req in self._admit(now_s)}
+        admitted = {req: self._as_new(req) for req in self._admit(now_s)}
         for step_part in self.parts:
             step_part.begin_step()
         planned = self.planner.plan()
@@ -90,6 +98,11 @@ class GroupScheduler:
             for step_part in self.parts:
                 step_part.on_admitted(req)
         return admitted
+
+    def _as_new(self, req: Req) -> NewReq:
+        new = self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.group_slots(req)))
+        images = self.admission.images
+        return images.as_new(req, new) if req.images and images is not None else new
 
     def _activity(self, computes: bool) -> Activity:
         if computes:
@@ -199,6 +212,7 @@ class GroupScheduler:
         """The request has got its last token."""
         if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
             self._estimate.observe(req.output_len)
+        self.past_outputs.add(req)
         if req.can_fork:
             self.fork_points.add(req, is_in_workers=req in self.batch)
         self.drop(req)

@@ -19,6 +19,9 @@ class SchedulerLimits:
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     max_step_s: float | None = None  # what a step with prompts and decodes may take; None: chunk_size decides
     num_drafts: int = 0  # tokens that the workers draft after the next one of a request; not by a pipeline
+    kv_lookahead: int = 0  # tokens after a token that its KV depends on: see KvPool
+    past_outputs: int = 0  # from which drafts may come: how many are kept of a salt
+    has_synthetic_drafts: bool = False  # a schedule accepts them
     weight_read_tokens: float = 0.0  # what a draft costs: see draft_policy.py; 0: nothing
 
 
@@ -41,6 +44,9 @@ def make_limits(
         token_ratio=router.router_token_ratio,
         long_prompt_step_s=_long_prompt_step_s(router, device) / worker.pp,
         num_drafts=0 if worker.speculation is None else worker.speculation.num_speculative_tokens,
+        kv_lookahead=1 if worker.speculation is not None and worker.speculation.has_head else 0,
+        past_outputs=0 if worker.speculation is None else worker.speculation.past_outputs,
+        has_synthetic_drafts=worker.speculation is not None and worker.speculation.is_synthetic,
         weight_read_tokens=device.weight_read_tokens,
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
     )

@@ -243,6 +243,13 @@ class Scheduler:
             dropped += leaving
         return dropped
 
+    def clear_cache(self) -> None:
+        """No step is in flight. Move all running requests back into the queue, and drop all cached prefixes."""
+        for group in self.groups:
+            for req in list(group.batch):
+                group.preemption.preempt(req)
+            group.pool.clear_cache()
+
     def cancel_steps(self) -> None:
         """The steps in flight failed, and the workers have freed all requests. Drops all requests.
 

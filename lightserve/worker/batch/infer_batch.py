@@ -25,9 +25,11 @@ from lightserve.messages.int_arrays import (
     int64s,
 )
 from lightserve.messages.step import NewReq, Step
+from lightserve.worker.batch.images import BatchImages, PackedImages
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.retained_reqs import RetainedReqs
+from lightserve.worker.batch.sampled import Sampled, SampledRow, StepUpdates, TokenOnlyRows
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
 from lightserve.worker.batch.state_rows import StateRows
 from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
@@ -41,42 +43,6 @@ from lightserve.worker.speculation.draft_input import DraftInput, draft_counts, 
 # A step of few requests takes little longer than reading the weights, unless they share a lot. Another kernel in each
 # layer takes 0.1 ms in sum, in which an H200 reads 3,000 tokens of Llama-3-8B.
 FEW_REQUESTS, MIN_SAVED_BY_FEW = 16, 8_192  # tokens
-
-
-# A row of a step's logits, the request that gets its token, and the logprobs of the prompt if this is the first token
-# and they are requested.
-SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
-# A request, its sampled token and the tokens that its grammar forces after it, and whether the grammar limits the next.
-TokenUpdate = tuple[InferReq, list[int], bool]
-
-
-class TokenOnlyRows(NamedTuple):
-    """The requests of a step whose tokens are returned without details, in columns."""
-
-    indices: Int64Array  # rows of the step's logits; the first of a request with drafts
-    rows: Int64Array  # of the batch
-    generations: Int64Array  # ReqColumns.entry
-    req_ids: Int64Array
-    drafts: Int64Array = NO_INT64  # that the step computes; empty: none
-
-
-NO_TOKEN_ONLY_ROWS = TokenOnlyRows(NO_INT64, NO_INT64, NO_INT64, NO_INT64)
-
-
-class Sampled(NamedTuple):
-    """The requests of a step that get a token. Unfinished prompts get none."""
-
-    with_details: Sequence[SampledRow]
-    plain: TokenOnlyRows = NO_TOKEN_ONLY_ROWS
-
-
-class StepUpdates(NamedTuple):
-    """The tokens of a step, for the thread that launches steps."""
-
-    with_details: Sequence[TokenUpdate]
-    plain: TokenOnlyRows
-    plain_token_ids: Int32Array
-    plain_counts: Int32Array = NO_INT32  # tokens of each request, if the step has drafts; empty: one
 
 
 class PromptTargets(NamedTuple):
@@ -97,6 +63,7 @@ class PackedStep:
     rows: Int64Array  # of the batch, one for each request
     prompt_targets: list[PromptTargets]
     drafts: DraftInput | None = None  # None: every request has one row of logits
+    images: PackedImages | None = None  # None: it computes no token up to the end of an image
 
     @property
     def logit_reqs(self) -> list[InferReq]:
@@ -152,6 +119,7 @@ class InferBatch:
         self._has_kv = has_kv
         self.lora_slots = 0  # on the device
         self.states: StateRows | None = None  # None: no layer is recurrent
+        self.images: BatchImages | None = None  # None: requests have none
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
         self.lengths = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int32, device=device)  # the same
@@ -184,6 +152,8 @@ class InferBatch:
         if self.states is not None:
             *group_slots, held = group_slots
             self.states.enter(row, int32s(held))
+        if self.images is not None:
+            self.images.enter(row, new.images)
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
             for table, slots in zip(self.group_req_to_token, group_slots, strict=True):
@@ -203,6 +173,7 @@ class InferBatch:
         columns.last_known[row] = req.known.item(len(req.known) - 1)
         columns.seed[row], columns.temperature[row] = req.seed, req.temperature
         columns.lora_slot[row] = req.lora_slot
+        columns.reads_tokens[row] = req.reads_tokens
         columns.is_plain[row] = req.is_plain and req.prompt_chunks is None
 
     @property
@@ -223,10 +194,13 @@ class InferBatch:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
         for step in updates:
             self._apply_plain(step.plain, step.plain_token_ids, step.plain_counts)
-            for req, token_ids, is_constrained in step.with_details:
+            for req, token_ids, is_constrained, drafts, accepted in step.with_details:
                 req.add_known(token_ids)
-                req.total_len += len(token_ids) - 1
+                req.total_len += len(token_ids) - 1 - accepted
                 req.is_constrained = is_constrained
+                if drafts:
+                    row = np.array([req.columns_row])
+                    req.columns.accept(row, np.array([accepted], dtype=np.int32), np.array([drafts]))
 
     def _apply_plain(self, plain: TokenOnlyRows, token_ids: Int32Array, counts: Int32Array) -> None:
         columns = self.columns
@@ -252,15 +226,17 @@ class InferBatch:
         plain_rows = rows[indices]
         columns.total_len[plain_rows] += 1
         with_details = [
-            (index, packed.reqs[index], packed.reqs[index].add_sampled())
+            SampledRow(index, packed.reqs[index], packed.reqs[index].add_sampled())
             for index in np.flatnonzero(is_sampled & ~is_plain).tolist()
         ]
         plain = TokenOnlyRows(indices, plain_rows, columns.entry[plain_rows], columns.req_id[plain_rows])
         if packed.drafts is None:
             return Sampled(with_details, plain)
-        first = packed.drafts.first_rows
-        with_rows = [(int(first[index]), req, chunks) for index, req, chunks in with_details]
-        return Sampled(with_rows, plain._replace(indices=first[indices], drafts=packed.drafts.drafts[indices]))
+        first, drafts = packed.drafts.first_rows, packed.drafts.drafts
+        with_rows = [
+            SampledRow(int(first[index]), req, chunks, int(drafts[index])) for index, req, chunks, _ in with_details
+        ]
+        return Sampled(with_rows, plain._replace(indices=first[indices], drafts=drafts[indices]))
 
     def free(self, step: Step) -> None:
         """Remove the requests that leave with this step, and keep what later ones may begin with."""
@@ -292,8 +268,8 @@ class InferBatch:
     def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts or drafts keeps its
-        shape, because no captured step computes them.
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts, images, or drafts
+        beside prompts, keeps its shape, because no captured step computes them.
         """
         step_rows = self._rows_of(step)
         self._record_prompts(step_rows)
@@ -304,10 +280,12 @@ class InferBatch:
         start = np.cumsum(q_len) - q_len
         prompt_targets = self._prompt_targets(step_rows, start)
         shape = self._shape(step_rows, bool(groups))
-        shape = shape if prompt_targets or step_rows.counts is not None else captured_shape(shape)
+        ready = self.columns.cache_len[rows]
+        images = None if self.images is None else self.images.pack(rows, q_len, ready, shape.tokens)
+        if not prompt_targets and images is None:
+            shape = captured_shape(shape) if step_rows.counts is None else step_rows.draft_shape(shape, captured_shape)
         inputs, columns = padded_input(shape, self._padding)
 
-        ready = self.columns.cache_len[rows]
         tokens: dict[str, Values] = {
             "row": np.repeat(rows, q_len),
             "position": np.arange(count) + np.repeat(ready - start, q_len),
@@ -335,7 +313,7 @@ class InferBatch:
 
         drafts = None if step_rows.counts is None else DraftInput.planned(step_rows.counts, rows, q_len, self.columns)
         self.columns.cache_len[rows] += q_len if drafts is None else q_len - drafts.drafts
-        return PackedStep(inputs, shape, reqs, rows, prompt_targets, drafts)
+        return PackedStep(inputs, shape, reqs, rows, prompt_targets, drafts, images)
 
     def _rows_of(self, step: Step) -> StepRows:
         chunks = step.chunks
@@ -360,6 +338,12 @@ class InferBatch:
     def reqs_of(self, req_ids: Int64Array) -> list[InferReq]:
         """Requests of the batch by their ids."""
         return list(map(self._reqs.__getitem__, req_ids.tolist()))
+
+    def reads_tokens_of(self, step: Step) -> bool:
+        """Whether rules of its decodes depend on drafts: those that it computes, or those in flight."""
+        rows = np.array([self._row_of[req_id] for req_id in int64s(step.decode_ids).tolist()], dtype=np.int64)
+        has_drafts = (int32s(step.draft_counts) > 0) | (self.columns.drafts_in_flight[rows] > 0)
+        return bool((has_drafts & (self.columns.reads_tokens[rows] > 0)).any())
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._req_by_row.__getitem__, rows.tolist()))

@@ -33,6 +33,7 @@ class InferReq(ReqLengths):
     stopping: StoppingParams = DEFAULT_STOPPING
     grammar: ReqGrammar | None = None
     thinking: ThinkingBudget | None = None
+    draft_ids: Sequence[int] = ()  # its last tokens, as far as they are drafts: see drafted_req.py
     counted_len: int = 0  # tokens that SeenTokens has counted
     output: GrammarOutput | None = None  # None: no grammar
     lora_slot: int = ops.NO_LORA  # of its adapter
@@ -88,6 +89,11 @@ class InferReq(ReqLengths):
         self.flush()
         columns.copy_row(row, self.columns, self.columns_row)
         self.columns, self.columns_row = columns, row
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether its tokens so far, or their number, change how the next one is sampled."""
+        return self.sampling.depends_on_output or self.stopping.min_new_tokens > 0
 
     def flush(self) -> None:
         """Append the tokens in the tail of its row to its own array."""

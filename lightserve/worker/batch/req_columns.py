@@ -22,6 +22,7 @@ FIELDS = (
     "seed",
     "lora_slot",  # of its adapter
     "is_plain",  # 1: all its tokens are returned without details
+    "reads_tokens",  # 1: its tokens so far change how the next one is sampled
     "req_id",
     "spare_slots",  # KV slots that it has for the tokens after ``cache_len``: rejected drafts, and those in flight
     "drafts_in_flight",  # up to so many tokens more than ``cache_len`` and ``total_len`` there may be
@@ -41,6 +42,7 @@ class ReqColumns:
             self.seed,
             self.lora_slot,
             self.is_plain,
+            self.reads_tokens,
             self.req_id,
             self.spare_slots,
             self.drafts_in_flight,

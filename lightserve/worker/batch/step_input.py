@@ -37,6 +37,7 @@ class StepShape(NamedTuple):
     has_shared: bool = False  # some of the decodes form groups that share a prefix
     lora_slots: int = 0  # slots for adapters on the device, if some requests use one; otherwise 0
     group_tokens: tuple[int, ...] = ()  # of each attention group; empty: there is one, or all have the same step
+    num_drafts: int = 0  # of a request, at most, if every token is a decode or a draft after it; 0: another step
 
     @property
     def lora_groups(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
+from lightserve.worker.batch.step_input import StepShape
 from lightserve.worker.speculation.draft_input import DraftCounts
 
 
@@ -20,6 +22,14 @@ class StepRows(NamedTuple):
     token_ids: Int32Array  # the same, if the router knows them; otherwise empty
     counts: DraftCounts | None = None  # if the step has drafts
     state_rows: Int32Array = NO_INT32  # that the requests write, if the model has recurrent layers
+
+    def draft_shape(self, shape: StepShape, captured_shape: Callable[[StepShape], StepShape]) -> StepShape:
+        """The shape of a step with drafts, padded to a captured one if it computes no prompts."""
+        assert self.counts is not None
+        if (self.q_len - self.counts.drafts > 1).any():
+            return shape
+        captured = captured_shape(shape._replace(has_decodes=False, has_prompts=True, num_drafts=1))
+        return captured if captured.num_drafts else shape
 
     def arranged(self, first: Int64Array) -> StepRows:
         """In another order: these requests, which have one token each, come before the others."""

@@ -23,9 +23,15 @@ def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str
         __version__,
         _digest(config_digest(model.config.hf), factors, config.packed_input_bits),
         computed,
-        _digest(model.model_kv_layout, BLOCK_TOKENS),
+        _digest(model.model_kv_layout, BLOCK_TOKENS, *_draft_head(config)),
         config.deterministic,
     )
+
+
+def _draft_head(config: WorkerConfig) -> tuple[str, ...]:
+    """Whose KV is stored with that of the model."""
+    speculation = config.speculation
+    return () if speculation is None or not speculation.has_head else (speculation.method, str(speculation.model))
 
 
 def rank_identity(identity: KvIdentity, rank: int) -> bytes:

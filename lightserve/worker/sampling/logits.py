@@ -18,7 +18,7 @@ from lightserve.common import ops
 from lightserve.common.device import to_device
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.step_masks import StepMasks
-from lightserve.worker.sampling.token_history import TokenHistory
+from lightserve.worker.sampling.token_history import Entries, SeenTokens, TokenHistory
 
 Rows = list[tuple[int, InferReq]]  # rows of the logits, and their requests
 
@@ -46,9 +46,24 @@ class Watermarked:
 
 
 @dataclass(frozen=True, slots=True)
-class Penalised:
-    reqs: list[InferReq]
+class PenalisedRows:
+    """Rows after the same number of drafts."""
+
+    last_drafts: Entries  # the last of these drafts, of each row
     penalties: Callable[[Tensor], ops.Penalties]  # takes the table of SeenTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Penalised:
+    reqs: list[InferReq]  # without drafts
+    rows: list[PenalisedRows]  # without drafts, after one draft, after two
+
+    def apply(self, logits: Tensor, seen: SeenTokens) -> None:
+        """The table of ``seen`` has the drafts before each row while this is applied to it."""
+        for rows in self.rows:
+            seen.add(rows.last_drafts)
+            ops.apply_penalties(logits, rows.penalties(seen.table))
+        seen.add([entry for rows in self.rows for entry in rows.last_drafts], times=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +133,7 @@ class LogitRules:
         if forbidden:
             _forbid(logits, forbidden)
         if self.penalised and history.seen is not None:
-            ops.apply_penalties(logits, self.penalised.penalties(history.seen.table))
+            self.penalised.apply(logits, history.seen)
         if self.length_decay:
             _raise_ends(logits, self.length_decay)
         if forced:
@@ -157,6 +172,12 @@ def _watermarked(rows: Rows, device: torch.device) -> Watermarked | None:
 def _penalised(rows: Rows, device: torch.device) -> Penalised | None:
     if not rows:
         return None
+    most = max(len(req.draft_ids) for _, req in rows)
+    by_drafts = [[(row, req) for row, req in rows if len(req.draft_ids) == count] for count in range(most + 1)]
+    return Penalised([req for _, req in by_drafts[0]], [_penalised_rows(rows, device) for rows in by_drafts])
+
+
+def _penalised_rows(rows: Rows, device: torch.device) -> PenalisedRows:
     reqs = [req for _, req in rows]
     penalties = partial(
         ops.Penalties,
@@ -166,7 +187,8 @@ def _penalised(rows: Rows, device: torch.device) -> Penalised | None:
         floats([req.sampling.frequency_penalty for req in reqs], device),
         int32s([req.row for req in reqs], device),
     )
-    return Penalised(reqs, penalties)
+    last_drafts = [(req.row, req.draft_ids[-1]) for req in reqs if req.draft_ids]
+    return PenalisedRows(last_drafts, penalties)
 
 
 def _entries(ids_of_rows: list[tuple[int, np.ndarray]], vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens and of prompts, for the requests that want them.
 
-They come from the unmodified logits: before rules, temperature and filters.
+They come from the unmodified logits, before rules, temperature and filters, unless a request wants those after them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RankedLogprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, ranks, top i
 class SampledLogprobs:
     """The logprobs of a step's sampled tokens, on their way to the host.
 
-    ``counts`` has, by row, how many of the most likely tokens a request wants. Other rows get nothing. ``logits`` are
-    those of a rank's tokens.
+    ``counts`` has, by row, how many of the most likely tokens a request wants. Other rows get nothing. ``logits`` has
+    the rows in their order.
     """
 
-    def __init__(self, tokens: Tensor, logits: Tensor, counts: dict[int, int], gather: GatherLogits) -> None:
+    def __init__(self, tokens: Tensor, logits: Tensor, counts: dict[int, int]) -> None:
         self._counts = counts
         rows = to_device(np.array(list(counts), dtype=np.int64), logits.device)
-        logprobs = gather(logits[rows]).float().log_softmax(-1)
+        logprobs = logits.float().log_softmax(-1)
         sampled = logprobs.gather(1, tokens[rows, None].clamp(min=0))[:, 0]
         values, token_ids = logprobs.topk(min(max(counts.values()), logprobs.shape[1]))
         self._to_host = copy_to_host(sampled, values, token_ids)

@@ -67,6 +67,7 @@ class ReqRules:
             or sampling.has_penalty
             or sampling.watermark
             or self.filters not in (None, Filters.NONE)
+            or (sampling.processed_logprobs and sampling.logprobs is not None)
         )
 
     @property
@@ -97,6 +98,11 @@ class ReqRules:
             forbidden += self._ngrams.banned_after(token_ids)
         is_too_early = output_len < self._min_new_tokens and not self._ends_by_grammar
         return self._ends + forbidden if is_too_early else forbidden
+
+    def forget_after(self, length: int) -> None:
+        """The last call of ``forbidden_after`` had drafts after so many tokens."""
+        if self._ngrams is not None:
+            self._ngrams.forget_after(length)
 
     def permits(self, token_id: int, token_ids: Int32Array) -> bool:
         """Whether ``token_id`` may follow ``token_ids``, the last of which is output. Early ends are permitted."""
@@ -135,6 +141,10 @@ class NgramBans:
         for back in range(2, head + 1):
             starts = starts[ids[starts + head - back] == ids[-back]]
         return _unique(ids[starts + head])
+
+    def forget_after(self, length: int) -> None:
+        """The tokens after so many may be others in the next call."""
+        self._len = min(self._len, length)
 
     def _read(self, token_ids: Int32Array) -> None:
         if len(token_ids) > len(self._ids):

@@ -49,6 +49,42 @@ class RandomRows:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """The rows of the batch that want logprobs: of the model's logits, or of those that were sampled from."""
+
+    raw: dict[int, int]  # row: how many of the most likely tokens
+    processed: dict[int, int]  # the same; the step itself does not sample these rows
+    raw_rows: Tensor  # [raw] int64
+    of_sampler: Tensor  # [processed] int64, among the rows that Sampler samples
+    random: RandomRows | None  # of the processed rows
+
+    @classmethod
+    def of(cls, reqs: list[InferReq], device: torch.device) -> WantedLogprobs | None:
+        counts = {row: req.sampling.logprobs for row, req in enumerate(reqs) if req.sampling.logprobs is not None}
+        if not counts:
+            return None
+        processed = {row: k for row, k in counts.items() if reqs[row].sampling.processed_logprobs}
+        raw = {row: k for row, k in counts.items() if row not in processed}
+        sampler_rows = [row for row, req in enumerate(reqs) if req.rules.needs_sampler]
+        of_sampler = [index for index, row in enumerate(sampler_rows) if row in processed]
+        random = _random_rows([reqs[row] for row in processed], device)
+        return cls(raw, processed, int64s(list(raw), device), int64s(of_sampler, device), random)
+
+    @property
+    def counts(self) -> dict[int, int]:
+        return self.raw | self.processed
+
+    def processed_logits(self, changed: Tensor) -> Tensor:
+        """After temperature and filters. ``changed``: those after all rules, of the rows that Sampler samples."""
+        logits = changed[self.of_sampler].float()
+        random = self.random
+        if random is None:
+            return logits
+        scaled = _scaled_and_filtered(logits if random.rows is None else logits[random.rows], random)
+        return scaled if random.rows is None else logits.index_copy(0, random.rows, scaled)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """The parameters of a batch's requests as tensors. It is made again only when the requests change.
 
@@ -61,7 +97,7 @@ class SamplingPlan:
     constrained: ConstrainedBatch | None
     rules: LogitRules
     random: RandomRows | None  # the other rows are greedy
-    logprobs: dict[int, int]  # row of the batch: how many top logprobs the request wants
+    logprobs: WantedLogprobs | None  # None: no request wants any
 
     @property
     def needs_tokens_in_flight(self) -> bool:
@@ -78,7 +114,7 @@ def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> Samplin
         constrained=ConstrainedBatch.of(reqs, device),
         rules=LogitRules.of(rows, vocab, device),
         random=_random_rows([req for _, req in rows], device),
-        logprobs={row: req.sampling.logprobs for row, req in enumerate(reqs) if req.sampling.logprobs is not None},
+        logprobs=WantedLogprobs.of(reqs, device),
     )
 
 
@@ -132,6 +168,7 @@ class Sampler:
         self._device = device
         self._plan: SamplingPlan | None = None
         self._history = TokenHistory(vocab, last_ids)
+        self._processed: Tensor | None = None  # logits of the step that is sampled, for logprobs
 
     @torch.inference_mode()
     def prepare(self, reqs: list[InferReq]) -> SamplingPlan:
@@ -168,12 +205,20 @@ class Sampler:
 
     @torch.inference_mode()
     def logprobs(self, plan: SamplingPlan, tokens: Tensor, logits: Tensor) -> SampledLogprobs | None:
-        """``logits``: of this rank's tokens, as the model computed them."""
-        return SampledLogprobs(tokens, logits, plan.logprobs, self._gather) if plan.logprobs else None
+        """``logits``: of this rank's tokens, as the model computed them. Called after ``sample``."""
+        wanted, processed = plan.logprobs, self._processed
+        self._processed = None
+        if wanted is None:
+            return None
+        parts = [self._gather(logits[wanted.raw_rows]).float()] if wanted.raw else []
+        parts += [] if processed is None else [processed]
+        return SampledLogprobs(tokens, torch.cat(parts), wanted.counts)
 
     def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None, b_position: Tensor | None) -> Tensor:
         """``logits`` and ``b_position``: rows of the requests that Sampler samples."""
         changed = plan.rules.apply(logits, masks, self._history, in_place=plan.sampler_rows is not None)
+        if plan.logprobs is not None and plan.logprobs.processed:
+            self._processed = plan.logprobs.processed_logits(changed)
         if plan.random is None:
             return _sample_greedily(changed)
         tokens = _sample_randomly(changed, plan.random, b_position)
@@ -190,12 +235,18 @@ def _sample_randomly(logits: Tensor, random: RandomRows, b_position: Tensor | No
         b_position = b_position[random.rows]
     if not (random.top or random.typical):
         return ops.sample(rows, random.temperature[:, 0], random.b_seed, b_position)
+    scaled = _scaled_and_filtered(rows, random)
+    return ops.sample(scaled, torch.ones_like(random.temperature[:, 0]), random.b_seed, b_position)
+
+
+def _scaled_and_filtered(rows: Tensor, random: RandomRows) -> Tensor:
+    """The logits after temperature and filters."""
     scaled = rows.float() / random.temperature
     if random.top:
         ops.top_k_top_p_min_p(scaled[random.top.rows], random.top.b_top_k, random.top.b_top_p, random.top.b_min_p)
     if random.typical:
         ops.typical_p(scaled[random.typical.rows], random.typical.b_typical_p)
-    return ops.sample(scaled, torch.ones_like(random.temperature[:, 0]), random.b_seed, b_position)
+    return scaled
 
 
 def _sample_greedily(logits: Tensor) -> Tensor:

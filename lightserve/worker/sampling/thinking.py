@@ -38,6 +38,13 @@ class ThinkingBudget:
             return None
         return self._limit.end_ids[n_forced]
 
+    def forced_if(self, output: Sequence[int]) -> int | None:
+        """As ``forced_after``, if the output were so. The last tokens are drafts."""
+        was_over = self._is_over
+        token_id = self.forced_after(output)
+        self._is_over = was_over
+        return token_id
+
     def _start(self, output: Sequence[int]) -> int | None:
         """The number of tokens up to the end of the first tag. None: it has not come (yet)."""
         text = b""

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightserve.common.device import to_device
 from lightserve.worker.batch.infer_req import InferReq
 
+Entries = list[tuple[int, int]]  # req.row, token
 IN_PROMPT = 1  # once, however often the prompt has the token
 IN_OUTPUT = 2  # for each occurrence
 
@@ -72,8 +73,15 @@ class SeenTokens:
             rows = to_device(np.array(in_flight), self.table.device)
             self._count(rows * vocab + self._last_ids[rows].clamp(min=0))  # a request without a token is about to end
 
-    def _count(self, entries: Tensor) -> None:
-        self.table.view(-1).index_add_(0, entries, self.table.new_full(entries.shape, IN_OUTPUT))
+    def add(self, entries: Entries, times: int = 1) -> None:
+        """Count tokens that may be taken back with -1 ``times``. They do not count as those of ``update`` do."""
+        vocab = self.table.shape[1]
+        flat = [row * vocab + token for row, token in entries if token < vocab]
+        if flat:
+            self._count(to_device(np.array(flat), self.table.device), times)
+
+    def _count(self, entries: Tensor, times: int = 1) -> None:
+        self.table.view(-1).index_add_(0, entries, self.table.new_full(entries.shape, times * IN_OUTPUT))
 
     def _reserve(self, rows: int) -> None:
         held, vocab = self.table.shape

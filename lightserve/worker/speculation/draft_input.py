@@ -3,6 +3,9 @@
 A request of such a step computes its next token and drafts of those after it, or a chunk of its prompt. The host may
 not know the length of a request whose drafts are in flight. So the device finds positions and slots: see
 ops.locate_tokens. Steps without drafts have nothing of this.
+
+A step of decodes and drafts alone is padded to a captured shape (``StepShape.num_drafts``). Every token of it gets
+logits, the padding too.
 """
 
 from __future__ import annotations
@@ -11,14 +14,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lightserve.common.device import to_device
-from lightserve.common.ops.step import COUNTED, NO_SLOT
+from lightserve.common.ops.step import COUNTED, NO_REQ, NO_SLOT
 from lightserve.messages.int_arrays import Int32Array, Int64Array
 from lightserve.messages.step import Step
 from lightserve.worker.batch.req_columns import ReqColumns
+from lightserve.worker.batch.step_input import StepShape
 
 ALIGNED = 4  # numbers of 4 bytes: Triton compiles a kernel again for an array that begins elsewhere
 
@@ -57,14 +59,51 @@ def ready_len(rows: Int64Array, columns: ReqColumns) -> Int64Array:
 class DraftTensors(NamedTuple):
     """On the device, int32 each."""
 
-    token_reqs: Tensor  # [tokens]: the request of each token, as its place in the step
+    token_reqs: Tensor  # [tokens]: the request of each token, as its place in the step, or NO_REQ
     q_len: Tensor  # [requests] tokens
     slot_len: Tensor  # [requests] tokens that have slots before the step
     draft_counts: Tensor  # [requests]
     first_rows: Tensor  # [requests]: of the logits
     logit_tokens: Tensor  # [rows]: the token of each row of logits
-    logit_reqs: Tensor  # [rows]: its request
-    draft_rows: Tensor  # [drafts]: the rows of logits after drafts
+    logit_reqs: Tensor  # [rows]: its request; that of padding is any
+
+    @classmethod
+    def of(cls, inputs: Tensor, shape: StepShape, rows: int) -> DraftTensors:
+        """``inputs``: those of DraftInput.packed. ``rows``: of logits."""
+        sizes = _sizes(shape, rows)
+        padded = inputs.split_with_sizes([_aligned(size) for size in sizes])
+        return cls(*(array[:size] for array, size in zip(padded, sizes, strict=True)))
+
+
+class VerifiedCounts(NamedTuple):
+    """Of each row of logits, int64 on the device."""
+
+    tokens: Tensor  # that the request of the row gets
+    proposed: Tensor  # drafts that the proposer had for it
+
+
+class DraftRows(NamedTuple):
+    """The rows of logits of a step with drafts: one for each token that may be sampled."""
+
+    sampled_at: tuple[Tensor, Tensor, Tensor]  # temperature, seed and position of each
+    input_ids: Tensor  # [rows] int64: the token before each
+    drafts_after: Tensor  # [rows] int64: the draft after each, or NO_DRAFT
+    tensors: DraftTensors
+    max_drafts: int
+    verified: VerifiedCounts | None = None  # as far as temperature and masks alone sample
+
+    @property
+    def b_position(self) -> Tensor:
+        """``[rows]`` int32: of the tokens that are sampled."""
+        return self.sampled_at[2]
+
+
+def draft_padding(shape: StepShape) -> np.ndarray:
+    """The part of DraftInput in a captured step that computes only padding."""
+    no_req, no_row = np.full(shape.tokens, NO_REQ), np.full(shape.requests, shape.tokens - 1)
+    none = np.zeros(shape.requests, dtype=np.int64)
+    rows = np.arange(shape.tokens)
+    return _joined((no_req, none, none, none, no_row, rows, 0 * rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +113,15 @@ class DraftInput:
     drafts: Int64Array
     q_len: Int64Array
     slot_len: Int64Array  # tokens that have slots before the step
+    ready_len: Int64Array  # tokens that are computed before the step, or COUNTED
 
     @classmethod
     def planned(cls, counts: DraftCounts, rows: Int64Array, q_len: Int64Array, columns: ReqColumns) -> DraftInput:
         """The drafts are in flight from now on, and the requests have the new slots."""
-        slot_len = columns.cache_len[rows] + columns.spare_slots[rows]
+        slot_len, computed = columns.cache_len[rows] + columns.spare_slots[rows], ready_len(rows, columns)
         columns.spare_slots[rows] += counts.slots - (q_len - counts.drafts)
         columns.drafts_in_flight[rows] += counts.drafts
-        return cls(counts.drafts, q_len, slot_len)
+        return cls(counts.drafts, q_len, slot_len, computed)
 
     @property
     def first_rows(self) -> Int64Array:
@@ -94,15 +134,26 @@ class DraftInput:
         return np.repeat(np.arange(len(self.drafts)), self.drafts + 1)
 
     @property
+    def num_rows(self) -> int:
+        """Of logits."""
+        return len(self.drafts) + int(self.drafts.sum())
+
+    @property
     def max_drafts(self) -> int:
         return int(self.drafts.max())
 
-    def to(self, device: torch.device) -> DraftTensors:
-        """All arrays in one copy."""
+    @property
+    def draft_tokens(self) -> Int64Array:
+        """The places of the drafts among the tokens of the step."""
+        first = np.cumsum(self.q_len) - np.cumsum(self.drafts)
+        return np.arange(self.drafts.sum()) + np.repeat(first, self.drafts)
+
+    def packed(self, shape: StepShape) -> np.ndarray:
+        """As one array of int32, padded if the shape is that of a captured step: see DraftTensors."""
         first_rows, logit_reqs = self.first_rows, self.logit_reqs
         first_tokens = np.cumsum(self.q_len) - 1 - self.drafts  # of those with logits
         rows = np.arange(len(logit_reqs))
-        arrays: tuple[Int64Array, ...] = (
+        arrays = (
             np.repeat(np.arange(len(self.q_len)), self.q_len),
             self.q_len,
             self.slot_len,
@@ -110,8 +161,30 @@ class DraftInput:
             first_rows,
             rows + (first_tokens - first_rows)[logit_reqs],
             logit_reqs,
-            np.delete(rows, first_rows),
         )
-        padded = [np.pad(array.astype(np.int32), (0, -len(array) % ALIGNED)) for array in arrays]
-        tensors = to_device(np.concatenate(padded), device).split_with_sizes([len(array) for array in padded])
-        return DraftTensors(*(tensor[: len(array)] for tensor, array in zip(tensors, arrays, strict=True)))
+        if not shape.num_drafts:
+            return _joined(arrays)
+        inputs = draft_padding(shape)
+        begin = 0
+        for array, size in zip(arrays, _sizes(shape, shape.tokens), strict=True):
+            inputs[begin : begin + len(array)] = array
+            begin += _aligned(size)
+        return inputs
+
+
+def packed_size(shape: StepShape) -> int:
+    """Integers that DraftInput has in the input of a captured step."""
+    return sum(map(_aligned, _sizes(shape, shape.tokens)))
+
+
+def _sizes(shape: StepShape, rows: int) -> tuple[int, ...]:
+    """Of the arrays of DraftTensors."""
+    return (shape.tokens, *[shape.requests] * 4, rows, rows)
+
+
+def _joined(arrays: tuple[Int64Array, ...]) -> np.ndarray:
+    return np.concatenate([np.pad(array.astype(np.int32), (0, -len(array) % ALIGNED)) for array in arrays])
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED

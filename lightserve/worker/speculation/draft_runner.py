@@ -1,45 +1,42 @@
-"""Computes a step with drafts: finds its tokens, verifies the drafts, and counts what is accepted on the device."""
+"""Computes a step with drafts: finds its tokens, verifies the drafts, and counts what is accepted on the device.
+
+Steps that compute decodes and drafts alone are captured as graphs, as far as verification. If a request needs more than
+temperature to be sampled, its drafts are verified again after that.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import to_device
+from lightserve.common.ops.step import COUNTED
 from lightserve.config.speculation import SpeculativeConfig
+from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.step import Step
+from lightserve.worker.batch.drafted_req import DraftedReq
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
-from lightserve.worker.collector import VerifiedCounts
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
-from lightserve.worker.sampling.verification import NO_DRAFT, verify
-from lightserve.worker.speculation.draft_input import DraftInput, DraftTensors
-from lightserve.worker.speculation.ngram import NgramProposer, without_missing_drafts
+from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, accept, verify
+from lightserve.worker.speculation.draft_input import DraftRows, DraftTensors, VerifiedCounts, packed_size, ready_len
+from lightserve.worker.speculation.heads.head import DraftHead
+from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
+from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.token_table import TokenTable
 from lightserve.worker.step_runner import StepOut, StepRunner
 
 
-class DraftOut(NamedTuple):
-    """A step whose drafts are not verified yet. It has a row of logits for each token that may be sampled."""
-
-    step: StepOut  # [rows]
-    b_position: Tensor  # [rows] int32: of the tokens that are sampled
-    drafts_after: Tensor  # [rows] int64: the draft after each row, or NO_DRAFT
-    tensors: DraftTensors
-    max_drafts: int
-
-
 class DraftRunner:
-    """No graph is captured of these steps: they are launched kernel by kernel."""
-
     def __init__(
         self,
         model: TpPartBaseModel,
@@ -47,8 +44,9 @@ class DraftRunner:
         runner: StepRunner,
         config: SpeculativeConfig | None = None,
         may_leave_out: bool = False,
+        head: DraftHead | None = None,
     ) -> None:
-        """``config`` None: there are no drafts.
+        """``config`` None: there are no drafts. ``head``: that computes them, if its method has one.
 
         ``may_leave_out``: a step need not compute drafts without a proposal, because kernels end before Python goes on.
         """
@@ -57,23 +55,56 @@ class DraftRunner:
         self._batch = batch
         self._runner = runner
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
+        self._synthetic: SyntheticAcceptance | None = None
         self._table: TokenTable | None = None
         self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
-        if config is not None:
+        self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
+        self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
+        self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
+        if self._head is not None:
+            self.proposer = self._head
+        elif config is not None:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = ngram = NgramProposer(config, self._table)
-            self._ngram = ngram if may_leave_out else None
+            self._ngram = ngram if may_leave_out and not config.is_synthetic else None
+        if config is not None:
+            if config.synthetic_acceptance_length is not None:
+                self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
+            most = runner.capture_drafts(self.num_drafts, self._compute_captured)
+            self._captured_drafts = self._no_drafts(most) if most else None
 
     def add(self, req: InferReq) -> None:
         """A request that enters the batch."""
+        if self._head is not None:
+            self._head.add(req)
         if self._table is not None:
             self._table.add(req)
 
+    def needs_tokens(self, step: Step) -> bool:
+        """Whether the step cannot be packed before the tokens of all steps in flight are known."""
+        return len(step.draft_counts) > 0 and self._batch.reads_tokens_of(step)
+
+    @torch.inference_mode()
     def planned(self, step: Step) -> Step:
-        """The step as it is to be computed: on a CPU without the drafts that nobody proposes, which would cost time."""
-        if self._ngram is None or not len(step.draft_counts):
+        """The step as it is to be computed: on a CPU without the drafts that nobody proposes, which would cost time.
+
+        A request has a token for each of its new slots at least.
+        """
+        self._found = None
+        counts = int32s(step.draft_counts).astype(np.int64)
+        if self._ngram is None or not counts.any():
             return step
-        return without_missing_drafts(step, self._batch, self._ngram)
+        reqs = self._batch.reqs_of(int64s(step.decode_ids))
+        rows = np.array([req.row for req in reqs], dtype=np.int64)
+        drafts = self._ngram.propose(reqs, counts, self._ready_len(rows, ready_len(rows, self._batch.columns)))
+        is_proposed = (drafts != NO_DRAFT).cpu().numpy()
+        ends = np.cumsum(counts)
+        total = np.concatenate(([0], np.cumsum(is_proposed)))
+        fewer = np.maximum(total[ends] - total[ends - counts], int32s(step.slot_counts) - 1)
+        fewer = np.minimum(fewer, counts)
+        number = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
+        self._found = drafts[torch.from_numpy(number < np.repeat(fewer, counts))]
+        return msgspec.structs.replace(step, draft_counts=fewer.astype(np.int32))
 
     @torch.inference_mode()
     def record(self, columns: StepColumns, tokens: Tensor) -> None:
@@ -83,41 +114,140 @@ class DraftRunner:
             self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
 
     @torch.inference_mode()
-    def run(
-        self, packed: PackedStep, shape: StepShape, prompts: StepPromptLogprobs | None, masks: StepMasks | None
-    ) -> DraftOut:
-        assert packed.drafts is not None
-        device = self._model.device
-        tensors = packed.drafts.to(device)
-        columns = self._located(columns_of(to_device(packed.inputs, device), shape), tensors)
-        drafts_after = self._add_drafts(packed, packed.drafts, columns, tensors)
-        rows = tensors.logit_tokens.long()
-        step = replace(self._runner.model_input(columns, shape), logit_rows=rows)
-        logits = self._runner.logits(step, prompts)
-        b_position = columns.tokens["position"][rows] + 1
-        reqs = tensors.logit_reqs.long()
-        tokens = self._runner.sample(
-            logits, (columns.reqs["temperature"][reqs], columns.reqs["seed"][reqs], b_position), masks
-        )
-        return DraftOut(StepOut(logits, tokens, columns), b_position, drafts_after, tensors, packed.drafts.max_drafts)
+    def draft_next(self, packed: PackedStep, out: StepOut, rows: RowsOfStep | None = None) -> None:
+        """Let a head draft the tokens of the next step. The tokens of this one are sampled and verified.
+
+        ``rows`` None: the step has no drafts.
+        """
+        if self._head is not None:
+            self._head.draft(out, rows, self._head.known_after(packed))
+
+    def draft_after(self, packed: PackedStep, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
+        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got."""
+        if self._head is not None:
+            self.draft_next(packed, out, RowsOfStep.of(out, tokens, counts))
 
     @torch.inference_mode()
-    def verify(self, out: DraftOut, tokens: Tensor) -> VerifiedCounts:
-        """Accept drafts, and count them in the lengths of requests. ``tokens``: as they are sampled at last."""
-        reqs, tensors = out.step.columns.reqs, out.tensors
+    def propose(self, packed: PackedStep) -> Tensor:
+        """The drafts of a step, at the places of their tokens ``[tokens]`` int64; NO_DRAFT at others."""
+        assert packed.drafts is not None
+        drafts, shape = packed.drafts, packed.shape
+        if shape.num_drafts and self._captured_drafts is not None:
+            draft_ids = self._captured_drafts[: shape.tokens].fill_(NO_DRAFT)
+        else:
+            draft_ids = self._no_drafts(shape.tokens)
+        token_ids, self._found = self._found, None
+        if len(places := drafts.draft_tokens):
+            if token_ids is None:
+                token_ids = self.proposer.propose(
+                    packed.reqs, drafts.drafts, self._ready_len(packed.rows, drafts.ready_len)
+                )
+            draft_ids.index_copy_(0, to_device(places, draft_ids.device), token_ids)
+        return draft_ids
+
+    def logit_reqs(self, packed: PackedStep, draft_ids: Tensor) -> list[InferReq]:
+        """The request of each row of logits, as its rules see it: with the drafts before the row."""
+        drafts = packed.drafts
+        assert drafts is not None
+        if not any(count and req.reads_tokens for req, count in zip(packed.reqs, drafts.drafts.tolist(), strict=True)):
+            return packed.logit_reqs
+        reqs: list[InferReq] = []
+        on_host = np.maximum(draft_ids.cpu().numpy(), 0).astype(np.int32)  # nothing is sampled after a missing draft
+        for req, count, end in zip(packed.reqs, drafts.drafts.tolist(), np.cumsum(drafts.q_len).tolist(), strict=True):
+            before = on_host[end - count : end]
+            reqs.append(req)
+            reqs += [DraftedReq(req, before[: n + 1]) for n in range(count)] if req.reads_tokens else [req] * count
+        return reqs
+
+    @torch.inference_mode()
+    def run(
+        self, packed: PackedStep, shape: StepShape, prompts: StepPromptLogprobs | None, draft_ids: Tensor
+    ) -> StepOut:
+        """``draft_ids``: those of ``propose``."""
+        assert packed.drafts is not None
+        inputs = np.concatenate((packed.inputs, packed.drafts.packed(shape)))
+        if shape.num_drafts:
+            return self._runner.replay(inputs, shape)
+        on_device = to_device(inputs, self._model.device)
+        columns = columns_of(on_device[: len(packed.inputs)], shape, self._batch.states is not None)
+        tensors = DraftTensors.of(on_device[len(packed.inputs) :], shape, packed.drafts.num_rows)
+        return self._compute(columns, shape, (tensors, draft_ids, packed.drafts.max_drafts), prompts)
+
+    @torch.inference_mode()
+    def masked(self, out: StepOut, masks: StepMasks) -> StepOut:
+        """The step with tokens that the masks allow."""
+        assert out.drafts is not None
+        tokens = self._runner.sample(out.logits, out.drafts.sampled_at, masks)
+        return out._replace(tokens=tokens, drafts=out.drafts._replace(verified=None))
+
+    @torch.inference_mode()
+    def verify(self, out: StepOut, tokens: Tensor) -> VerifiedCounts:
+        """Accept drafts, and count them in the lengths of requests. ``tokens``: as they are sampled at last.
+
+        It may be called again with other tokens of the same step.
+        """
+        drafts, reqs = out.drafts, out.columns.reqs
+        assert drafts is not None
+        tokens = torch.cat((tokens, out.tokens[len(tokens) :]))  # of padding
+        tensors = drafts.tensors
+        logit_reqs = tensors.logit_reqs.long()
         first_rows = tensors.first_rows.long()
-        counts, last_ids = verify(tokens, out.drafts_after, first_rows, out.max_drafts)
+        if self._synthetic is None:
+            is_draft = drafts.drafts_after != NO_DRAFT
+            counts, last_ids = verify(tokens, drafts.drafts_after, first_rows, drafts.max_drafts)
+        else:
+            number = torch.arange(len(tokens), device=tokens.device) - first_rows[logit_reqs]
+            is_draft = number < tensors.draft_counts[logit_reqs]
+            is_accepted = is_draft & self._synthetic.accepts(number, *drafts.sampled_at[1:])
+            counts, last_ids = accept(is_accepted, tokens, first_rows, drafts.max_drafts)
         rows = reqs["row"].long()
         self._batch.last_ids.index_copy_(0, rows, last_ids)
         computed = tensors.q_len - tensors.draft_counts + counts.int() - 1
         self._batch.lengths.index_copy_(0, rows, reqs["ready_len"] + computed)
         if self._table is not None:
-            self._table.record(rows[tensors.logit_reqs.long()], out.b_position, tokens)
-        is_draft = (out.drafts_after != NO_DRAFT).long()
-        proposed = torch.zeros_like(counts).index_add_(0, tensors.logit_reqs.long(), is_draft)
-        return VerifiedCounts(
-            *(torch.zeros_like(tokens).index_copy_(0, first_rows, values) for values in (counts, proposed))
-        )
+            self._table.record(out.columns.tokens["row"][tensors.logit_tokens.long()], drafts.b_position, tokens)
+        proposed = torch.zeros_like(counts).index_add_(0, logit_reqs, is_draft.long())
+        return VerifiedCounts(counts[logit_reqs], proposed[logit_reqs])
+
+    def _no_drafts(self, count: int) -> Tensor:
+        return torch.full((count,), NO_DRAFT, dtype=torch.int64, device=self._model.device)
+
+    def _ready_len(self, rows: Int64Array, known: Int64Array) -> Tensor:
+        """Tokens of each request that are computed, int32 on the device. ``known``: as far as the host knows."""
+        b_row, b_known = to_device(np.stack((rows, known)), self._model.device)
+        return torch.where(b_known != COUNTED, b_known, self._batch.lengths[b_row]).int()
+
+    def _compute_captured(self, inputs: Tensor, shape: StepShape) -> StepOut:
+        """The function that is captured. It reads the drafts that ``propose`` has written."""
+        assert self._captured_drafts is not None
+        end = len(inputs) - packed_size(shape)
+        tensors = DraftTensors.of(inputs[end:], shape, shape.tokens)
+        draft_ids = self._captured_drafts[: shape.tokens]
+        out = self._compute(self._runner.columns(inputs[:end], shape), shape, (tensors, draft_ids, shape.num_drafts))
+        assert out.drafts is not None
+        return out._replace(drafts=out.drafts._replace(verified=self.verify(out, out.tokens)))
+
+    def _compute(
+        self,
+        columns: StepColumns,
+        shape: StepShape,
+        of_drafts: tuple[DraftTensors, Tensor, int],
+        prompts: StepPromptLogprobs | None = None,
+    ) -> StepOut:
+        """``of_drafts``: where they are, their ids, and the most of a request."""
+        tensors, draft_ids, max_drafts = of_drafts
+        columns = self._located(columns, tensors)
+        token_ids = columns.tokens["token_id"]
+        token_ids.copy_(torch.where(draft_ids != NO_DRAFT, draft_ids.int(), token_ids))
+        rows, reqs = tensors.logit_tokens.long(), tensors.logit_reqs.long()
+        step = replace(self._runner.model_input(columns, shape), logit_rows=rows)
+        logits = self._runner.logits(step, prompts)
+        b_position = columns.tokens["position"][rows] + 1
+        sampled_at = columns.reqs["temperature"][reqs], columns.reqs["seed"][reqs], b_position
+        tokens = self._runner.sample(logits, sampled_at, None)
+        drafts_after = torch.cat((draft_ids[1:], draft_ids.new_full((1,), NO_DRAFT)))[rows]
+        drafts = DraftRows(sampled_at, step.input_ids[rows], drafts_after, tensors, max_drafts)
+        return StepOut(logits, tokens, columns, drafts, self._runner.for_head)
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
         """The input as the host would have made it, had it known the lengths."""
@@ -134,13 +264,3 @@ class DraftRunner:
             reqs=reqs | {"ready_len": located.b_ready_len, "seq_len": seq_len},
             group_slots=group_slots,
         )
-
-    def _add_drafts(
-        self, packed: PackedStep, drafts: DraftInput, columns: StepColumns, tensors: DraftTensors
-    ) -> Tensor:
-        """Write the drafts into the input. Returns the draft after each row of logits, or NO_DRAFT."""
-        token_ids = self.proposer.propose(packed.reqs, drafts.drafts, columns.reqs["ready_len"])
-        draft_rows = tensors.draft_rows.long()
-        columns.tokens["token_id"][tensors.logit_tokens[draft_rows].long()] = token_ids.int()
-        drafts_after = token_ids.new_full(tensors.logit_tokens.shape, NO_DRAFT)
-        return drafts_after.index_copy_(0, draft_rows - 1, token_ids)

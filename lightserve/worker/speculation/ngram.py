@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,11 +15,8 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.device import to_device
 from lightserve.config.speculation import SpeculativeConfig
-from lightserve.messages.int_arrays import Int64Array, int32s, int64s
-from lightserve.messages.step import Step
-from lightserve.worker.batch.infer_batch import InferBatch
+from lightserve.messages.int_arrays import Int64Array
 from lightserve.worker.batch.infer_req import InferReq
-from lightserve.worker.sampling.verification import NO_DRAFT
 from lightserve.worker.speculation.token_table import TokenTable
 
 
@@ -50,24 +46,3 @@ class NgramProposer:
         columns = table.first_column(reqs), min(table.text_begin + longest, table.token_ids.shape[1])
         texts = ops.DraftTexts(table.token_ids, b_row.int(), table.begins[b_row], b_len.int() + table.text_begin)
         return ops.ngram_drafts(texts, columns, self._sizes)
-
-
-def without_missing_drafts(step: Step, batch: InferBatch, proposer: NgramProposer) -> Step:
-    """The step with those drafts only that the proposer has. For a device that need not be waited for.
-
-    A request has a token for each of its new slots at least.
-    """
-    counts = int32s(step.draft_counts).astype(np.int64)
-    if not counts.any():
-        return step
-    reqs = batch.reqs_of(int64s(step.decode_ids))
-    rows = np.array([req.row for req in reqs], dtype=np.int64)
-    columns = batch.columns
-    counted = batch.lengths.numpy()[rows]
-    ready_len = np.where(columns.drafts_in_flight[rows] > 0, counted, columns.cache_len[rows]).astype(np.int32)
-    is_proposed = proposer.propose(reqs, counts, torch.from_numpy(ready_len)).numpy() != NO_DRAFT
-    ends = np.cumsum(counts)
-    total = np.concatenate(([0], np.cumsum(is_proposed)))
-    proposed = total[ends] - total[ends - counts]
-    draft_counts = np.minimum(np.maximum(proposed, int32s(step.slot_counts) - 1), counts)
-    return msgspec.structs.replace(step, draft_counts=draft_counts.astype(np.int32))

@@ -11,10 +11,12 @@ from dataclasses import replace
 from test.faults.case import SERVER, Case
 from test.faults.cases import (
     adapters,
+    batches,
     beams,
     clocks,
     connections,
     disaggregation,
+    drafts,
     engines,
     grammars,
     groups,
@@ -28,11 +30,13 @@ from test.faults.cases import (
     pooling,
     processes,
     quantization,
+    rl,
     roles,
     scheduling,
     stages,
     states,
     stream_log,
+    weights,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
@@ -53,6 +57,7 @@ CASES: list[Case] = sorted(
         *hostile.CASES,
         *pooling.CASES,
         *pinned_prefixes.CASES,
+        *rl.CASES,
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
@@ -61,9 +66,12 @@ TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flag
 DISAGGREGATION_CASES: list[Case] = disaggregation.CASES  # on a server with disaggregation.worker_flags
 GROUP_CASES: list[Case] = groups.CASES  # on a server with groups.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
+DRAFT_CASES: list[Case] = drafts.CASES  # on a server with drafts.worker_flags
+WEIGHT_CASES: list[Case] = weights.CASES  # on a server with weights.worker_flags
 STATE_CASES: list[Case] = states.CASES  # on a server with states.worker_flags
 START_CASES: list[StartCase] = [
     *hosts.CASES,
+    *batches.START_CASES,
     *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,

@@ -53,12 +53,13 @@ def abort_all(context: FaultContext) -> None:
     assert all(b"request_aborted" in stream.read_all() for stream in streams)
 
 
+PREEMPTED_THEN_COMPLETED = Reaction("some are paused, all end, same text", _preempted_then_completed, same_text)
 CASES = [
     Case("a request larger than the pool", ask_for_more_than_the_pool, responds(400), flags=SMALL_POOL, is_long=True),
     Case(
         "answers of eight times the pool",
         fill_the_pool,
-        Reaction("some are paused, all end, same text", _preempted_then_completed, same_text),
+        PREEMPTED_THEN_COMPLETED,
         flags=SMALL_POOL,
         within_s=60.0,
         is_long=True,

@@ -224,8 +224,8 @@ def test_cache_control_is_allowed_everywhere(server: Server) -> None:
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
 BAD: list[tuple[dict[str, Any], str]] = [
-    (user(IMAGE), "'image' is not supported yet"),
-    (user({"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}), "'image' is not supported yet"),
+    (user(IMAGE), "an image is not supported yet"),
+    (user({"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}), "an image is not supported yet"),
     (assistant({"type": "mcp_tool_result", "tool_use_id": "1", "content": [IMAGE]}), "'image' is not supported yet"),
     (user(PDF), "a document with a source of type 'base64' is not supported yet"),
     (user({"type": "document", "source": {}}), "a document needs a source"),

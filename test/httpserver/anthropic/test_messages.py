@@ -380,7 +380,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": []}]}, "no content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' is not supported yet"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "an image needs a source of type 'base64'",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "a content block must be"),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},

@@ -9,11 +9,12 @@ from test.models.architectures import (
     gemma4,
     hybrid,
     latent,
+    llama4,
     llama_like,
     moe,
     moe_b,
     vision_language,
 )
 
-MODULES = dense_a, dense_b, dense_c, gemma4, hybrid, latent, llama_like, moe, moe_b, vision_language
+MODULES = dense_a, dense_b, dense_c, gemma4, hybrid, latent, llama4, llama_like, moe, moe_b, vision_language
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from test.models.architectures.case import SMALL, Case, Json, Tensors
+from test.models.architectures.case import MAX_LEN, SMALL, Case, Json, Tensors
 
 LATENT = {
     **SMALL,
@@ -39,6 +39,23 @@ def _without_layer_types(config_json: Json, tensors: Tensors) -> tuple[Json, Ten
     return config_json, tensors
 
 
+SPARSE = {
+    **LATENT,
+    "index_topk": 40,
+    "index_n_heads": 24,
+    "index_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+YARN_SPARSE = {**SPARSE, "rope_parameters": YARN}
+
+
+def _as_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """Which layers share tokens, as GLM-5's own files say it."""
+    for name in ("indexer_types", "layer_types", "mlp_layer_types", "head_dim"):
+        del config_json[name]
+    return {**config_json, "index_topk_freq": 2, "index_skip_topk_offset": 1}, tensors
+
+
 GROUPS = {"n_group": 4, "topk_group": 2}
 GREEDY = {**GROUPS, "topk_method": "group_limited_greedy"}
 
@@ -62,6 +79,19 @@ CASES = {
         },
     ),
     "glm4_moe_lite-first": Case("glm4_moe_lite", {**LATENT, "q_lora_rank": None}, _without_layer_types),
+    "deepseek_v32": Case("deepseek_v32", {**YARN_SPARSE, **GROUPS}),
+    "deepseek_v32-short": Case("deepseek_v32", {**SPARSE, **GROUPS, "index_topk": MAX_LEN}),
+    "glm_moe_dsa": Case(
+        "glm_moe_dsa",
+        {**SPARSE, "v_head_dim": 18, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        divides_among_stages=False,
+    ),
+    "glm_moe_dsa-published": Case(
+        "glm_moe_dsa",
+        {**SPARSE, "indexer_types": ["full", "shared", "full"], "first_k_dense_replace": 2},
+        _as_published,
+        divides_among_stages=False,
+    ),
     "mistral4": Case("mistral4", {**LATENT, "rope_parameters": QUERY_SCALE}),
     "mistral4-groups": Case(
         "mistral4",

@@ -121,7 +121,20 @@ def _mamba_args(tokens: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]
     return mamba_args(_few(tokens), SMALL_MAMBA, dtype, device)
 
 
+def delta_gates_args(tokens: int, heads: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """``width``: columns of a head."""
+    a, b = randn(tokens, heads * width, dtype=dtype, device=device), randn(tokens, heads, dtype=dtype, device=device)
+    a, b = side_by_side(a, b)
+    rates, dt_bias = (randn(size, device=device, seed=size) for size in (heads, heads * width))
+    return a, b, -rates.exp(), dt_bias
+
+
+def _delta_gates_args(tokens: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    return delta_gates_args(tokens, 6, 1, dtype, device)
+
+
 STATE_ARGS = {
+    "delta_gates": _delta_gates_args,
     "causal_conv1d": _conv_args,
     "gated_delta_rule": _delta_args,
     "mamba_scan": _mamba_args,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ def observe(columns: ReqColumns, proposed: int, accepted: int, cost: float) -> N
 
 
 def worth(columns: ReqColumns, cost: float) -> int:
-    return int(drafts_worth(columns, ROW, MOST, cost).item())
+    return int(drafts_worth(columns, ROW, np.array([MOST]), cost).item())
 
 
 def decodes_and_drafts(columns: ReqColumns, cost: float, decodes: int) -> int:
@@ -78,7 +80,26 @@ def test_a_cheap_draft_is_worth_more_than_an_expensive_one() -> None:
     for _ in range(20):
         observe(columns, 2, 1, 0.03)  # half of those that are reached
 
-    assert [worth(columns, cost) for cost in (0.03, 0.2, 0.6)] == [5, 2, 1]
+    assert [worth(columns, cost) for cost in (0.03, 0.2, 0.6)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_drafts_give_more_tokens_in_the_time(seed: int) -> None:
+    rng = np.random.default_rng([seed, *np.random.default_rng().integers(2**31, size=1)])
+    columns, rows = ReqColumns(5), np.array([3, 0, 4])
+    columns.acceptance[rows] = rng.random(3)
+    allowed, cost = rng.integers(0, 4, size=3), rng.uniform(0.03, 0.9)
+
+    def tokens_over_time(counts: tuple[int, ...]) -> float:
+        chances = [columns.acceptance[row] ** j for row, k in zip(rows, counts, strict=True) for j in range(1, k + 1)]
+        return float((3 + sum(chances)) / (1 + cost * len(chances) / 3))
+
+    counts = drafts_worth(columns, rows, allowed, cost)
+
+    is_tried = columns.draft_pause[rows] > 0
+    assert (counts[is_tried] == 1).all()
+    best = max(map(tokens_over_time, itertools.product(*(range(most + 1) for most in allowed))))
+    assert tokens_over_time(tuple(np.where(is_tried, 0, counts))) == pytest.approx(best)
 
 
 def test_a_step_without_a_proposal_counts_as_a_refused_draft() -> None:

@@ -63,3 +63,7 @@ class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
     @abstractmethod
     def final_states(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
         """The hidden states that the head reads, of ``rows`` or of all rows; as for ``logits``."""
+
+    @abstractmethod
+    def logits_of(self, states: Tensor, layer_weight: OuterWeight) -> Tensor:
+        """The logits of rows of ``final_states``."""

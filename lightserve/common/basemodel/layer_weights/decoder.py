@@ -88,7 +88,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
         self._keys_to_scale = _keys_to_scale(spec, context)
         self.qkv_proj = ColumnWeight(
             _qkv(spec),
-            hidden,
+            spec.qkv_input_size or hidden,
             context,
             bias=spec.qkv_bias,
             is_transposed=is_transposed,

@@ -108,7 +108,7 @@ class MoeFfnWeight(FfnWeight):
             raise ModelFilesError(f"{spec.config.model_type}: experts with a norm before down are not supported")
         self._tp = context.tp
         self._route = _route_spec(moe)
-        self._is_router_float32 = moe.is_router_float32
+        self._is_router_float32, self._scales_input = moe.is_router_float32, moe.scales_input
         router = Block(f"{at}.{names.router}", moe.num_experts)
         self.router = ReplicatedWeight([router], hidden, context, bias=moe.router_bias, is_router=True)
         score_bias = f"{at}.{names.score_bias}"
@@ -126,7 +126,7 @@ class MoeFfnWeight(FfnWeight):
         else:
             out = rows.scatter(self._routed(rows.gather(x), rows.is_padding), len(x))
         if self.shared is not None:
-            out += self._shared(x, self.shared)
+            self._add_shared(out, x, self.shared)
         return self._tp.all_reduce(out)
 
     def _routed(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
@@ -134,15 +134,19 @@ class MoeFfnWeight(FfnWeight):
         logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
         bias = None if self.score_bias is None else self.score_bias.tensor
         ids, weights = ops.route(logits, self._route, bias, is_padding)
+        if self._scales_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         if self.latent is None:
             return self.experts.partial_forward(x, ids, weights)
         computed = self.experts.partial_forward(self.latent.in_proj.mm(x), ids, weights)
         return self.latent.out_proj.mm(computed)  # of each rank's part: it has no bias
 
-    def _shared(self, x: Tensor, shared: DenseFfnWeight) -> Tensor:
-        """What the shared experts add, without the parts of other ranks."""
-        out = shared.partial_forward(x)
-        return out if self.shared_gate is None else out * ops.gate(self.shared_gate.mm(x))
+    def _add_shared(self, out: Tensor, x: Tensor, shared: DenseFfnWeight) -> None:
+        """What the shared experts compute, without the parts of other ranks."""
+        if self.shared_gate is None:
+            out += shared.partial_forward(x)
+        else:
+            ops.add_gated(out, shared.partial_forward(x), self.shared_gate.mm(x))
 
 
 def _with_activation(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:

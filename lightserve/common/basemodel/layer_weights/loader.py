@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,15 +26,18 @@ def load_weights(
     checkpoint: Iterable[CheckpointTensor],
     num_layers: int,
     used_elsewhere: Collection[str] = (),
+    report_missing: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Fill the layers' weights. Tensors that no layer declared are logged, unless they are layers of the model.
 
-    ``used_elsewhere``: names of tensors that other pipeline stages load.
+    ``used_elsewhere``: names of tensors that other pipeline stages load. ``report_missing`` is called with how many
+    tensors have not come, those of other stages too, before each next one is taken.
     """
     wanted = _pieces_by_name(layers)
     used = {*wanted, *used_elsewhere}
     others = used - set(wanted)
     unused: dict[str, str] = {}
+    report_missing(len(wanted) + len(others))
     with Upload() as upload:
         for name, tensor, file in checkpoint:
             if name in wanted:
@@ -46,6 +49,7 @@ def load_weights(
                 raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
             else:
                 unused[name] = file
+            report_missing(len(wanted) + len(others))
     _check_none_is_missing(wanted)
     _check_no_layer_is_unused(unused, used, num_layers)
     if unused:
@@ -71,6 +75,28 @@ def check_weights(
     _check_none_is_missing(wanted)
     _check_no_layer_is_unused(unused, used, num_layers)
     return list(unused)
+
+
+def check_part(layers: Iterable[LayerWeight], tensor_metadata: Iterable[CheckpointTensor]) -> set[str]:
+    """Check some tensors of a checkpoint against the weights. A tensor that no layer uses is an error.
+
+    Returns the names of those that are used.
+    """
+    wanted = _pieces_by_name(layers)
+    used: set[str] = set()
+    unknown: list[str] = []
+    for name, tensor, file in tensor_metadata:
+        if name in used:
+            raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
+        if name not in wanted:
+            unknown.append(name)
+            continue
+        used.add(name)
+        for _, piece in wanted[name]:
+            _check(piece, tensor, file)
+    if unknown:
+        raise CheckpointError(f"the model has no place for {_listed(unknown)}; send the names that its checkpoint has")
+    return used
 
 
 def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:

@@ -50,6 +50,23 @@ class HeadNormWeight(QkNormWeight):
         return self._norm.as_rms_norm()
 
 
+class PlainHeadNormWeight(QkNormWeight):
+    """RMSNorm over each head, without a weight."""
+
+    def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
+        self._ones = torch.ones(spec.head_dim, dtype=context.dtype, device=context.device)
+        self._eps = spec.norm_eps
+
+    def pieces(self) -> Iterator[Piece]:
+        return iter(())
+
+    def norm(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self._ones, self._eps)
+
+    def as_rms_norm(self) -> RmsNorm:
+        return RmsNorm(self._ones, self._eps)
+
+
 class EachHeadNormWeight(QkNormWeight):
     """LayerNorm without bias over each head; every head has its own weight.
 
@@ -111,6 +128,8 @@ def qk_norm_weight(prefix: str, num_heads: int, spec: LayerSpec, context: Weight
             return None
         case QkNorm.HEAD:
             return HeadNormWeight(prefix, spec, context)
+        case QkNorm.HEAD_NO_WEIGHT:
+            return PlainHeadNormWeight(spec, context)
         case QkNorm.EACH_HEAD:
             return EachHeadNormWeight(prefix, num_heads, spec, context)
         case QkNorm.PROJECTION:

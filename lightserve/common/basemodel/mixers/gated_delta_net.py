@@ -118,15 +118,13 @@ class GatedDeltaWeight(MixerWeight):
         b, a = self._parts(self.ba_proj.mm(x), self._num_heads)
         qkv = ops.causal_conv1d(qkv, self._conv_params, inputs, batch)
         out = ops.gated_delta_rule(self._delta_inputs(qkv, b, a), matrices, batch)
-        gates = z.reshape(out.shape)
-        normed = ops.gated_rms_norm(out, gates, self.norm.tensor, self.norm.eps, ops.GatedNorm())
+        normed = ops.gated_rms_norm(out, z.view(out.shape), self.norm.tensor, self.norm.eps, ops.GatedNorm())
         return self.out_proj.mm(normed.flatten(1))
 
     def _delta_inputs(self, qkv: Tensor, b: Tensor, a: Tensor) -> ops.DeltaInputs:
         keys, v = self._parts(qkv, self._num_heads * self._mixer.value_dim)
         q, k = self._parts(keys, keys.shape[1] // 2)
-        beta = ops.gate(b.float())
-        log_decay = self.decay_rates.tensor * ops.softplus(a.float() + self.dt_bias.tensor)
+        log_decay, beta = ops.delta_gates(a, b, self.decay_rates.tensor, self.dt_bias.tensor)
         return ops.DeltaInputs(
             q.reshape(len(q), -1, self._mixer.key_dim),
             k.reshape(len(k), -1, self._mixer.key_dim),

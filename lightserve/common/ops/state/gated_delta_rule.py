@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightserve.common.ops.activation import sigmoid, softplus_of
 from lightserve.common.ops.registry import op
 from lightserve.common.ops.state.batch import StateBatch
 from lightserve.common.ops.state.linear_scan import LinearScan, scan_by_token
@@ -23,6 +24,16 @@ class DeltaInputs(NamedTuple):
 
     def scan(self) -> LinearScan:
         return LinearScan(*self[:5], scale=self.k.shape[-1] ** -0.5, has_norm=self.has_norm, corrects=True)
+
+
+@op
+def delta_gates(a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """``rates * softplus(a + dt_bias)`` and ``sigmoid(b)``: the log decays and betas of a gated delta rule, in float32.
+
+    ``a`` and ``dt_bias`` have one or more columns for each head, ``b`` and ``rates`` have one.
+    """
+    steps = softplus_of(a.float() + dt_bias.float())
+    return rates.float().repeat_interleave(a.shape[-1] // len(rates)) * steps, sigmoid(b.float())
 
 
 @op

@@ -51,6 +51,20 @@ def _activation_kernel(
 
 
 @triton.jit
+def _add_gated_kernel(
+    out_ptr, values_ptr, gates_ptr, out_row_stride, values_row_stride, gates_row_stride, n_cols, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+
+    factor = activate(tl.load(gates_ptr + row * gates_row_stride).to(tl.float32), "gate")
+    values = tl.load(values_ptr + row * values_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + row * out_row_stride + cols
+    tl.store(out_ptrs, tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) + values * factor, mask=mask)
+
+
+@triton.jit
 def _xielu_kernel(x_ptr, numbers_ptr, out_ptr, x_row_stride, n_cols, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -89,9 +103,13 @@ def gate(x: Tensor) -> Tensor:
     return _launch("gate", x, "gate", is_gated=False)
 
 
-@ops.softplus.impl("triton")
-def softplus(x: Tensor) -> Tensor:
-    return _launch("softplus", x, "softplus", is_gated=False)
+@ops.add_gated.impl("triton")
+def add_gated(out: Tensor, values: Tensor, gates: Tensor) -> None:
+    check_last_contiguous("add_gated", out=out, values=values)
+    if out.numel():
+        strides = (out.stride(0), values.stride(0), gates.stride(0))
+        grid = (len(out), cdiv(out.shape[1], BLOCK))
+        _add_gated_kernel[grid](out, values, gates, *strides, out.shape[1], BLOCK)
 
 
 @ops.relu.impl("triton")

@@ -76,6 +76,24 @@ def _ends(source_ptr, length, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def kth_largest_key(source_ptr, length, k, CHUNK: tl.constexpr):
+    """The key of the value with the rank ``k`` of at least as many; equal values have ranks one after the other."""
+    low, high = _ends(source_ptr, length, CHUNK)
+    return _smallest_key(source_ptr, length, low, high, k, 0.0, True, CHUNK).to(tl.int32)
+
+
+@triton.jit
+def count_above(source_ptr, length, key, CHUNK: tl.constexpr):
+    """How many values are strictly above the key."""
+    total = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, length, CHUNK):
+        lanes = first + tl.arange(0, CHUNK)
+        values = tl.load(source_ptr + lanes, mask=lanes < length, other=float("-inf"))
+        total += ((keys_of(values) > key) & (lanes < length)).to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def find_threshold(
     source_ptr, length, above_count, above_mass, below_mass, top_k, top_p, n_cols, peak, CHUNK: tl.constexpr
 ):

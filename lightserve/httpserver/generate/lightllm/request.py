@@ -41,6 +41,7 @@ SAME_NAME = (
     "frequency_penalty",
     "ignore_eos",
     "skip_special_tokens",
+    "speculative",
 )
 
 
@@ -80,6 +81,9 @@ class LightllmParameters(PromptFields, BeamFields, GuidedFields, TokenRuleFields
     return_details: bool | None = Field(default=None, description="return every token")
     token_healing: bool | None = Field(
         default=None, description="remove the last tokens of the prompt and generate their text again"
+    )
+    speculative: bool | None = Field(
+        default=None, description="false: no drafts of the next tokens; the text is the same"
     )
 
     @property

@@ -58,6 +58,9 @@ class TgiParameters(Body):
         default=None, description="remove the last tokens of the prompt and generate their text again"
     )
     ignore_eos_token: bool | None = Field(default=None, description="continue after an end token, for benchmarks")
+    speculative: bool | None = Field(
+        default=None, description="false: no drafts of the next tokens; the text is the same"
+    )
 
     @property
     def is_sampling(self) -> bool:
@@ -101,6 +104,7 @@ async def tgi_request(context: ServerContext, body: TgiBody, streams: bool) -> T
         logprobs=(parameters.top_n_tokens or 0) if streams or details or best_of > 1 else None,
         prompt_logprobs=0 if has_prefill else None,
         watermark=bool(parameters.watermark),
+        speculative=parameters.speculative is not False,
         grammar=None if parameters.grammar is None else await requested_grammar(context, parameters.grammar),
         **context.sampling_defaults.fill(_sampling_params(parameters)),
     )

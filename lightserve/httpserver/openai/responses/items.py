@@ -12,10 +12,20 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 import orjson
-from pydantic import BeforeValidator, Discriminator, Field, GetJsonSchemaHandler, Tag
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from lightserve.httpserver.chat.image_parts import image_source, is_image
 from lightserve.httpserver.chat.translation import TextOrParts
 from lightserve.httpserver.http.body import Body, JsonObject
 from lightserve.httpserver.openai.responses.tools import Tools, function_name
@@ -48,10 +58,34 @@ CallId = Annotated[str, Field(min_length=1)]
 Objects = Annotated[list[JsonObject], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
+def _text_of(content_part: JsonObject) -> str:
+    """Of a part that is valid."""
+    text: str = content_part[KINDS[content_part["type"]]]
+    return text
+
+
 class MessageItem(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
+    _parts: list[JsonObject] = PrivateAttr(default_factory=list)  # of a chat, if some of them are images
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_images(cls, value: Any, handler: ModelWrapValidatorHandler[MessageItem]) -> MessageItem:
+        """Texts stay in ``content`` too, for what looks at the text only."""
+        content = value.get("content") if isinstance(value, dict) else None
+        if not isinstance(content, list) or not any(map(is_image, content)):
+            return handler(value)
+        item = handler({**value, "content": [each for each in content if not is_image(each)]})
+        for each in filter(is_image, content):
+            image_source(each)  # it raises if the part is not valid
+        item._parts = [each if is_image(each) else {"type": "text", "text": _text_of(each)} for each in content]
+        return item
+
+    @property
+    def chat_content(self) -> str | list[JsonObject]:
+        return self._parts or self.content
 
 
 class AgentMessageItem(Body):
@@ -258,7 +292,7 @@ class MessageBuilder:
             else:
                 self._add(item)
 
-    def append(self, role: str, content: str | None, **fields: Any) -> None:
+    def append(self, role: str, content: str | list[JsonObject] | None, **fields: Any) -> None:
         self._takes_calls = role == "assistant"
         if self._takes_calls and self._reasoning:
             fields["reasoning_content"] = self._reasoning
@@ -268,7 +302,7 @@ class MessageBuilder:
     def _add(self, item: Item) -> None:
         match item:
             case MessageItem():
-                self.append(item.role, item.content)
+                self.append(item.role, item.chat_content)
             case AgentMessageItem():
                 self.append("user", item.content)
             case CallItem():

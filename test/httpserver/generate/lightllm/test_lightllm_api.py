@@ -241,6 +241,18 @@ def test_a_length_penalty_of_factor_one_has_no_effect(tmp_path: Path) -> None:
     serve(scenario, tmp_path, spell("ok"))
 
 
+@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"ignore_eos_token": True}], ids=["LightLLM", "TGI"])
+def test_drafts_can_be_switched_off(tmp_path: Path, more: dict[str, Any]) -> None:
+    async def scenario(served: Served) -> None:
+        for speculative in (None, True, False):
+            parameters = {"speculative": speculative, "max_new_tokens": 2, **more}
+            assert (await served.post("/generate", {"inputs": "a", "parameters": parameters})).status == 200
+
+        assert [req.params.sampling.speculative for req in served.fake.received] == [True, True, False]
+
+    serve(scenario, tmp_path, spell("ok"))
+
+
 def test_do_sample_false_is_greedy_whatever_the_temperature(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         parameters = {"do_sample": False, "temperature": 0.7, "ignore_eos": False}

@@ -16,8 +16,10 @@ class PostLayerInferTpl(PostLayerInfer[OuterWeight, State]):
         return self.logits(input, infer_state, layer_weight, infer_state.logit_rows())
 
     def logits(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
-        logits = layer_weight.lm_head.local_logits(self.final_states(input, infer_state, layer_weight, rows))
-        return self._scale_logits(logits)
+        return self.logits_of(self.final_states(input, infer_state, layer_weight, rows), layer_weight)
+
+    def logits_of(self, states: Tensor, layer_weight: OuterWeight) -> Tensor:
+        return self._scale_logits(layer_weight.lm_head.local_logits(states))
 
     def final_states(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
         residual = infer_state.residual

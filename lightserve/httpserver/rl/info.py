@@ -1,0 +1,66 @@
+"""GET /server_info and /get_world_size, as the trainers of vLLM and SGLang read them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.responses import JSONResponse
+
+from lightserve.httpserver.admin.server_info import server_info
+from lightserve.httpserver.context import ServerContext
+
+
+def add_info(router: APIRouter, context: ServerContext) -> None:
+    @router.get("/get_world_size")
+    async def get_world_size(include_dp: Annotated[bool, Query()] = True) -> JSONResponse:
+        """The ranks that hold weights: of all engines, or of one."""
+        settings = context.rl
+        return JSONResponse({"world_size": settings.ranks * (settings.dp if include_dp else 1)})
+
+    @router.get("/server_info")
+    async def get_rl_server_info() -> JSONResponse:
+        """That of /get_server_info, with the fields that trainers read."""
+        return JSONResponse(await server_info(context) | _of_vllm(context) | _of_sglang(context))
+
+
+def dtype_of(context: ServerContext) -> str:
+    """In which the model computes, as ``bfloat16``."""
+    words = context.manager.limits.dtype_and_device.split()  # in bfloat16 on cuda
+    return words[1] if len(words) > 1 else ""
+
+
+def _of_vllm(context: ServerContext) -> dict[str, Any]:
+    settings = context.rl
+    lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": settings.max_loras}
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": settings.model_path or context.model_name,
+                "dtype": f"torch.{dtype_of(context)}",
+                "max_model_len": context.manager.limits.max_req_total_len,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": settings.tp,
+                "pipeline_parallel_size": settings.pp,
+                "data_parallel_size": settings.dp,
+            },
+            "lora_config": lora if settings.max_loras else None,
+            "weight_transfer_config": {"backend": "nccl"},
+        }
+    }
+
+
+def _of_sglang(context: ServerContext) -> dict[str, Any]:
+    settings = context.rl
+    return {
+        "model_path": settings.model_path or context.model_name,
+        "served_model_name": context.model_name,
+        "dtype": dtype_of(context),
+        "tp_size": settings.tp,
+        "pp_size": settings.pp,
+        "dp_size": settings.dp,
+        "disaggregation_mode": "null",
+        "enable_memory_saver": True,
+        "enable_return_routed_experts": False,
+    }

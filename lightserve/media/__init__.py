@@ -1,0 +1,1 @@
+"""Images of requests: their bytes, sizes, pixels and tokens. There is no torch here."""

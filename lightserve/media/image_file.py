@@ -1,0 +1,107 @@
+"""Opens image files of clients, within limits that the header is checked against before any pixel is decoded.
+
+Error texts are ours: those of Pillow may name addresses of memory.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from lightserve.errors import InvalidRequestError
+from lightserve.media.sizes import ImageHeader
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+MAX_PIXELS = 64_000_000  # 48 kB of PNG may hold 400 million
+MAX_SIDE = 65_535
+ORIENTATION = 0x0112  # EXIF's tag
+# by the value of that tag: how the stored picture becomes the upright one
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+SIDEWAYS = (5, 6, 7, 8)  # width and height change places
+SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I")
+
+Pixels = npt.NDArray[np.uint8]
+
+Image.MAX_IMAGE_PIXELS = None  # ``_check_size`` refuses large pictures, with a better text
+
+
+def read_header(data: bytes) -> ImageHeader:
+    """Of a file within the limits. No pixel is decoded."""
+    image = _open(data)
+    width, height = image.size
+    return ImageHeader(height, width) if _orientation(image) in SIDEWAYS else ImageHeader(width, height)
+
+
+def decode(data: bytes) -> Image.Image:
+    """The upright picture in RGB, of an animation the first one. Transparent pixels show white."""
+    image = _open(data)
+    try:
+        image.load()
+        upright = _as_rgb(image)
+        turn = TURNS.get(_orientation(image))
+        return upright if turn is None else upright.transpose(turn)
+    except (OSError, ValueError, SyntaxError, EOFError, MemoryError, OverflowError, IndexError) as error:
+        raise InvalidRequestError(f"the {image.format} image is damaged or incomplete; send it again") from error
+
+
+def resized(image: Image.Image, height: int, width: int, resample: int) -> Pixels:
+    """``[height, width, 3]``"""
+    if image.size != (width, height):
+        image = image.resize((width, height), resample=Image.Resampling(resample))
+    return np.asarray(image, dtype=np.uint8)
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(BytesIO(data), formats=FORMATS)
+    except Exception as error:  # whatever a parser of hostile bytes raises
+        message = f"not an image of a known format ({', '.join(FORMATS)}), or its header is damaged"
+        raise InvalidRequestError(message) from error
+    _check_size(*image.size)
+    return image
+
+
+def _check_size(width: int, height: int) -> None:
+    if not 0 < width <= MAX_SIDE or not 0 < height <= MAX_SIDE:
+        raise InvalidRequestError(f"the image has {width} x {height} pixels; a side has 1 to {MAX_SIDE:,}")
+    if width * height > MAX_PIXELS:
+        raise InvalidRequestError(
+            f"the image has {width * height:,} pixels ({width} x {height}); the limit is {MAX_PIXELS:,}; "
+            "send it smaller"
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    """Of the EXIF data before the pixels: to look for some behind them would decode all."""
+    raw = image.info.get("exif")
+    if not isinstance(raw, bytes):
+        return 1
+    exif = Image.Exif()
+    try:
+        exif.load(raw)
+        value: Any = exif.get(ORIENTATION, 1)
+    except Exception:  # damaged metadata says nothing about the picture
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in SIXTEEN_BITS:  # Pillow would cut values off instead of scaling them
+        return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        picture = image.convert("RGBA")
+        white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, picture).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,77 @@
+"""How Qwen2-VL and Qwen2.5-VL read an image: its size, its tokens and its grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightserve.errors import InvalidRequestError, ModelFilesError
+from lightserve.media.sizes import ImageHeader, ImageSize
+
+BICUBIC = 3  # PIL.Image.Resampling
+MAX_RATIO = 200  # of the longer side to the shorter one
+LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's ``detail: low``
+
+
+@dataclass(frozen=True, slots=True)
+class QwenImages:
+    """The numbers of preprocessor_config.json."""
+
+    min_pixels: int
+    max_pixels: int
+    patch: int
+    merge: int  # a token is a square of so many patches a side
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def read(cls, files: Mapping[str, Any], vision: Mapping[str, Any], max_tokens: int | None) -> QwenImages:
+        """``files``: preprocessor_config.json. ``vision``: vision_config of config.json."""
+        size = files.get("size") or {}
+        least = files.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+        most = files.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
+        if not least or not most:
+            raise ModelFilesError("preprocessor_config.json has no min_pixels and max_pixels; fetch it again")
+        patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
+        if max_tokens is not None:
+            most = min(most, max_tokens * (patch * merge) ** 2)
+        mean, std = files.get("image_mean"), files.get("image_std")
+        if not mean or not std:
+            raise ModelFilesError("preprocessor_config.json has no image_mean and image_std; fetch it again")
+        return cls(int(least), int(most), patch, merge, tuple(mean), tuple(std))
+
+    @property
+    def side(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch * self.merge
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one image."""
+        return self.max_pixels // self.side**2
+
+    def size_of(self, header: ImageHeader, is_low: bool = False) -> ImageSize:
+        height, width = header.height, header.width
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise InvalidRequestError(
+                f"the image has {width} x {height} pixels; one side is more than {MAX_RATIO} times the other; crop it"
+            )
+        height, width = self._resized(height, width, LOW_DETAIL_PIXELS if is_low else self.max_pixels)
+        return ImageSize(height, width, height // self.side, width // self.side)
+
+    def _resized(self, height: int, width: int, most: int) -> tuple[int, int]:
+        """Both sides as multiples of ``side``, with an area between the limits and nearly the same ratio."""
+        side, most = self.side, max(min(most, self.max_pixels), self.min_pixels)
+        rounded = round(height / side) * side, round(width / side) * side
+        if rounded[0] * rounded[1] > most:
+            shrink = math.sqrt(height * width / most)
+            return self._floor(height / shrink), self._floor(width / shrink)
+        if rounded[0] * rounded[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
+        return rounded
+
+    def _floor(self, length: float) -> int:
+        return max(self.side, math.floor(length / self.side) * self.side)

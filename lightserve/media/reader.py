@@ -1,0 +1,74 @@
+"""Reads the images of requests as far as a prompt needs it: their bytes, sizes and digests. No pixel is decoded."""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightserve.errors import InvalidRequestError
+from lightserve.media.image_file import read_header
+from lightserve.media.qwen import QwenImages
+from lightserve.media.sources import ImageSource, ReadImage
+from lightserve.media.tokens import digest_of, expand, locate
+from lightserve.messages.media import ImageItem
+
+DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
+MB = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    images: QwenImages
+    placeholder: int  # the token id that stands for an image in a prompt
+    max_images: int  # of a request
+    max_bytes: int  # of an image
+
+    def read_all(self, sources: Sequence[ImageSource], salt: str) -> list[ReadImage]:
+        """``salt``: only requests of the same salt share embeddings."""
+        if len(sources) > self.max_images:
+            raise InvalidRequestError(
+                f"the request has {len(sources)} images; the limit is {self.max_images} (--limit_mm_per_prompt)",
+                sources[0].param,
+            )
+        return [self._read(source, salt, number) for number, source in enumerate(sources, start=1)]
+
+    def _read(self, source: ImageSource, salt: str, number: int) -> ReadImage:
+        try:
+            data = self._bytes_of(source.url)
+            size = self.images.size_of(read_header(data), source.is_low)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"image {number} of the request: {error}", source.param) from error
+        return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt), size, data)
+
+    def _bytes_of(self, url: str) -> bytes:
+        match = DATA_URL.match(url)
+        if match is None:
+            scheme = url.partition(":")[0][:10]
+            raise InvalidRequestError(
+                f"its URL begins with {scheme!r}; only data: URLs are read (data:image/png;base64,...)"
+            )
+        if not match[2].endswith(";base64"):
+            raise InvalidRequestError("a data: URL needs ;base64 before its comma")
+        if (len(url) - match.end()) * 3 // 4 > self.max_bytes + 2:
+            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
+        try:
+            return binascii.a2b_base64(url[match.end() :].encode("ascii"), strict_mode=True)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            raise InvalidRequestError("its data is not base64") from error
+
+    def expand(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
+        """The prompt with a placeholder for each token of an image, in place of one for each image."""
+        return expand(prompt_ids, self.placeholder, [image.size.tokens for image in images])
+
+    def locate(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[ImageItem, ...]:
+        """The images of a prompt that ``expand`` has made longer, and which may have other tokens around it."""
+        starts = locate(prompt_ids, self.placeholder, [image.size.tokens for image in images])
+        return tuple(self._item(image, start) for image, start in zip(images, starts, strict=True))
+
+    def _item(self, image: ReadImage, start: int) -> ImageItem:
+        size = image.size
+        return ImageItem(
+            image.digest, start, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
+        )

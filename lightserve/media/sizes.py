@@ -1,0 +1,25 @@
+"""Sizes of images, in pixels and in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    width: int  # of the upright picture
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """What the encoder gets of an image, and the tokens that it becomes."""
+
+    height: int  # after resizing
+    width: int
+    rows: int  # of tokens
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns

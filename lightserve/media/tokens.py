@@ -1,0 +1,70 @@
+"""Images among the tokens of a prompt: who they are, and where they stand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightserve.errors import InvalidRequestError
+from lightserve.messages.int_arrays import Int32Array
+
+FIRST_ID = 2**30  # above every vocabulary
+ID_BYTES = 4
+DIGEST_PARTS = 1  # changes with the meaning of a digest's parts
+
+
+def digest_of(data: bytes, *options: str) -> bytes:
+    """Of an image and everything that changes its pixels. Parts have their lengths before them."""
+    digest = hashlib.sha256(bytes([DIGEST_PARTS]))
+    for value in (data, *(option.encode() for option in options)):
+        digest.update(len(value).to_bytes(8, "little"))
+        digest.update(value)
+    return digest.digest()
+
+
+def ids_of(digest: bytes, count: int) -> Int32Array:
+    """The ids that stand for the tokens of an image in the prefix cache: 30 bits of its digest in each."""
+    stream = hashlib.shake_128(digest).digest(count * ID_BYTES)
+    return (FIRST_ID + (np.frombuffer(stream, dtype="<u4") % FIRST_ID)).astype(np.int32)
+
+
+def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
+    """The prompt with as many placeholders for each image as it has tokens."""
+    places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
+    _check_places(len(places), len(counts))
+    ids: list[int] = []
+    before = 0
+    for index, count in zip(places, counts, strict=True):
+        ids += prompt_ids[before:index]
+        ids += [placeholder] * count
+        before = index + 1
+    ids += prompt_ids[before:]
+    return ids
+
+
+def locate(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
+    """Where each image begins in a prompt that was expanded."""
+    places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
+    firsts = [sum(counts[:number]) for number in range(len(counts))]
+    if len(places) != sum(counts):
+        raise InvalidRequestError(
+            f"the prompt has {len(places)} of the {sum(counts)} tokens of its images: the text must not spell their "
+            "token, and truncate_prompt_tokens must not cut them",
+            "messages",
+        )
+    starts = [places[first] for first in firsts]
+    ends = [places[first + count - 1] + 1 for first, count in zip(firsts, counts, strict=True)]
+    if any(end - start != count for start, end, count in zip(starts, ends, counts, strict=True)):
+        raise InvalidRequestError("the text must not spell the token that stands for an image", "messages")
+    return starts
+
+
+def _check_places(places: int, images: int) -> None:
+    if places != images:
+        raise InvalidRequestError(
+            f"the prompt has {places} places for {images} images: the text must not spell the token that stands for "
+            "an image, and the chat template must show each of them",
+            "messages",
+        )

@@ -1,0 +1,54 @@
+"""Values of fields that a config.json may lack, of models for which transformers has one for each field."""
+
+from __future__ import annotations
+
+DEEPSEEK_V32 = {
+    "rms_norm_eps": 1e-6,
+    "head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+GLM_DSA = {
+    **DEEPSEEK_V32,
+    "rms_norm_eps": 1e-5,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "q_lora_rank": 2048,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LLAMA4 = {
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}

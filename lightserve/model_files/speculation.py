@@ -1,0 +1,88 @@
+"""What --speculative_config means for a model: which method ``auto`` is, and where the files of a draft head are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from lightserve.config import WorkerConfig
+from lightserve.config.speculation import DEFAULT_HEAD_DRAFTS, MAX_DRAFTS, SpeculativeConfig
+from lightserve.errors import ModelFilesError, OptionError
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.draft_head import MTP_TYPES, SPECULATORS_TYPE, Eagle3Config, check_mtp, mtp_layers
+from lightserve.model_files.folder import read_json_if_exists
+from lightserve.model_files.safetensors_header import read_header
+from lightserve.model_files.source import FolderSource, ModelSource, require_weights, resolve
+
+
+def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: ModelConfig) -> WorkerConfig:
+    """The config with a method in place of ``auto`` and a local folder in place of a head's name.
+
+    Raises an OptionError for a head that does not fit the model, before anything loads.
+    """
+    config = worker.speculation
+    if config is None:
+        return worker
+    if config.method == "auto":
+        config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS) if has_mtp(source, model) else SpeculativeConfig()
+    if config.method == "mtp":
+        check_mtp(model)
+    if config.method == "eagle3":
+        config = msgspec.structs.replace(config, model=_head_folder(config, model, worker.load_format == "auto"))
+    return replace(worker, speculative_config=config.text)
+
+
+def has_mtp(source: ModelSource, model: ModelConfig) -> bool:
+    """Whether the checkpoint has an MTP layer that can draft. Some lack the one that config.json promises."""
+    if model.model_type not in MTP_TYPES or not mtp_layers(model) or not isinstance(source, FolderSource):
+        return False
+    try:
+        files = source.weight_files()
+    except ModelFilesError:
+        return True  # they are not downloaded yet
+    name = f"model.layers.{model.num_layers}.eh_proj.weight"
+    return any(name in read_header(file) for file in files if file.suffix == ".safetensors")
+
+
+def _head_folder(config: SpeculativeConfig, model: ModelConfig, needs_weights: bool) -> str:
+    files = resolve(config.model, needs_weights=False)
+    Eagle3Config.read(files.path, model)
+    if needs_weights:
+        require_weights(files)
+    return str(files.path)
+
+
+def served_with_head(worker: WorkerConfig) -> WorkerConfig:
+    """If --model_dir is a draft head in the ``speculators`` format, the config that serves its model with it."""
+    if worker.model_dir is None:
+        return worker
+    source = resolve(worker.model_dir, needs_weights=False)
+    hf = read_json_if_exists(source.path / "config.json") if source.path.is_dir() else {}
+    if SPECULATORS_TYPE not in hf:
+        return worker
+    if worker.speculative_config is not None:
+        raise OptionError(
+            f"model_dir={worker.model_dir!r} is a draft head, which is served with its model, and speculative_config "
+            "is set too; leave out one of them"
+        )
+    speculators: dict[str, Any] = hf.get("speculators_config") or {}
+    verifier = (speculators.get("verifier") or {}).get("name_or_path")
+    if not isinstance(verifier, str) or not verifier:
+        raise OptionError(
+            f"model_dir={worker.model_dir!r} is a draft head, and its config.json does not name the model "
+            "(speculators_config.verifier.name_or_path); set --model_dir to the model, and the head as "
+            "--speculative_config"
+        )
+    config = SpeculativeConfig("eagle3", _num_drafts(speculators), model=str(source.path))
+    return replace(worker, model_dir=verifier, speculative_config=config.text)
+
+
+def _num_drafts(speculators: dict[str, Any]) -> int:
+    """Of the default proposal method, or of the first."""
+    methods = [method for method in speculators.get("proposal_methods") or [] if isinstance(method, dict)]
+    default = speculators.get("default_proposal_method")
+    chosen = next((method for method in methods if method.get("proposal_type") == default), next(iter(methods), {}))
+    count = chosen.get("speculative_tokens")
+    return min(count, MAX_DRAFTS) if isinstance(count, int) and count > 0 else DEFAULT_HEAD_DRAFTS

@@ -1,0 +1,82 @@
+"""The rows of the arena: which embeddings of images it holds, and which of them may go.
+
+An image is encoded once for all requests that have it. Its rows stay until others need the room: the least recently
+used go first. Rows that the encoder may be writing to are never given to another image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.media import ImageItem
+from lightserve.router.req_queue import Wait
+
+
+@dataclass(eq=False)
+class EmbeddedImage:
+    item: ImageItem
+    arena_rows: Int32Array
+    is_ready: bool = False  # the encoder has written the rows
+    is_sent: bool = False  # to the present encoder
+    num_crashes: int = 0  # of encoders that had it
+    req_ids: set[int] = field(default_factory=set)  # that hold it
+    wait: Wait = field(default_factory=Wait)  # until it is ready
+
+
+class EmbedPool:
+    def __init__(self) -> None:
+        self.num_rows = 0  # until an encoder says how many there are
+        self.num_evicted = 0  # images
+        self._free = np.empty(0, dtype=np.int32)
+        self._images: dict[bytes, EmbeddedImage] = {}  # by digest, the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def set_rows(self, count: int) -> None:
+        """Called once, before any image is added."""
+        self.num_rows = count
+        self._free = np.arange(count, dtype=np.int32)
+
+    def find(self, digest: bytes) -> EmbeddedImage | None:
+        return self._images.get(digest)
+
+    @property
+    def used_rows(self) -> int:
+        return self.num_rows - len(self._free)
+
+    @property
+    def available_rows(self) -> int:
+        """Free ones, and those of images that nobody holds."""
+        return len(self._free) + sum(len(image.arena_rows) for image in self._images.values() if _may_go(image))
+
+    def add(self, item: ImageItem) -> EmbeddedImage:
+        """The caller has checked that the rows are available."""
+        for digest in [digest for digest, image in self._images.items() if _may_go(image)]:
+            if len(self._free) >= item.tokens:
+                break
+            self.remove(self._images[digest])
+            self.num_evicted += 1
+        rows, self._free = self._free[: item.tokens], self._free[item.tokens :]
+        image = self._images[item.digest] = EmbeddedImage(item, rows)
+        return image
+
+    def touch(self, image: EmbeddedImage) -> None:
+        """It is the last one to go."""
+        self._images[image.item.digest] = self._images.pop(image.item.digest)
+
+    def remove(self, image: EmbeddedImage) -> None:
+        """The encoder does not write to its rows."""
+        del self._images[image.item.digest]
+        self._free = np.concatenate((self._free, image.arena_rows))
+
+    def pending(self) -> list[EmbeddedImage]:
+        """Those that are not ready, in the order in which they were added or used."""
+        return [image for image in self._images.values() if not image.is_ready]
+
+
+def _may_go(image: EmbeddedImage) -> bool:
+    return image.is_ready and not image.req_ids

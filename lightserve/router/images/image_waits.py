@@ -1,0 +1,195 @@
+"""Requests with images wait for their embeddings, unless the KV of the images is cached.
+
+A request holds all images that it needs at once, or none: so no two requests wait for rows that the other one holds. If
+the encoder dies, the images that it had are sent to the next one, one at a time: an image that two encoders die of is
+at fault, and its requests fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from lightserve.media.tokens import FIRST_ID, ids_of
+from lightserve.messages.int_arrays import NO_INT32, Int32Array
+from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem, ImageRows, ToEncoder
+from lightserve.messages.step import NewReq
+from lightserve.router.images.embed_pool import EmbeddedImage, EmbedPool
+from lightserve.router.kv.source import StepPart
+from lightserve.router.observability.stats import ImageFigures, RouterMetrics
+from lightserve.router.req import Req
+from lightserve.router.req_queue import Wait
+
+MAX_CRASHES = 2
+Send = Callable[[ToEncoder], None]
+
+
+class ImageFailed(msgspec.Struct, frozen=True):
+    """Requests that end because an image of theirs could not be encoded."""
+
+    req_ids: frozenset[int]
+    status: int
+    message: str
+
+
+class ImageWaits(StepPart):
+    def __init__(self, connect: Callable[[int], Send]) -> None:
+        """``connect``: to the encoder of a generation."""
+        self.pool = EmbedPool()
+        self._connect = connect
+        self._send: Send | None = None
+        self._generation = -1
+        self._files: dict[bytes, tuple[bytes, set[int]]] = {}  # by digest: of the requests with these ids
+        self._room = Wait()  # until rows are released
+        self.hits = {"kv": 0, "embedding": 0, "none": 0}
+        self.seconds = {"decode": 0.0, "encode": 0.0}
+        self.num_encoded = 0
+
+    def why_refused(self, images: Sequence[ImageItem]) -> str:
+        """Why a request with these images can never run; empty: it can."""
+        needed = sum({image.digest: image.tokens for image in images}.values())
+        if self.pool.num_rows and needed > self.pool.num_rows:
+            return (
+                f"the images of the request have {needed} tokens; the limit is {self.pool.num_rows} (--embed_cache_gb)"
+            )
+        missing = [image for image in images if not image.data and image.digest not in self._files]
+        return "the file of an image is not known" if missing else ""
+
+    def enter(self, req: Req, cached_len: int) -> None:
+        """A request has come. The encoder begins with its images, as far as there is room."""
+        for image in req.images:
+            self._files.setdefault(image.digest, (image.data, set()))[1].add(req.req_id)
+            self.hits[self._kind_of(image, cached_len)] += 1
+        req.images = tuple(image.without_file for image in req.images)
+        self.wait_of(req, cached_len)
+
+    def _kind_of(self, image: ImageItem, cached_len: int) -> str:
+        if image.end <= cached_len:
+            return "kv"
+        return "none" if self.pool.find(image.digest) is None else "embedding"
+
+    def wait_of(self, req: Req, cached_len: int) -> Wait | None:
+        """What the request must wait for before it runs, if so many of its tokens are cached; None: nothing."""
+        needed = {image.digest: image for image in req.images if image.end > cached_len}
+        known = {digest: self.pool.find(digest) for digest in needed}
+        new = [needed[digest] for digest, image in known.items() if image is None]
+        unheld = [image for image in known.values() if image is not None and not image.req_ids and image.is_ready]
+        if new:
+            room = self.pool.available_rows - sum(len(image.arena_rows) for image in unheld)
+            if sum(image.tokens for image in new) > room:
+                return self._room
+        for image in known.values():
+            if image is not None:
+                image.req_ids.add(req.req_id)
+                self.pool.touch(image)
+        for item in new:
+            self.pool.add(item).req_ids.add(req.req_id)
+        self._send_pending()
+        images = [self.pool.find(digest) for digest in needed]
+        return next((image.wait for image in images if image is not None and not image.is_ready), None)
+
+    def drop(self, req: Req) -> None:
+        """The request has ended."""
+        if not req.images:
+            return
+        for digest in {image.digest for image in req.images}:
+            self._files[digest][1].discard(req.req_id)
+            if not self._files[digest][1]:
+                del self._files[digest]
+            self._release(digest, req.req_id)
+        self._room.end()
+
+    def _release(self, digest: bytes, req_id: int) -> None:
+        image = self.pool.find(digest)
+        if image is None:
+            return
+        image.req_ids.discard(req_id)
+        if not image.req_ids and not image.is_ready and not image.is_sent:
+            self.pool.remove(image)
+
+    def as_new(self, req: Req, new: NewReq) -> NewReq:
+        """The request as the workers get it: its images, and token ids that are in the vocabulary."""
+        token_ids = np.where(new.token_ids >= FIRST_ID, req.images[0].placeholder, new.token_ids).astype(np.int32)
+        return msgspec.structs.replace(new, token_ids=token_ids, images=[self._rows_of(req, i) for i in req.images])
+
+    def _rows_of(self, req: Req, item: ImageItem) -> ImageRows:
+        image = self.pool.find(item.digest)
+        is_held = image is not None and image.is_ready and req.req_id in image.req_ids
+        arena_rows = image.arena_rows if image is not None and is_held else NO_INT32
+        return ImageRows(item.start, item.rows, item.columns, arena_rows)
+
+    def start_encoder(self, started: EncoderStarted) -> list[ImageFailed]:
+        """A new encoder waits for images. Returns the requests whose images two encoders died of."""
+        if not self.pool.num_rows:
+            self.pool.set_rows(started.num_rows)
+            self._room.end()
+        self._generation, self._send = started.generation, self._connect(started.generation)
+        lost = [image for image in self.pool.pending() if image.is_sent]
+        for image in lost:
+            image.is_sent, image.num_crashes = False, image.num_crashes + 1
+        guilty = [image for image in lost if image.num_crashes >= MAX_CRASHES]
+        message = "the encoder crashed twice with an image of this request"
+        failed = [self._fail(image, 500, message) for image in guilty]
+        for image in lost:
+            if not image.req_ids and self.pool.find(image.item.digest) is image:
+                self.pool.remove(image)
+        self._send_pending()
+        return failed
+
+    def complete(self, done: ImageEncoded) -> ImageFailed | None:
+        """Returns the requests that end because their image could not be encoded."""
+        image = self.pool.find(done.digest)
+        if done.generation != self._generation or image is None:  # of an encoder that has died
+            return None
+        self.seconds["decode"] += done.decode_s
+        self.seconds["encode"] += done.encode_s
+        if done.status != 200:
+            failed = self._fail(image, done.status, done.message)
+            self._send_pending()
+            return failed
+        self.num_encoded += 1
+        image.is_ready = True
+        image.wait.end()
+        if not image.req_ids:  # it can make room
+            self._room.end()
+        self._send_pending()
+        return None
+
+    def _fail(self, image: EmbeddedImage, status: int, message: str) -> ImageFailed:
+        self.pool.remove(image)
+        image.wait.end()
+        return ImageFailed(frozenset(image.req_ids), status, message)
+
+    def _send_pending(self) -> None:
+        """What an encoder died of goes alone, so that the next death shows who is at fault."""
+        if self._send is None:
+            return
+        pending = self.pool.pending()
+        under_way = [image for image in pending if image.is_sent]
+        for image in pending:
+            runs_alone = image.num_crashes > 0 or any(sent.num_crashes for sent in under_way)
+            if image.is_sent or (runs_alone and under_way):
+                continue
+            data = self._files[image.item.digest][0]
+            self._send(EncodeImage(image.item.digest, image.item.height, image.item.width, image.arena_rows, data))
+            image.is_sent = True
+            under_way.append(image)
+
+    def report(self, metrics: RouterMetrics) -> None:
+        pool = self.pool
+        waiting = len(pool.pending())
+        metrics.set_images(
+            ImageFigures(self.hits, self.seconds, self.num_encoded, pool.num_evicted, waiting, pool.used_rows)
+        )
+
+
+def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32Array:
+    """The prompt with ids by which the prefix cache tells images apart."""
+    if not images:
+        return prompt_ids
+    ids = np.array(prompt_ids, dtype=np.int32)
+    for image in images:
+        ids[image.start : image.end] = ids_of(image.digest, image.tokens)
+    return ids

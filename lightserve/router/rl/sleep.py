@@ -1,0 +1,106 @@
+"""Sleep: the workers are stopped, which frees all their memory, and started again. The router keeps the requests.
+
+    Sleep ─▶ pause ─▶ StopWorkers to the launcher ─▶ WorkersStopped        WakeUp ─▶ StartWorkers ─▶ NewWorkers
+
+Requests that come meanwhile wait in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from lightserve.errors import ConflictError
+from lightserve.messages.control import StartWorkers, StopWorkers
+from lightserve.messages.rl import MEMORY_TAGS, PauseGeneration, RlReply, Sleep, WakeUp
+from lightserve.router.rl.pause import PauseControl
+from lightserve.router.step_loop import StepLoop
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+_SLEEP = "sleep"
+STOPPED, KEPT = "workers_stopped", "memory_kept"
+
+
+class SleepControl:
+    def __init__(self, steps: StepLoop, pause: PauseControl) -> None:
+        self.is_asleep = False  # the workers are stopped
+        self._steps = steps
+        self._pause = pause
+        self._released: set[str] = set()  # tags; no step runs until all of them are resumed
+        self._send: Callable[[StopWorkers | StartWorkers], None] | None = None
+        self._done: asyncio.Future[None] | None = None  # what the launcher was asked for
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._released)
+
+    def connect(self, send: Callable[[StopWorkers | StartWorkers], None]) -> None:
+        """``send``: to the launcher, which replies by ``on_workers_changed``."""
+        self._send = send
+
+    def on_workers_changed(self) -> None:
+        """The workers have stopped, or new ones are connected."""
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    async def sleep(self, message: Sleep) -> RlReply:
+        """Without the tag ``weights``, the workers stay, and so does their memory."""
+        async with self._lock:
+            tags = set(message.tags or MEMORY_TAGS)
+            if tags <= self._released:
+                return RlReply(0, method=self._method)
+            await self._pause_for_sleep(message)
+            self._released |= tags
+            if "weights" in tags and not self.is_asleep:
+                await self._stop()
+            return RlReply(0, method=self._method, count=self._pause.num_open)
+
+    async def wake(self, message: WakeUp) -> RlReply:
+        """The reply comes when new workers have loaded the model. Steps run when all tags are resumed."""
+        async with self._lock:
+            since_s, was_asleep = time.monotonic(), self.is_asleep
+            if was_asleep:
+                await self._start()
+            self._released -= set(message.tags or MEMORY_TAGS)
+            if not self._released:
+                self._steps.release(_SLEEP)
+            seconds = time.monotonic() - since_s
+            if was_asleep:
+                logger.info("awake after %.2f s: %d requests go on", seconds, self._pause.num_open)
+            return RlReply(0, method=STOPPED if was_asleep else KEPT, seconds=seconds)
+
+    @property
+    def _method(self) -> str:
+        return STOPPED if self.is_asleep else KEPT
+
+    async def _pause_for_sleep(self, message: Sleep) -> None:
+        was_paused = self._pause.is_paused
+        pause = PauseGeneration(0, message.mode, refuses_new=message.mode == "wait", clears_cache=True)
+        await self._pause.pause(pause)
+        self._steps.hold(_SLEEP)
+        if not was_paused:
+            self._pause.clear()
+
+    async def _stop(self) -> None:
+        if not self._steps.has_workers:
+            raise ConflictError("the workers are being replaced; retry in a few seconds")
+        self.is_asleep = True
+        self._steps.suspend_workers()
+        await self._ask_launcher(StopWorkers())
+        self._steps.close_workers()
+        logger.info("asleep: the workers are stopped, %d requests stay", self._pause.num_open)
+
+    async def _start(self) -> None:
+        await self._ask_launcher(StartWorkers())
+        self.is_asleep = False
+
+    async def _ask_launcher(self, message: StopWorkers | StartWorkers) -> None:
+        if self._send is None:
+            raise RuntimeError("a sleep came before the router ran")
+        self._done = asyncio.get_running_loop().create_future()
+        self._send(message)
+        await self._done

@@ -1,0 +1,59 @@
+"""Decides at the start whether requests may have images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+from lightserve.config import ServerConfig
+from lightserve.errors import OptionError
+from lightserve.model_files.config.images import PREPROCESSOR, has_image_files, reads_images
+from lightserve.model_files.source import resolve
+from lightserve.utils.extras import install_command
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+DEFAULT_IMAGES = 16  # of a request
+NOT_A_READER = "images of this model are not read here; leave it out"
+OFF = "the operator wants none"
+
+
+def with_images(config: ServerConfig) -> ServerConfig:
+    """The config with the number of images that requests may have, if the model reads them.
+
+    Without --limit_mm_per_prompt, a server that cannot read images serves text, and logs why.
+    """
+    if config.cluster.listen is not None or config.is_other_node:
+        return config
+    is_wanted = config.http.max_images > 0
+    reason = "" if config.http.limit_mm_per_prompt is None or is_wanted else OFF
+    reason = reason or _why_not(config)
+    if not reason:
+        return _with_limit(config) if not is_wanted else config
+    if is_wanted:
+        raise OptionError(f"limit_mm_per_prompt={config.http.limit_mm_per_prompt!r}: {reason}")
+    if reason not in (NOT_A_READER, OFF):
+        logger.warning("requests may have no images: %s", reason)
+    return replace(config, http=replace(config.http, limit_mm_per_prompt=None))
+
+
+def _why_not(config: ServerConfig) -> str:
+    source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=config.worker.trust_remote_code)
+    if not reads_images(source.hf_config()):
+        return NOT_A_READER
+    if not has_image_files(source):
+        return f"{source.path} has no {PREPROCESSOR}; fetch it"
+    if find_spec("PIL") is None:
+        return f"the package pillow is missing; run: {install_command('images')}"
+    try:
+        _with_limit(config)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def _with_limit(config: ServerConfig) -> ServerConfig:
+    """It raises an OptionError if images do not combine with another feature."""
+    http = replace(config.http, limit_mm_per_prompt=f"image={DEFAULT_IMAGES}")
+    return replace(config, http=http)

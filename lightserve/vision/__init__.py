@@ -1,0 +1,1 @@
+"""Vision towers: from the pixels of images to embeddings that a text model reads."""

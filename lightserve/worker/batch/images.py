@@ -1,0 +1,142 @@
+"""The images of a worker's requests: where their tokens stand, and which rows of the arena have their embeddings.
+
+The rotary positions of such a prompt have three axes. A token of an image has the row and the column in which it is
+there; text has one position on all axes, which goes on after the largest one before it. So the positions after the last
+image differ from those in the sequence by one number for each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel import StepImages
+from lightserve.common.device import to_device
+from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
+from lightserve.messages.media import ImageRows
+
+NOT_ENCODED = -1  # in place of a row of the arena
+
+
+class PackedImages(NamedTuple):
+    """The tokens of images in a step, on the host."""
+
+    tokens: Int64Array  # their places in the step
+    arena_rows: Int32Array  # the same
+    positions: Int64Array  # [3, tokens of the step]
+
+
+@dataclass(frozen=True, slots=True)
+class ReqImages:
+    tokens: Int64Array  # places in the prompt, in order
+    arena_rows: Int32Array  # of each; NOT_ENCODED: its KV was cached
+    positions: Int64Array  # [3, tokens up to the end of the last image]
+
+    @property
+    def end(self) -> int:
+        """After the last image."""
+        length: int = self.positions.shape[1]
+        return length
+
+    @property
+    def offset(self) -> int:
+        """Of the rotary positions after the last image."""
+        largest: int = self.positions.max().item()
+        return largest + 1 - self.end
+
+
+def positions_of(images: Sequence[ImageRows]) -> Int64Array:
+    """By axis, of all tokens up to the end of the last image."""
+    parts: list[Int64Array] = []
+    length = position = 0
+    for image in images:
+        text = np.arange(image.start - length) + position
+        position += len(text)
+        rows, columns = np.divmod(np.arange(image.rows * image.columns), image.columns)
+        parts += [np.stack((text, text, text)), np.stack((np.zeros_like(rows), rows, columns)) + position]
+        length, position = image.start + len(rows), position + max(image.rows, image.columns)
+    return np.concatenate(parts, axis=1)
+
+
+def req_images(images: Sequence[ImageRows]) -> ReqImages:
+    counts = [image.rows * image.columns for image in images]
+    places = [np.arange(image.start, image.start + count) for image, count in zip(images, counts, strict=True)]
+    arena_rows = [
+        int32s(image.arena_rows) if len(image.arena_rows) else np.full(count, NOT_ENCODED, dtype=np.int32)
+        for image, count in zip(images, counts, strict=True)
+    ]
+    return ReqImages(np.concatenate(places), np.concatenate(arena_rows), positions_of(images))
+
+
+class BatchImages:
+    def __init__(self, arena: Tensor, max_reqs: int, device: torch.device, has_axes: bool) -> None:
+        """``arena``: the embeddings of all images, ``[rows, hidden]``, in shared memory."""
+        self._arena = arena
+        self._device = device
+        self._reqs: dict[int, ReqImages] = {}  # by row of the batch
+        self._unfinished: set[int] = set()  # of these, rows whose images may not all be computed
+        # by row, on the device: what to add to positions after the images; None: the model has one axis
+        self.rotary_offsets = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device) if has_axes else None
+
+    def enter(self, row: int, images: Sequence[ImageRows]) -> None:
+        """A request begins to use a row of the batch."""
+        before = self._reqs.pop(row, None)
+        self._unfinished.discard(row)
+        if images:
+            self._reqs[row] = req_images(images)
+            self._unfinished.add(row)
+        if self.rotary_offsets is not None and (before is not None or images):
+            self.rotary_offsets[row] = self._offset_of(row)
+
+    def _offset_of(self, row: int) -> int:
+        images = self._reqs.get(row)
+        return 0 if images is None else images.offset
+
+    def pack(self, rows: Int64Array, q_len: Int64Array, ready: Int64Array, num_tokens: int) -> PackedImages | None:
+        """What a step computes of images; None: all its tokens come after the images of their requests.
+
+        ``num_tokens``: with padding.
+        """
+        if not self._unfinished:  # as in most steps
+            return None
+        starts = np.cumsum(q_len) - q_len
+        unfinished = [index for index, row in enumerate(rows.tolist()) if self._is_unfinished(row, ready[index])]
+        if not unfinished:
+            return None
+        positions = np.zeros(num_tokens, dtype=np.int64)
+        offsets = np.fromiter(map(self._offset_of, rows.tolist()), dtype=np.int64, count=len(rows))
+        positions[: int(q_len.sum())] = np.arange(int(q_len.sum())) + np.repeat(ready - starts + offsets, q_len)
+        by_axis = np.stack((positions, positions, positions))
+        tokens, arena_rows = [], []
+        for index in unfinished:
+            images, begin, first = self._reqs[int(rows[index])], int(ready[index]), int(starts[index])
+            end = min(begin + int(q_len[index]), images.end)
+            by_axis[:, first : first + end - begin] = images.positions[:, begin:end]
+            inside = slice(*np.searchsorted(images.tokens, (begin, end)))
+            tokens.append(images.tokens[inside] - begin + first)
+            arena_rows.append(images.arena_rows[inside])
+        return PackedImages(np.concatenate(tokens), _encoded(np.concatenate(arena_rows)), by_axis)
+
+    def _is_unfinished(self, row: int, ready_len: int) -> bool:
+        if row in self._unfinished and ready_len >= self._reqs[row].end:
+            self._unfinished.remove(row)
+        return row in self._unfinished
+
+    def of_step(self, packed: PackedImages) -> StepImages:
+        embeddings = self._arena.index_select(0, torch.from_numpy(packed.arena_rows.astype(np.int64)))
+        return StepImages(
+            to_device(packed.tokens, self._device),
+            embeddings.to(self._device),
+            to_device(packed.positions, self._device),
+        )
+
+
+def _encoded(arena_rows: Int32Array) -> Int32Array:
+    if (arena_rows == NOT_ENCODED).any():
+        raise ValueError("a step computes tokens of an image whose embeddings were not announced")
+    return arena_rows

@@ -1,0 +1,128 @@
+"""A draft head: one layer that reads the hidden states of a model and drafts the tokens after the next one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel import (
+    CheckpointTensor,
+    HiddenStates,
+    InferStateInfo,
+    KvGroup,
+    LayerSpec,
+    ModelInput,
+    NormWeight,
+    TpPartBaseModel,
+    TransformerLayerInfer,
+    TransformerLayerWeight,
+)
+from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
+from lightserve.common.basemodel.rotary import rotary_tables
+
+
+class SampledAt(NamedTuple):
+    """Of each row, as ops.sample takes them."""
+
+    temperatures: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+SampleLocal = Callable[[Tensor, SampledAt], Tensor]
+
+
+class HeadWeight(LayerWeight):
+    """The head's own weights, with those of its layer."""
+
+    layer: TransformerLayerWeight
+    norm: NormWeight  # of what the layer computes, before logits
+
+
+class DraftHead(ABC):
+    """The layer has a KV cache of its own, under the number that follows those of the model's layers.
+
+    At position p the layer reads the hidden state of the model there, and the token at p + 1. What it computes is the
+    logits of the token at p + 2. Where the model has not computed a position yet, the layer reads its own output.
+    """
+
+    spec: LayerSpec
+    weights: HeadWeight
+    layer: TransformerLayerInfer[Any, Any]
+
+    def __init__(self, model: TpPartBaseModel) -> None:
+        self.model = model
+        self.aux_layers: tuple[int, ...] = ()  # see TpPartBaseModel.aux_layers
+
+    @abstractmethod
+    def new_weights(self, device: torch.device) -> HeadWeight: ...
+
+    @abstractmethod
+    def kv_group(self) -> KvGroup: ...
+
+    @abstractmethod
+    def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+        """The tensors of the head, among others that it does not read."""
+
+    @abstractmethod
+    def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
+        """What the layer reads of the model, ``[tokens, width]``. ``final``: the hidden states after the last norm."""
+
+    @abstractmethod
+    def hidden(self, states: Tensor) -> Tensor:
+        """The hidden states that the layer reads, from ``model_states``."""
+
+    @abstractmethod
+    def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
+        """May set the residual of ``state``."""
+
+    @abstractmethod
+    def recycled(self, summed: Tensor, normed: Tensor) -> Tensor:
+        """The hidden states for the next position: ``summed`` before the norm, or ``normed`` behind it."""
+
+    @abstractmethod
+    def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
+        """A draft of each row, with the noise of its position. The same on all ranks.
+
+        ``sample_local`` samples from logits of this rank's tokens.
+        """
+
+    def finish_dummy(self) -> None:  # noqa: B027  most need nothing
+        """Correct random weights that are no numbers to compute with."""
+
+    def init_tables(self) -> None:
+        """Create what each step reads: angles of positions that the model does not have."""
+        tables = rotary_tables([self.spec], self.model.req_manager.max_len)
+        missing = {key: table for key, table in tables.items() if key not in self.model.rotary_tables}
+        self._rotary_tables = {
+            key: (cos.to(self.model.device), sin.to(self.model.device)) for key, (cos, sin) in missing.items()
+        }
+
+    def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        """Compute the layer for all tokens of a step; ``step.input_ids`` are the tokens after them.
+
+        Returns the sum of residual and output, ``[tokens, hidden]``.
+        """
+        state = self._state(step)
+        x = self.layer_input(hidden, step.input_ids, state)
+        forward = self.layer.context_forward if step.is_prefill else self.layer.token_forward
+        out = forward(x, state, self.weights.layer)
+        assert state.residual is not None
+        return state.residual + out
+
+    def _state(self, step: ModelInput) -> InferStateInfo:
+        model = self.model
+        state = model.infer_state_class(step, model.mem_manager)
+        state.groups = model.args.parallel.dp
+        state.init_some_extra_state(model, step.input_ids)
+        for key, (cos, sin) in self._rotary_tables.items():
+            state.rotary_angles[key] = ops.RotaryAngles(
+                cos.index_select(0, step.position_ids), sin.index_select(0, step.position_ids)
+            )
+        state.use_pool_of(self.spec.layer_num)
+        return state

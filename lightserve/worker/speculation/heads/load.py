@@ -1,0 +1,76 @@
+"""Loads the draft head that --speculative_config names, and gives it room in the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from lightserve.common.basemodel import CheckpointTensor, TpPartBaseModel
+from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
+from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
+from lightserve.config import WorkerConfig
+from lightserve.config.speculation import SpeculativeConfig
+from lightserve.errors import CheckpointError
+from lightserve.model_files.draft_head import Eagle3Config, check_mtp
+from lightserve.model_files.source import ModelSource, resolve
+from lightserve.worker.speculation.heads.eagle3 import Eagle3Head
+from lightserve.worker.speculation.heads.head import DraftHead
+from lightserve.worker.speculation.heads.mtp import MtpHead
+from lightserve.worker.speculation.heads.proposer import num_extra_slots
+
+
+def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBaseModel) -> DraftHead | None:
+    """None: the method has no head, or there are no drafts. ``source``: of the model."""
+    speculation = config.speculation
+    if speculation is None or not speculation.has_head:
+        return None
+    has_weights = config.load_format == "auto"
+    head, files = _make(speculation, source, model, has_weights)
+    if has_weights:
+        _check(head, files)
+    head.weights = head.new_weights(model.device)
+    if has_weights:
+        load_weights([head.weights], head.checkpoint(open_checkpoint(files)), model.config.num_layers + 1)
+    else:
+        fill_dummy([head.weights])
+        head.finish_dummy()
+    head.init_tables()
+    extra = num_extra_slots(config.running_max_req_size, speculation.num_speculative_tokens)
+    model.add_kv_group(replace(head.kv_group(), extra_slots=extra))
+    return head
+
+
+def without_head(
+    speculation: SpeculativeConfig | None, num_layers: int, tensors: Iterable[CheckpointTensor]
+) -> Iterable[CheckpointTensor]:
+    """The tensors of a model's checkpoint without those that its MTP head reads."""
+    if speculation is None or speculation.method != "mtp":
+        return tensors
+    return (tensor for tensor in tensors if not tensor.name.startswith(f"model.layers.{num_layers}."))
+
+
+def _make(
+    speculation: SpeculativeConfig, source: ModelSource, model: TpPartBaseModel, has_weights: bool
+) -> tuple[DraftHead, ModelSource]:
+    """The head without weights, and the files that have its tensors."""
+    if speculation.method == "mtp":
+        check_mtp(model.config)
+        return MtpHead(model), source
+    files = resolve(speculation.model, needs_weights=has_weights)
+    names = {_plain(tensor.name) for tensor in tensor_metadata(files)} if has_weights else {"lm_head.weight"}
+    return Eagle3Head(model, Eagle3Config.read(files.path, model.config), names), files
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _check(head: DraftHead, files: ModelSource) -> None:
+    """Find a missing or misshapen tensor before memory is allocated."""
+    tensors: Iterable[CheckpointTensor] = head.checkpoint(tensor_metadata(files))
+    try:
+        check_weights([head.new_weights(torch.device("meta"))], tensors, head.model.config.num_layers + 1)
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft head of --speculative_config ({files.path}): {error}") from error

@@ -1,0 +1,158 @@
+"""Lets a draft head draft the tokens of the next step as soon as those of a step are sampled, on the device.
+
+The head first computes all tokens of the step, so its KV cache has the same tokens as the model's. Then it computes one
+more position of each request for each further draft. The slots of those positions are not known yet. So they have slots
+of their own behind those of the pool, which the next such position overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel import KvGroupInput, ModelInput
+from lightserve.common.device import to_device
+from lightserve.messages.int_arrays import Int64Array
+from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
+from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.sampling.verification import NO_DRAFT
+from lightserve.worker.speculation.draft_input import VerifiedCounts
+from lightserve.worker.speculation.heads.head import DraftHead, SampledAt
+from lightserve.worker.step_runner import StepOut, StepRunner
+
+UNKNOWN = -1  # in place of the token after a step: the step samples it
+
+
+class RowsOfStep(NamedTuple):
+    """The rows of logits of a step with drafts. Without drafts, the last token of each request has a row."""
+
+    tokens: Tensor  # [rows] int64: the token of each row
+    sampled: Tensor  # [rows] int64: the token that it has sampled
+    last: Tensor  # [requests] int64: the row of the last accepted draft, or of the token before the drafts
+
+    @classmethod
+    def of(cls, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> RowsOfStep:
+        """``tokens``: of all rows but those of padding."""
+        assert out.drafts is not None
+        tensors = out.drafts.tensors
+        first = tensors.first_rows.long()
+        last = (first + counts.tokens[first] - 1).clamp(max=len(out.tokens) - 1)
+        return cls(tensors.logit_tokens.long(), torch.cat((tokens, out.tokens[len(tokens) :])), last)
+
+
+class HeadProposer:
+    """Drafts wait in a table, ``[request rows, num_drafts]``, which ``propose`` reads."""
+
+    def __init__(self, head: DraftHead, batch: InferBatch, runner: StepRunner, num_drafts: int) -> None:
+        self._model = model = head.model
+        self._head, self._batch, self._runner, self._num_drafts = head, batch, runner, num_drafts
+        num_rows = model.req_manager.max_reqs + 1
+        self._table = torch.full((num_rows, num_drafts), NO_DRAFT, dtype=torch.int64, device=model.device)
+        self._temperatures = torch.zeros(num_rows, device=model.device)  # by row; 0: greedily
+        runner.states_of_model = head.model_states
+        model.aux_layers = head.aux_layers
+
+    def add(self, req: InferReq) -> None:
+        """A request that enters the batch."""
+        self._temperatures[req.row].fill_(0.0 if req.sampling.is_greedy else req.sampling.temperature)
+
+    def propose(self, reqs: Sequence[InferReq], counts: Int64Array, ready_len: Tensor) -> Tensor:
+        rows = np.repeat(np.array([req.row for req in reqs], dtype=np.int64), counts)
+        numbers = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        b_row, b_number = to_device(np.concatenate((rows, numbers)), self._table.device).view(2, -1).unbind()
+        return self._table[b_row, b_number]
+
+    def known_after(self, packed: PackedStep) -> Int64Array:
+        """The token after those that the step computes of each request, if it is part of its prompt: [requests]."""
+        columns, rows = self._batch.columns, packed.rows
+        known = np.full(len(rows), UNKNOWN, dtype=np.int64)
+        for index in np.flatnonzero(columns.known_len[rows] > columns.cache_len[rows]).tolist():
+            req = packed.reqs[index]
+            known[index] = req.token_ids[req.cache_len]
+        return known
+
+    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array) -> None:
+        """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch."""
+        assert out.for_head is not None
+        step, columns = out.for_head.step, out.columns.reqs
+        b_row = columns["row"].long()
+        padded = np.pad(known_after, (0, len(b_row) - len(known_after)), constant_values=UNKNOWN)
+        next_ids, last = self._tokens_after(step, b_row, rows, to_device(padded, b_row.device))
+        attn = replace(step.attn, shared_prefixes=None, plans={})
+        step = replace(step, input_ids=next_ids, attn=attn, lora=None)
+        summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
+        if (known_after != UNKNOWN).all():
+            return  # no request samples a token
+        positions = step.position_ids[last]
+        at = SampledAt(self._temperatures[b_row], columns["seed"], positions)
+        self._draft_further(summed, at, step)
+
+    def _tokens_after(
+        self, step: ModelInput, b_row: Tensor, rows: RowsOfStep | None, known_after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The token after each token of the step, and the last token of each request that counts, as its place."""
+        next_ids = step.input_ids.roll(-1)
+        if rows is None:
+            attn = step.attn
+            last = (attn.b_start_loc + attn.b_seq_len - attn.b_ready_cache_len - 1).long()
+            sampled = self._batch.last_ids[b_row]
+        else:
+            next_ids[rows.tokens] = rows.sampled.clamp(min=0)
+            last, sampled = rows.tokens[rows.last], rows.sampled[rows.last]
+        next_ids[last] = torch.where(known_after != UNKNOWN, known_after, sampled).clamp(min=0)
+        return next_ids, last
+
+    def _draft_further(self, summed: Tensor, at: SampledAt, step: ModelInput) -> None:
+        """``summed``: of the last token of each request, at the positions of ``at``."""
+        positions = at.positions
+        b_row = step.attn.b_req_idx.long()
+        table = step.attn.req_to_token
+        columns = positions[:, None] + torch.arange(1, self._num_drafts, device=positions.device)
+        places = b_row[:, None], columns.clamp(max=table.shape[1] - 1).long()
+        slots_before = table[places]
+        table[places] = slots = self._scratch_slots(b_row)
+        drafts = []
+        for number in range(self._num_drafts):
+            normed = self._head.weights.norm.norm(summed)
+            # the draft follows the token that was sampled, which follows the last one that is computed
+            ids = self._head.sample(normed, at._replace(positions=positions + number + 2), self._sample_local)
+            drafts.append(ids)
+            if number + 1 < self._num_drafts:
+                hidden = self._head.recycled(summed, normed)
+                next_step = self._one_token(
+                    step, ids, columns[:, number].int().clamp(max=table.shape[1] - 1), slots[:, number]
+                )
+                summed = self._head.forward(hidden, next_step)
+        table[places] = slots_before
+        self._table[b_row] = torch.stack(drafts, dim=1)
+
+    def _scratch_slots(self, b_row: Tensor) -> Tensor:
+        """``[requests, num_drafts - 1]`` int32. Padding writes to its own slot."""
+        numbers = torch.arange(1, self._num_drafts, device=b_row.device)
+        memory, padding_row = self._model.mem_manager, self._model.req_manager.padding_row
+        slots = memory.padding_slot + b_row[:, None] * (self._num_drafts - 1) + numbers
+        return slots.where(b_row[:, None] != padding_row, memory.padding_slot).int()
+
+    def _one_token(self, step: ModelInput, ids: Tensor, positions: Tensor, slots: Tensor) -> ModelInput:
+        starts = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        attn = ops.AttnBatch(
+            step.attn.req_to_token, step.attn.b_req_idx, starts, positions + 1, positions, has_decodes=True
+        )
+        groups = tuple(KvGroupInput(slots, attn) for _ in step.kv_groups)
+        return ModelInput(
+            ids.clamp(min=0), positions, slots, attn, is_prefill=False, kv_groups=groups, states=step.states
+        )
+
+    def _sample_local(self, logits: Tensor, at: SampledAt) -> Tensor:
+        return self._runner.sample(logits, at, None)
+
+
+def num_extra_slots(max_reqs: int, num_drafts: int) -> int:
+    """Behind that of padding: see ``_scratch_slots``."""
+    return max_reqs * (num_drafts - 1)

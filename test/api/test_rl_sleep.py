@@ -1,0 +1,132 @@
+"""Sleep and wake up over a real server with a tiny model: the workers stop, the router keeps the requests."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.models import TINY, save_model
+from test.api.server import ServerProcess, running_server
+from test.waiting import wait_until
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+LONG = 1500
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("sleep")
+    model = root / "model"
+    model.mkdir()
+    save_model(model, None, TINY)
+    flags = ("--load_format", "dummy", "--max_total_token_num", "4096", "--max_req_total_len", "2048", "--enable_rl")
+    with running_server(root / "log", "--model_dir", str(model), *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def clients() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def generate(server: ServerProcess, tokens: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    status, response = server.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
+    assert status == 200, response
+    assert isinstance(response, dict)
+    return response
+
+
+def start(server: ServerProcess, clients: ThreadPoolExecutor) -> Future[dict[str, Any]]:
+    before = server.metrics()["generation_tokens_total"]
+    running = clients.submit(generate, server, LONG)
+    wait_until(lambda: server.metrics()["generation_tokens_total"] > before or running.done())
+    return running
+
+
+def workers(server: ServerProcess) -> int:
+    return sum(len(found) for name, found in server.processes().items() if "worker" in name)
+
+
+def test_a_kept_request_goes_on_after_a_sleep_with_the_same_text(
+    server: ServerProcess, clients: ThreadPoolExecutor
+) -> None:
+    whole = generate(server, LONG)["output_ids"]
+    restarts = server.metrics()["worker_restarts_total"]
+    running = start(server, clients)
+
+    status, slept = server.post("/sleep?level=1&mode=keep", {})
+
+    assert (status, slept) == (200, {"status": "sleeping", "level": 1, "method": "workers_stopped"})
+    assert workers(server) == 0
+    assert not running.done()
+    waiting = clients.submit(generate, server, 3)
+    wait_until(lambda: not server.is_healthy())
+    status, woken = server.post("/wake_up", {})
+    assert (status, woken["status"], woken["method"]) == (200, "awake", "workers_stopped")
+    assert woken["seconds"] > 0
+    assert running.result()["output_ids"] == whole
+    assert waiting.result()["output_ids"] == whole[:3]
+    assert server.metrics()["worker_restarts_total"] == restarts
+    server.wait_for_log("awake: the workers are ready after")
+
+
+def test_tags_are_released_and_resumed_one_after_the_other(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
+    running = start(server, clients)
+
+    assert server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) == (200, None)
+
+    assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert workers(server) == 0
+    waiting = clients.submit(generate, server, 3)
+    assert server.post("/resume_memory_occupation", {"tags": ["weights"]}) == (200, None)
+    assert workers(server) > 0
+    assert not waiting.done()
+    assert server.post("/resume_memory_occupation", {"tags": ["kv_cache"]}) == (200, None)
+    assert len(waiting.result()["output_ids"]) == 3
+
+
+def test_releasing_the_kv_cache_alone_keeps_the_workers(server: ServerProcess) -> None:
+    assert server.post("/release_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    assert workers(server) > 0
+    assert server.post("/resume_memory_occupation", {})[0] == 200
+    assert len(generate(server, 3)["output_ids"]) == 3
+
+
+def test_an_unknown_tag_is_named(server: ServerProcess) -> None:
+    status, response = server.post("/release_memory_occupation", {"tags": ["graphs"]})
+
+    assert status == 400
+    assert "'graphs' is unknown; known are weights, kv_cache, cuda_graph" in response["error"]["message"]
+
+
+def test_a_worker_that_dies_while_it_wakes_up_is_replaced(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
+    whole = generate(server, 3)["output_ids"]
+    assert server.post("/sleep", {})[0] == 200
+    waking = clients.submit(server.post, "/wake_up", {})
+    wait_until(lambda: workers(server) > 0)
+
+    for name, found in server.processes().items():
+        if "worker" in name:
+            for process in found:
+                process.send_signal(signal.SIGKILL)
+
+    assert waking.result()[0] == 200
+    assert generate(server, 3)["output_ids"] == whole
+
+
+def test_a_server_that_sleeps_shuts_down(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_model(model, None, TINY)
+    flags = ("--load_format", "dummy", "--max_total_token_num", "512", "--enable_rl")
+    with running_server(tmp_path / "log", "--model_dir", str(model), *flags) as server:
+        assert server.post("/sleep", {})[0] == 200
+
+        assert server.stop() == 0

@@ -1,0 +1,236 @@
+"""Requests with images wait for the encoder, and rows of the arena are never given away too early."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from lightserve.media.tokens import digest_of, ids_of
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
+from lightserve.messages.params import GenerationParams
+from lightserve.messages.step import NewReq
+from lightserve.router.images.image_waits import ImageWaits, with_image_ids
+from lightserve.router.kv.pool import KvPool
+from lightserve.router.req import Req
+
+PLACEHOLDER = 5
+
+
+class Encoder:
+    """Holds the images that it was sent, until the test completes them."""
+
+    def __init__(self, rows: int) -> None:
+        self.sent: list[EncodeImage] = []
+        self.generation = 0
+        self.waits = ImageWaits(lambda generation: self._receive)
+        self.waits.start_encoder(EncoderStarted(0, rows))
+
+    def _receive(self, message: EncodeImage) -> None:
+        self.sent.append(message)
+
+    def complete(self, status: int = 200) -> frozenset[int]:
+        """The first image. Returns the requests that fail."""
+        failed = self.waits.complete(ImageEncoded(self.generation, self.sent.pop(0).digest, status, "damaged"))
+        return frozenset() if failed is None else failed.req_ids
+
+    def crash(self) -> set[int]:
+        """Returns the requests that fail."""
+        self.sent, self.generation = [], self.generation + 1
+        failed = self.waits.start_encoder(EncoderStarted(self.generation, 0))
+        return {req_id for each in failed for req_id in each.req_ids}
+
+
+def item(name: str, start: int, tokens: int) -> ImageItem:
+    return ImageItem(digest_of(name.encode()), start, 1, tokens, 28, 28 * tokens, PLACEHOLDER, name.encode())
+
+
+def request(req_id: int, *names: str, tokens: int = 4) -> Req:
+    """An image after each token of text."""
+    images = [item(name, 1 + number * (tokens + 1), tokens) for number, name in enumerate(names)]
+    ids = [1] if not images else [1, *[PLACEHOLDER] * tokens] * len(images) + [2]
+    params = GenerationParams.of(max_new_tokens=3)
+    return Req(req_id, with_image_ids(int32s(ids), images), params, 3, (), images=tuple(images))
+
+
+def test_a_request_waits_until_all_its_images_are_encoded() -> None:
+    encoder, req = Encoder(100), request(1, "a", "b")
+
+    encoder.waits.enter(req, 0)
+
+    assert [message.data for message in encoder.sent] == [b"a", b"b"]
+    assert encoder.waits.wait_of(req, 0) is not None
+    encoder.complete()
+    assert encoder.waits.wait_of(req, 0) is not None
+    encoder.complete()
+    assert encoder.waits.wait_of(req, 0) is None
+
+
+def test_an_image_is_encoded_once_for_all_its_requests() -> None:
+    encoder = Encoder(100)
+    for req_id in range(3):
+        encoder.waits.enter(request(req_id, "a"), 0)
+
+    assert len(encoder.sent) == 1
+    encoder.complete()
+    encoder.waits.enter(request(7, "a"), 0)
+    assert not encoder.sent
+    assert encoder.waits.hits == {"kv": 0, "embedding": 3, "none": 1}
+
+
+def test_an_image_whose_kv_is_cached_is_not_encoded() -> None:
+    encoder, req = Encoder(100), request(1, "a", "b")
+
+    encoder.waits.enter(req, 5)
+
+    assert [message.data for message in encoder.sent] == [b"b"]
+    encoder.complete()
+    rows = encoder.waits.as_new(req, NewReq(1, req.prompt_ids, req.params.sampling, 0)).images
+    assert [len(image.arena_rows) for image in rows] == [0, 4]
+
+
+def test_the_workers_get_ids_of_the_vocabulary() -> None:
+    encoder, req = Encoder(100), request(1, "a")
+    encoder.waits.enter(req, 0)
+    encoder.complete()
+
+    new = encoder.waits.as_new(req, NewReq(1, req.prompt_ids, req.params.sampling, 0))
+
+    assert list(new.token_ids) == [1, *[PLACEHOLDER] * 4, 2]
+    assert list(req.prompt_ids[1:5]) == list(ids_of(digest_of(b"a"), 4))
+
+
+def test_a_request_waits_for_rows_that_others_hold_and_holds_none_meanwhile() -> None:
+    encoder, first, second = Encoder(8), request(1, "a", "b"), request(2, "c", "d")
+    encoder.waits.enter(first, 0)
+    encoder.complete()
+    encoder.complete()
+    encoder.waits.enter(second, 0)
+
+    assert not encoder.sent
+    assert encoder.waits.wait_of(second, 0) is not None
+    encoder.waits.drop(first)
+    assert encoder.waits.wait_of(second, 0) is not None  # for the encoder now
+    assert [message.data for message in encoder.sent] == [b"c", b"d"]
+
+
+def test_images_that_can_never_fit_are_refused() -> None:
+    reason = Encoder(7).waits.why_refused(request(1, "a", "b").images)
+
+    assert reason == "the images of the request have 8 tokens; the limit is 7 (--embed_cache_gb)"
+
+
+def test_rows_under_way_are_not_given_away_when_their_request_is_aborted() -> None:
+    encoder, first, second = Encoder(4), request(1, "a"), request(2, "b")
+    encoder.waits.enter(first, 0)
+    encoder.waits.drop(first)
+    encoder.waits.enter(second, 0)
+
+    assert [message.data for message in encoder.sent] == [b"a"]
+    encoder.complete()
+    assert encoder.waits.wait_of(second, 0) is not None
+    assert [message.data for message in encoder.sent] == [b"b"]
+
+
+def test_an_image_that_cannot_be_decoded_fails_all_its_requests_and_no_other() -> None:
+    encoder = Encoder(100)
+    for req_id, name in enumerate("aab"):
+        encoder.waits.enter(request(req_id, name), 0)
+
+    assert encoder.complete(status=400) == {0, 1}
+    assert encoder.complete() == set()
+    assert encoder.waits.pool.used_rows == 4
+
+
+def test_after_a_crash_images_go_one_at_a_time_until_the_guilty_one_is_known() -> None:
+    encoder = Encoder(100)
+    for req_id, name in enumerate("abc"):
+        encoder.waits.enter(request(req_id, name), 0)
+    assert len(encoder.sent) == 3
+
+    assert encoder.crash() == set()
+    assert [message.data for message in encoder.sent] == [b"a"]
+    encoder.complete()
+    assert [message.data for message in encoder.sent] == [b"b"]
+    assert encoder.crash() == {1}
+    assert [message.data for message in encoder.sent] == [b"c"]
+    encoder.complete()
+    assert encoder.waits.pool.used_rows == 8
+
+
+@pytest.mark.parametrize("seed", [random.randrange(2**32) for _ in range(5)])
+def test_rows_are_never_shared_and_none_is_lost(seed: int) -> None:
+    generator, encoder = random.Random(seed), Encoder(20)
+    reqs: dict[int, Req] = {}
+    for req_id in range(300):
+        if generator.random() < 0.4:
+            names = generator.sample("abcdefgh", generator.randrange(1, 4))
+            req = request(req_id, *names, tokens=generator.randrange(1, 6))
+            if not encoder.waits.why_refused(req.images):
+                reqs[req_id] = req
+                encoder.waits.enter(req, 0)
+        else:
+            for leaving in _happen(encoder, generator, reqs):
+                encoder.waits.drop(reqs.pop(leaving))
+        for req in reqs.values():
+            encoder.waits.wait_of(req, 0)
+        _check_rows(encoder, seed)
+    for req in reqs.values():
+        encoder.waits.drop(req)
+    while encoder.sent:
+        encoder.complete()
+    pool = encoder.waits.pool
+
+    assert pool.available_rows == 20, seed
+    assert not encoder.waits._files
+
+
+def _happen(encoder: Encoder, generator: random.Random, reqs: dict[int, Req]) -> set[int]:
+    """An image is encoded or fails, the encoder crashes, or a client leaves. Returns the requests that end."""
+    event = generator.random()
+    if event < 0.4 and encoder.sent:
+        return {*encoder.complete(status=generator.choice((200, 200, 200, 400)))}
+    if event < 0.5:
+        return encoder.crash()
+    return {generator.choice(list(reqs))} if reqs else set()
+
+
+def _check_rows(encoder: Encoder, seed: int) -> None:
+    pool = encoder.waits.pool
+    rows = [pool._free, *(image.arena_rows for image in pool._images.values())]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(20)), seed
+    for message in encoder.sent:
+        image = pool.find(message.digest)
+        assert image is not None, seed
+        assert np.array_equal(image.arena_rows, message.arena_rows), seed
+
+
+def test_few_equal_ids_of_an_image_are_not_taken_from_the_cache() -> None:
+    pool, first = KvPool(100), request(1, "a", tokens=6)
+    pool.attach_prefix(first)
+    first.begin()
+    first.plan(pool.alloc(len(first.prompt_ids)))
+    pool.cache_prompt(first)
+
+    for equal in range(1, 7):
+        second = request(2, "b", tokens=6)
+        second.prompt_ids[1 : 1 + equal] = first.prompt_ids[1 : 1 + equal]
+        pool.attach_prefix(second)
+
+        assert pool.cached_len(second) == second.shared_len == (1 if equal < 4 else 1 + equal)
+        pool.release(second)
+
+
+def test_a_request_keeps_no_file_of_an_image() -> None:
+    encoder, req = Encoder(100), request(1, "a")
+
+    encoder.waits.enter(req, 0)
+    without_file = msgspec.structs.replace(req.images[0], start=0)
+
+    assert req.images[0].data == b""
+    assert encoder.waits.why_refused([without_file]) == ""
+    encoder.waits.drop(req)
+    assert encoder.waits.why_refused([without_file]) == "the file of an image is not known"

@@ -1,0 +1,118 @@
+"""Steps with drafts as graphs: padded to a captured shape, they give the texts of single launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightserve.common.device import Graphs
+from lightserve.common.device.cpu import CpuDevice
+from lightserve.common.device.profile import H200_GRAPHS
+from lightserve.offline.llm import LLM
+from lightserve.worker import step_runner
+from lightserve.worker.batch.step_input import StepShape
+from lightserve.worker.step_runner import StepOut, draft_shape_for, draft_shapes
+from lightserve.worker.worker import ModelWorker
+from test.worker.test_drafts import NUM_DRAFTS, PLAIN, Drafting, Oracle, make, params_of, prompts_of, texts_of
+
+CONFIG = f'{{"method": "ngram", "num_speculative_tokens": {NUM_DRAFTS}}}'
+
+
+class RerunGraphs:
+    """As CudaGraphs: a replay copies its input to where the captured one was, and writes its result to one place."""
+
+    def __init__(self, function: Callable[[Tensor, StepShape], StepOut]) -> None:
+        self._function = function
+        self._inputs: dict[StepShape, Tensor] = {}
+        self.replays: Counter[StepShape] = Counter()
+
+    def __contains__(self, key: StepShape) -> bool:
+        return key in self._inputs
+
+    def capture(self, examples: Iterable[tuple[StepShape, Tensor]]) -> None:
+        for key, example in examples:
+            self._function(example.clone(), key)
+            self._inputs[key] = example
+
+    def replay(self, key: StepShape, inputs: Tensor) -> StepOut:
+        self.replays[key] += 1
+        return self._function(self._inputs[key].copy_(inputs).clone(), key)  # unlike a kernel, torch may keep views
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RerunGraphs]:
+    made: list[RerunGraphs] = []
+
+    def make_graphs(self: CpuDevice, function: Callable[[Tensor, StepShape], StepOut]) -> Graphs[StepShape, StepOut]:
+        made.append(RerunGraphs(function))
+        return made[-1]
+
+    profile = CpuDevice.profile
+    ranges = replace(H200_GRAPHS, decodes=(1, 2, 5, 16), tokens=(64,), requests=(24,), max_draft_tokens=64)
+    monkeypatch.setattr(CpuDevice, "graphs", make_graphs)
+    monkeypatch.setattr(CpuDevice, "profile", lambda self, device: replace(profile(self, device), graphs=ranges))
+    monkeypatch.setattr(CpuDevice, "launches_async", True)
+    monkeypatch.setattr(step_runner, "pinned", lambda array: torch.from_numpy(array.copy()))
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_captured_steps_give_the_same_text(
+    folder: str, graphs: list[RerunGraphs], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, wanted = prompts_of(15), params_of(PLAIN)
+    expected = make(folder).generate(prompts, wanted)
+    graphs.clear()
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
+    llm = LLM(
+        folder,
+        device="cpu",
+        data_type="float32",
+        max_total_token_num=4000,
+        batch_max_tokens=200,
+        speculative_config=CONFIG,
+    )
+    watched = Drafting(llm, Oracle(texts_of(expected)))
+    watched.worker.capture()
+
+    generations = llm.generate(prompts, wanted)
+
+    assert texts_of(generations) == texts_of(expected)
+    assert all(watched.counts[count] for count in range(1, NUM_DRAFTS + 2))
+    (captured,) = graphs
+    with_drafts = Counter({shape: count for shape, count in captured.replays.items() if shape.num_drafts})
+    assert len(with_drafts) > 1
+    assert with_drafts.total() > 10
+
+
+def test_every_captured_shape_is_padded_to_itself() -> None:
+    shapes = list(draft_shapes(256, H200_GRAPHS, 3))
+
+    assert shapes
+    assert all(draft_shape_for(shape, H200_GRAPHS, 3) == shape for shape in shapes)
+    assert all(shape.tokens <= H200_GRAPHS.max_draft_tokens for shape in shapes)
+    assert not list(draft_shapes(256, H200_GRAPHS, 0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "padded"),
+    [(4, 1, (4, 1)), (2, 1, (4, 1)), (20, 5, (32, 8)), (70, 40, (96, 48)), (150, 40, (192, 48)), (600, 520, None)],
+)
+def test_a_step_has_room_for_all_drafts_unless_there_are_many_requests(
+    tokens: int, requests: int, padded: tuple[int, int] | None
+) -> None:
+    shape = StepShape(tokens, requests, has_decodes=False, has_prompts=True, num_drafts=1)
+
+    found = draft_shape_for(shape, H200_GRAPHS, 3)
+
+    assert (None if found is None else (found.tokens, found.requests)) == padded
+
+
+def test_drafts_add_few_graphs() -> None:
+    assert len(list(draft_shapes(256, H200_GRAPHS, 3))) <= 20
+    assert {shape.num_drafts for shape in draft_shapes(64, H200_GRAPHS, 8)} == {8}

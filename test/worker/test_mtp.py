@@ -1,0 +1,185 @@
+"""MTP heads of checkpoints: they compute what transformers computes, and never change a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from lightserve.errors import CheckpointError, OptionError
+from lightserve.offline.llm import LLM, Generation
+from test.models.architectures.cases import CASES
+from test.worker.heads import Recorder
+from test.worker.test_ngram import GREEDY, SEEDED, assert_same, params_of, prompts_of, without_costs
+
+NUM_DRAFTS = 3
+MODELS = ["deepseek_v3", "glm4_moe"]
+LONG = {"max_new_tokens": 25, "ignore_eos": True}
+LIKELY = {"allowed_token_ids": (5, 9, 12)}  # the more drafts are right by chance
+
+
+def save_model(folder: Path, name: str) -> None:
+    """The last layer of a model of transformers becomes the MTP layer behind the others."""
+    case = CASES[name]
+    config = AutoConfig.for_model(case.model_type, **case.fields)
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config).float().eval()
+    for parameter in hf.parameters():
+        parameter.data.normal_(std=0.15)
+    hf.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    layer, hidden = f"model.layers.{config.num_hidden_layers - 1}", config.hidden_size
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{layer}.{norm}.weight"] = 1 + 0.2 * torch.randn(hidden)
+    tensors[f"{layer}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+    tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_config(folder, num_hidden_layers=config.num_hidden_layers - 1, num_nextn_predict_layers=1)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def make(folder: Path, config: str | None, **options: Any) -> LLM:
+    options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
+    llm = LLM(str(folder), device="cpu", data_type="float32", speculative_config=config, **options)
+    if config is not None:
+        without_costs(llm)
+    return llm
+
+
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": NUM_DRAFTS})
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(folder, request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafting(folder: Path) -> LLM:
+    return make(folder, MTP)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> LLM:
+    return make(folder, None)
+
+
+def accepted(generations: list[Generation]) -> int:
+    return sum(generation.drafts.accepted for generation in generations if generation.drafts)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
+def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
+    prompts = prompts_of(6)
+    params = [params_of(sampling, LIKELY if index % 2 else {}, LONG) for index in range(6)]
+
+    drafted = drafting.generate(prompts, params)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert sum(generation.drafts is not None for generation in drafted) == 6
+
+
+def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
+    params = params_of(SEEDED, {"temperature": 30.0, "max_new_tokens": 25})  # the noise decides, which is the same
+    prompts = prompts_of(4)
+
+    drafted = drafting.generate(prompts, params)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert accepted(drafted) > 20
+
+
+def mtp_of(folder: Path) -> tuple[Any, Any]:
+    """transformers' model, and its MTP layer."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    hf._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{hf.config.num_hidden_layers}.*"]  # as of the real size
+    return hf, MtpModel.from_pretrained(hf).float().eval()
+
+
+@torch.no_grad()
+def expected_logits(hf: Any, mtp: Any, text: list[int], drafts: list[int]) -> list[Tensor]:
+    """Of the drafts that follow a text, whose last token is not computed yet: by definition, without a cache."""
+    hidden = hf.model(torch.tensor([text[:-1]])).last_hidden_state
+    next_ids, logits = text[1:], []
+    for draft in drafts:
+        positions = torch.arange(1, len(next_ids) + 1)[None]
+        out = mtp.forward_layer(0, hidden, positions, None, input_ids=torch.tensor([next_ids]))
+        logits.append(hf.lm_head(out[0, -1]))
+        hidden = torch.cat((hidden, out[:, -1:]), dim=1)
+        next_ids = [*next_ids, draft]
+    return logits
+
+
+def test_the_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, mtp = mtp_of(folder)
+    llm = make(folder, MTP, batch_max_tokens=9)  # prompts are computed in chunks
+    recorder = Recorder(llm, monkeypatch)
+    prompts = prompts_of(2, seed=3)
+    prompts.append([*prompts[0][: len(prompts[0]) // 2], 3, 4, 8])
+
+    for prompt in prompts:
+        recorder.drafted.clear()
+        (generation,) = llm.generate([prompt], params_of(LIKELY, GREEDY, {"max_new_tokens": 8}))
+        text = prompt + generation.token_ids
+        compared = 0
+        for _, position, drafts, logits in recorder.drafted:
+            if len(prompt) < position + 2 <= len(text):
+                expected = expected_logits(hf, mtp, text[: position + 2], drafts)
+                for ours, theirs in zip(logits, expected, strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+                    compared += 1
+        assert compared >= NUM_DRAFTS * 3
+
+
+def test_auto_takes_the_mtp_layer_if_the_checkpoint_has_it(folder: Path, tmp_path: Path) -> None:
+    assert "mtp, up to 3 drafts" in summary(make(folder, "auto"))
+
+    without_mtp(folder, tmp_path)
+    assert "ngram" in summary(make(tmp_path, "auto"))
+
+
+def summary(llm: LLM) -> str:
+    assert llm.config.speculation is not None
+    return llm.config.speculation.summary
+
+
+def without_mtp(folder: Path, other_folder: Path) -> None:
+    """Copy a model without its MTP layer, as some publish it: config.json still promises it."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    layer = f"model.layers.{config['num_hidden_layers']}."
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)},
+        other_folder / "model.safetensors",
+    )
+    (other_folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_checkpoint_without_its_mtp_layer_is_refused(folder: Path, tmp_path: Path) -> None:
+    without_mtp(folder, tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"draft head.*the checkpoint lacks .*eh_proj"):
+        make(tmp_path, MTP)
+    change_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(OptionError, match="no num_nextn_predict_layers"):
+        make(tmp_path, MTP)
+
+
+def test_other_models_are_refused_by_name(small_folder: str) -> None:
+    with pytest.raises(OptionError, match="mtp is not supported for llama, only for deepseek_v3, glm4_moe"):
+        make(Path(small_folder), MTP)
+    assert "ngram" in summary(make(Path(small_folder), "auto"))
