@@ -41,8 +41,8 @@ COMMON_NAMES = {
     "activation_function": "hidden_act",
     "hidden_activation": "hidden_act",
 }
-# null in the file is a value of these fields: no window, no inputs of layers, or as many KV heads as heads
-NULL_IS_A_VALUE = {"hidden_size_per_layer_input", "num_key_value_heads", "sliding_window"}
+# null in the file is a value of these fields: no window, no inputs of layers, no factor, as many KV heads as heads
+NULL_IS_A_VALUE = {"attention_value_scale", "hidden_size_per_layer_input", "num_key_value_heads", "sliding_window"}
 # where one of the older fields is in the file, the newer one has no default
 OLDER_FIELDS = {"rope_parameters": frozenset({"rope_theta", "rope_scaling"})}
 
@@ -153,6 +153,7 @@ _MINICPM3 = {
     "dim_model_base": 256,
 }
 _MIMO = {
+    "attention_value_scale": 0.707,
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 4,
     "head_dim": 192,
@@ -221,7 +222,9 @@ MODELS = {
         derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
     ),
     "ernie4_5": ConfigNames(defaults={**_ERNIE, "num_key_value_heads": 2, "head_dim": 128}),
-    "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
+    "ernie4_5_moe": ConfigNames(
+        {"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, {**_ERNIE, "moe_num_shared_experts": 2}
+    ),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "exaone_moe": ConfigNames(
         _SHARED_EXPERTS,
@@ -281,6 +284,7 @@ MODELS = {
             "num_key_value_heads": 8,
             "head_dim": 128,
             "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.826,
             "rope_theta": 11_158_840.0,
         },
     ),
