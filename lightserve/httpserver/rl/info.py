@@ -61,6 +61,6 @@ def _of_sglang(context: ServerContext) -> dict[str, Any]:
         "pp_size": settings.pp,
         "dp_size": settings.dp,
         "disaggregation_mode": "null",
-        "enable_memory_saver": True,
+        "enable_memory_saver": False,  # slime compares it with its --offload-rollout
         "enable_return_routed_experts": False,
     }
