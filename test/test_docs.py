@@ -52,6 +52,7 @@ from lightserve.simulate.disaggregation import arguments as disaggregation_argum
 from lightserve.simulate.tiers import arguments as tiers_arguments
 from test.documented_hooks import HOOKED, PAGE as ADDING_A_MODEL, Hook, documented_hooks
 from test.httpserver.app_client import served
+from test.models.architectures.cases import CASES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -105,6 +106,15 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     assert f'"qwen3": "{MODELS["qwen3"]}"' in page
     [case] = re.findall(r'^ +"qwen3": Case.*$', page, flags=re.MULTILINE)
     assert case in (ROOT / "test/models/architectures/llama_like.py").read_text()
+
+
+def test_the_example_of_a_model_with_recurrent_layers_is_a_model_of_thirty_lines() -> None:
+    """test_architectures.py compares it with transformers."""
+    [example] = re.findall(r"```py\n(.*?)```", ADDING_A_MODEL.read_text(), flags=re.DOTALL)
+
+    assert example == (ROOT / "lightserve/models/olmo_hybrid/model.py").read_text()
+    assert len([line for line in example.splitlines() if line.strip()]) <= 30
+    assert "olmo_hybrid" in CASES
 
 
 FLOW = ROOT / "docs" / "request_flow.md"

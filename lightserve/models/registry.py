@@ -115,6 +115,7 @@ MODELS = {
     "olmo": "lightserve.models.olmo.model:OlmoTpPartModel",
     "olmo2": "lightserve.models.olmo2.model:Olmo2TpPartModel",
     "olmo3": "lightserve.models.olmo3.model:Olmo3TpPartModel",
+    "olmo_hybrid": "lightserve.models.olmo_hybrid.model:OlmoHybridTpPartModel",
     "olmoe": "lightserve.models.olmoe.model:OlmoeTpPartModel",
     "opt": "lightserve.models.opt.model:OptTpPartModel",
     "phi": "lightserve.models.phi.model:PhiTpPartModel",

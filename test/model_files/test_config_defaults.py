@@ -189,3 +189,23 @@ def test_a_field_of_any_type_is_read_or_refused(model_type: str) -> None:
         for value in JUNK:
             with contextlib.suppress(ModelFilesError):
                 ModelConfig.from_hf({**complete, "model_type": model_type, name: value})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "theirs", "ours"),
+    [
+        ("mimo_v2_flash", "attention_value_scale", "attention_value_scale"),
+        ("hy_v3", "router_scaling_factor", "routed_scaling_factor"),
+        ("ernie4_5_moe", "moe_num_shared_experts", "moe_num_shared_experts"),
+    ],
+)
+def test_an_absent_factor_or_number_of_experts_is_that_of_transformers(model_type: str, theirs: str, ours: str) -> None:
+    config = ModelConfig.from_hf({**SHAPE, "model_type": model_type})
+
+    assert config.number(ours) == getattr(AutoConfig.for_model(model_type), theirs)
+
+
+def test_no_factor_of_values_is_a_value() -> None:
+    config = ModelConfig.from_hf({**SHAPE, "model_type": "mimo_v2_flash", "attention_value_scale": None})
+
+    assert config.number("attention_value_scale", default=1.0) == 1.0

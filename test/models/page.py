@@ -5,6 +5,7 @@ python -m test.models.page
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,7 @@ FAMILIES = {
     "olmo": "OLMo",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
+    "olmo_hybrid": "OLMo Hybrid",
     "olmoe": "OLMoE",
     "opt": "OPT",
     "phi": "Phi 1, 1.5, 2",
@@ -191,6 +193,8 @@ NOTES = """\
   `mlp_bias` are refused.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
   `quantization_config` says. They are refused.
+- Models with recurrent layers: `--pp`, roles, tiers, pinned prefixes and drafts are refused by name.
+  A cached prefix is continued where a state was kept: see [Recurrent states](scheduling.md#recurrent-states).
 - `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
   a fifth more memory."""
 ENCODER_INTRODUCTION = """\
@@ -202,6 +206,55 @@ compares them with transformers.
 """
 
 
+FORMATS_INTRODUCTION = """\
+
+## Tool calls, reasoning, ranks and quantised files
+
+The formats of tool calls and of reasoning are found in a model's chat template, and
+`--tool_call_parser` and `--reasoning_parser` set them by name. `test/text/parsing/test_detection.py`
+has the markers of {count} templates; these are some of them. Every family works with `--tp`, and from
+float files as well as [quantised ones](quantization.md). The table above says which GGUF files are read.
+
+| family | tool calls | reasoning |
+|---|---|---|
+"""
+TEMPLATE_MARKERS = Path(__file__).parents[1] / "text" / "parsing" / "template_markers.json"
+# by family: a template of it in template_markers.json
+TEMPLATES = {
+    "Qwen 3": "Qwen-Qwen3-0.6B",
+    "Qwen 3 Coder, Qwen 3 Coder Next": "Qwen3-Coder",
+    "Qwen 3.5, 3.6, 3.8": "Qwen3.5-4B",
+    "GLM-4.5, 4.6": "GLM-4.6",
+    "GLM-4.7-Flash": "GLM-4.7-Flash",
+    "DeepSeek V3.1": "deepseek-ai-DeepSeek-V3.1",
+    "DeepSeek V3.2": "deepseek-ai-DeepSeek-V3.2",
+    "Kimi K2": "Kimi-K2-Instruct",
+    "Kimi K2 Thinking": "Kimi-K2-Thinking",
+    "Nemotron Nano 2": "NVIDIA-Nemotron-Nano-v2",
+    "Nemotron 3": "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "LFM2": "LFM2-8B-A1B",
+    "LFM2.5": "LFM2.5-8B-A1B",
+    "Granite 4": "ibm-granite-granite-4.0",
+    "Gemma 4": "google-gemma-4-31B-it",
+    "Mistral Small 3.2": "Mistral-Small-3.2-24B-Instruct-2506",
+    "Ministral 3 Reasoning": "mistralai-Ministral-3-14B-Reasoning-2512",
+    "MiniMax M2": "MiniMax-M2",
+    "gpt-oss": "openai-gpt-oss-120b",
+    "Seed-OSS": "ByteDance-Seed-OSS",
+}
+
+
+def _formats() -> str:
+    known = json.loads(TEMPLATE_MARKERS.read_text())
+    rows = [_format_row(family, known[template]) for family, template in TEMPLATES.items()]
+    return FORMATS_INTRODUCTION.format(count=len(known)) + "\n".join(rows)
+
+
+def _format_row(family: str, formats: Json) -> str:
+    tools, reasoning = formats["tools"], (formats["reasoning"] or "").replace("|", "\\|")
+    return f"| {family} | `{tools}` | {f'`{reasoning}`' if reasoning else ''} |"
+
+
 def page() -> str:
     configs = _configs_by_type()
     decoders = sorted(MODELS.keys() - ENCODERS, key=str.lower)
@@ -209,7 +262,7 @@ def page() -> str:
     head = "| model_type | models | has | lines | cases | GGUF |\n|---|---|---|--:|--:|---|"
     encoders = ["| model_type | models | lines |\n|---|---|--:|", *map(_encoder_row, sorted(ENCODERS))]
     counted = f"{len(MODELS)} model types: {len(decoders)} generate text, {len(ENCODERS)} are [encoders](#encoders).\n"
-    return "\n".join([INTRODUCTION, counted, head, *rows, NOTES, ENCODER_INTRODUCTION, *encoders, ""])
+    return "\n".join([INTRODUCTION, counted, head, *rows, _formats(), NOTES, ENCODER_INTRODUCTION, *encoders, ""])
 
 
 def _configs_by_type() -> dict[str, list[Json]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.config.layer_shapes import layer_lists
 
 Fields = Mapping[str, Any]
 Derive = Callable[[Fields], dict[str, Any]]
@@ -23,7 +22,7 @@ BAICHUAN_13B = 5120, 40  # hidden_size, num_hidden_layers
 def windows_except_every(count: int) -> Derive:
     """layer_types: windows in all layers except every ``count``-th, unless sliding_window_pattern has another count."""
 
-    return _except_every(count, "sliding_window_pattern", "sliding_attention")
+    return except_every(count, "sliding_window_pattern", "sliding_attention")
 
 
 def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
@@ -36,18 +35,12 @@ def windows_of_layers(is_windowed: Callable[[int, int], bool]) -> Derive:
             return {}
         has_windows = bool(hf.get("use_sliding_window")) and hf.get("sliding_window") is not None
         kinds = ("full_attention", "sliding_attention")
-        return {"layer_types": [kinds[has_windows and is_windowed(i, bound)] for i in range(min(layers, 10_000))]}
+        return {"layer_types": [kinds[has_windows and is_windowed(i, bound)] for i in layer_numbers(layers)]}
 
     return derive
 
 
-def recurrent_except_every(count: int) -> Derive:
-    """layer_types: recurrent layers except every ``full_attention_interval``-th, which is ``count`` by default."""
-
-    return _except_every(count, "full_attention_interval", "linear_attention")
-
-
-def _except_every(count: int, field: str, kind: str) -> Derive:
+def except_every(count: int, field: str, kind: str) -> Derive:
     """layer_types: ``kind`` in all layers except every ``count``-th, unless ``field`` has another count."""
 
     def derive(hf: Fields) -> dict[str, Any]:
@@ -56,71 +49,9 @@ def _except_every(count: int, field: str, kind: str) -> Derive:
         if hf.get("layer_types") is not None or not are_counts(interval, layers):
             return {}
         kinds = ("full_attention", kind)
-        return {"layer_types": [kinds[bool((i + 1) % interval)] for i in range(min(layers, 10_000))]}
+        return {"layer_types": [kinds[bool((i + 1) % interval)] for i in layer_numbers(layers)]}
 
     return derive
-
-
-def granite_hybrid(hf: Fields) -> dict[str, Any]:
-    """layer_types under transformers' names. Published files have others."""
-    kinds = {"mamba": "linear_attention", "attention": "full_attention"}
-    types = hf.get("layer_types", hf.get("layers_block_type"))
-    layers: Any = hf.get("num_hidden_layers")
-    if isinstance(types, list):
-        return {"layer_types": [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in types]}
-    return {"layer_types": ["linear_attention"] * min(layers, 10_000) if are_counts(layers) else types}
-
-
-def nemotron_h(hf: Fields) -> dict[str, Any]:
-    """The halves of each layer, from a letter for each or from a list: a layer is a mixer or a feed-forward.
-
-    Files without layers of experts have fields of experts too.
-    """
-    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    kinds |= {"mamba": "linear_attention", "attention": "full_attention"}
-    listed = hf.get("layer_types") or hf.get("layers_block_type") or hf.get("hybrid_override_pattern") or "ME*-"
-    if not isinstance(listed, list | str):
-        return {"layer_types": listed}  # ModelConfig refuses it
-    types = [kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
-
-    def where(kind: str, value: Any) -> list[Any]:
-        return [value if layer_type == kind else 0 for layer_type in types]
-
-    widths = {"mlp": hf.get("intermediate_size"), "moe": hf.get("moe_intermediate_size")}
-    shapes = {
-        "num_attention_heads": where("full_attention", hf.get("num_attention_heads")),
-        "num_key_value_heads": where("full_attention", hf.get("num_key_value_heads")),
-        "intermediate_size": [widths.get(layer_type, 0) if isinstance(layer_type, str) else 0 for layer_type in types],
-    }
-    return {
-        "layer_types": ["full_attention" if layer_type in ("mlp", "moe") else layer_type for layer_type in types],
-        "mlp_layer_types": ["sparse" if layer_type == "moe" else "dense" for layer_type in types],
-        "num_hidden_layers": len(types),
-        "n_routed_experts": hf.get("n_routed_experts") if "moe" in types else None,
-        **layer_lists(shapes),
-    }
-
-
-def lfm2(hf: Fields) -> dict[str, Any]:
-    """The width of the feed-forward as it is built, and layer_types from the numbers of the layers with attention."""
-    fields = {"tie_word_embeddings": hf.get("tie_embedding", hf.get("tie_word_embeddings"))}
-    width: Any = hf.get("block_ff_dim", hf.get("intermediate_size"))
-    layers: Any = hf.get("num_hidden_layers")
-    factor, multiple = hf.get("block_ffn_dim_multiplier", 1.0), hf.get("block_multiple_of", 256)
-    if are_counts(width) and hf.get("block_auto_adjust_ff_dim", True):
-        width = int(2 * width / 3)
-        if isinstance(factor, int | float) and 0 < factor < MAX_FACTOR and are_counts(multiple):
-            width = -(-int(factor * width) // multiple) * multiple
-    attention = hf.get("full_attn_idxs")
-    if hf.get("layer_types") is None and isinstance(attention, list) and are_counts(layers):
-        kinds = ("conv", "full_attention")
-        fields["layer_types"] = [kinds[i in attention] for i in range(min(layers, 10_000))]
-    return {**fields, "intermediate_size": width}
-
-
-def lfm2_moe(hf: Fields) -> dict[str, Any]:
-    """Dense layers are as wide as the file says."""
-    return lfm2({**hf, "block_auto_adjust_ff_dim": False})
 
 
 def whole_rope(hf: Fields) -> dict[str, Any]:
@@ -151,7 +82,7 @@ def llama4(hf: Fields) -> dict[str, Any]:
     every: Any = hf.get("no_rope_layer_interval") or 4
     if not are_counts(layers, every):
         return {}
-    flags = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(min(layers, 10_000))]
+    flags = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in layer_numbers(layers)]
     if not isinstance(flags, list) or len(flags) < layers:
         raise ModelFilesError(f"config.json: no_rope_layers needs {layers} numbers; fetch it again")
     kinds = hf.get("layer_types") or ["chunked_attention" if flag else "full_attention" for flag in flags[:layers]]
@@ -303,7 +234,7 @@ def cwm(hf: Fields) -> dict[str, Any]:
     if hf.get("layer_types") is not None or not are_counts(layers):
         return {}
     kinds = ("full_attention", "sliding_attention")
-    return {"layer_types": [kinds[bool(i % 4)] for i in range(min(layers, 10_000))]}
+    return {"layer_types": [kinds[bool(i % 4)] for i in layer_numbers(layers)]}
 
 
 def hunyuan(hf: Fields) -> dict[str, Any]:
@@ -335,7 +266,7 @@ def mimo(hf: Fields) -> dict[str, Any]:
     layers: Any = hf.get("num_hidden_layers")
     if not are_counts(layers):
         return {}
-    numbers, before = range(min(layers, 10_000)), hf.get("sliding_window_size")
+    numbers, before = layer_numbers(layers), hf.get("sliding_window_size")
     windows = hf.get("hybrid_layer_pattern") or [int(i > 0 and (i + 1) % 6 > 0) for i in numbers]
     kinds = hf.get("layer_types") or _named(windows, "full_attention", "sliding_attention")
     sparse = hf.get("moe_layer_freq") or [int(i > 0) for i in numbers]
@@ -424,7 +355,7 @@ def modernbert(hf: Fields) -> dict[str, Any]:
     fields: dict[str, Any] = {"sliding_window": hf.get("local_attention") or hf.get("sliding_window")}
     if hf.get("layer_types") is None and are_counts(every, layers):
         kinds = ("full_attention", "sliding_attention")
-        fields["layer_types"] = [kinds[bool(i % every)] for i in range(min(layers, 10_000))]
+        fields["layer_types"] = [kinds[bool(i % every)] for i in layer_numbers(layers)]
     if not isinstance(given, dict) or not all(isinstance(table, dict | None) for table in given.values()):
         return fields  # RopeConfig refuses it
     bases = {
@@ -438,6 +369,11 @@ def modernbert(hf: Fields) -> dict[str, Any]:
 def _product(base: int, ratio: Any) -> Any:
     """A ratio that is not a number is refused where it is read."""
     return base * ratio if isinstance(ratio, int | float) else ratio
+
+
+def layer_numbers(count: int) -> range:
+    """A damaged file may name any number of layers. ModelConfig refuses too many."""
+    return range(min(count, 10_000))
 
 
 def are_counts(*values: Any) -> bool:

@@ -41,8 +41,8 @@ COMMON_NAMES = {
     "activation_function": "hidden_act",
     "hidden_activation": "hidden_act",
 }
-# null in the file is a value of these fields: no window, no inputs of layers, or as many KV heads as heads
-NULL_IS_A_VALUE = {"hidden_size_per_layer_input", "num_key_value_heads", "sliding_window"}
+# null in the file is a value of these fields: no window, no inputs of layers, no factor, as many KV heads as heads
+NULL_IS_A_VALUE = {"attention_value_scale", "hidden_size_per_layer_input", "num_key_value_heads", "sliding_window"}
 # where one of the older fields is in the file, the newer one has no default
 OLDER_FIELDS = {"rope_parameters": frozenset({"rope_theta", "rope_scaling"})}
 
@@ -153,6 +153,7 @@ _MINICPM3 = {
     "dim_model_base": 256,
 }
 _MIMO = {
+    "attention_value_scale": 0.707,
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 4,
     "head_dim": 192,
@@ -175,7 +176,7 @@ _QWEN3_HYBRID = ConfigNames(
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
-    derived=config_derived.recurrent_except_every(4),
+    derived=derived_recurrent.recurrent_except_every(4),
 )
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
@@ -221,7 +222,9 @@ MODELS = {
         derived=config_derived.windows_of_layers(lambda layer, bound: layer >= bound),
     ),
     "ernie4_5": ConfigNames(defaults={**_ERNIE, "num_key_value_heads": 2, "head_dim": 128}),
-    "ernie4_5_moe": ConfigNames({"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, _ERNIE),
+    "ernie4_5_moe": ConfigNames(
+        {"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}, {**_ERNIE, "moe_num_shared_experts": 2}
+    ),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "exaone_moe": ConfigNames(
         _SHARED_EXPERTS,
@@ -265,7 +268,7 @@ MODELS = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024,
         },
-        derived=config_derived.granite_hybrid,
+        derived=derived_recurrent.granite_hybrid,
     ),
     "helium": ConfigNames(
         defaults={"rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100_000.0}
@@ -281,6 +284,7 @@ MODELS = {
             "num_key_value_heads": 8,
             "head_dim": 128,
             "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.826,
             "rope_theta": 11_158_840.0,
         },
     ),
@@ -312,7 +316,7 @@ MODELS = {
         },
         derived_recurrent.kimi_linear,
     ),
-    "lfm2": ConfigNames(defaults=_LFM2, derived=config_derived.lfm2),
+    "lfm2": ConfigNames(defaults=_LFM2, derived=derived_recurrent.lfm2),
     "lfm2_moe": ConfigNames(
         defaults={
             **_LFM2,
@@ -321,7 +325,7 @@ MODELS = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1792,
         },
-        derived=config_derived.lfm2_moe,
+        derived=derived_recurrent.lfm2_moe,
     ),
     "llama": ConfigNames(derived=config_derived.whole_rope),
     "mellum": ConfigNames(
@@ -357,13 +361,16 @@ MODELS = {
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
         },
-        derived=config_derived.nemotron_h,
+        derived=derived_recurrent.nemotron_h,
     ),
     "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
     "nomic_bert": ConfigNames(defaults=_NOMIC_BERT, derived=config_derived.nomic_bert),
     "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
+    "olmo_hybrid": ConfigNames(
+        defaults={"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4}, derived=derived_recurrent.olmo_hybrid
+    ),
     "opt": ConfigNames(defaults={**_TIED, "hidden_act": "relu"}),
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),

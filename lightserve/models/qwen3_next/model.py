@@ -24,7 +24,7 @@ class Qwen3NextTpPartModel(bm.TpPartBaseModel):
             qkv_bias=has_bias,
             o_bias=has_bias,
             has_output_gate=True,
-            mixer=self._mixer() if config.is_recurrent(layer_num) else None,
+            mixer=gated_delta_of(config, self.mixer_names) if config.is_recurrent(layer_num) else None,
             moe=self._moe(layer_num),
         )
 
@@ -34,20 +34,20 @@ class Qwen3NextTpPartModel(bm.TpPartBaseModel):
     def _verify_params(self) -> None:
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too
 
-    def _mixer(self) -> bm.GatedDeltaSpec:
-        count = self.config.count
-        return bm.GatedDeltaSpec(
-            num_key_heads=count("linear_num_key_heads"),
-            num_value_heads=count("linear_num_value_heads"),
-            key_dim=count("linear_key_head_dim"),
-            value_dim=count("linear_value_head_dim"),
-            conv_width=count("linear_conv_kernel_dim"),
-            names=self.mixer_names,
-        )
-
     def _moe(self, layer_num: int) -> bm.MoeSpec | None:
         return qwen_moe_with_shared(self.config) if is_sparse(self.config, layer_num) else None
 
     def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:
         """Without the layer for drafts."""
         return (tensor for tensor in super().adapt_checkpoint(checkpoint) if not tensor.name.startswith("mtp."))
+
+
+def gated_delta_of(config: bm.ModelConfig, names: bm.GatedDeltaNames) -> bm.GatedDeltaSpec:
+    return bm.GatedDeltaSpec(
+        num_key_heads=config.count("linear_num_key_heads"),
+        num_value_heads=config.count("linear_num_value_heads"),
+        key_dim=config.count("linear_key_head_dim"),
+        value_dim=config.count("linear_value_head_dim"),
+        conv_width=config.count("linear_conv_kernel_dim"),
+        names=names,
+    )

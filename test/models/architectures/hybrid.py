@@ -106,6 +106,8 @@ NEMOTRON_EXPERTS = {
     "routed_scaling_factor": 1.5,
 }
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}  # as published
+OLMO = {**SMALL, "num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": 1, "rms_norm_eps": 1e-3}
 ONE_KEY_HEAD = {
     "num_hidden_layers": 3,
     "linear_num_key_heads": 1,
@@ -175,6 +177,24 @@ def _as_kimi_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tenso
 def _with_drafts(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     """As Qwen3.5 was published: behind the layers there is one for drafts."""
     return config_json, {**tensors, "mtp.fc.weight": torch.ones(48, 96), "mtp.norm.weight": torch.ones(48)}
+
+
+def _as_olmo_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """transformers 5.22 saves the convolution in equal parts, and norms of attention layers under another name."""
+    keys, values = (
+        config_json[f"linear_num_{kind}_heads"] * config_json[f"linear_{kind}_head_dim"] for kind in ("key", "value")
+    )
+    done = dict(tensors)
+    for layer, kind in enumerate(config_json["layer_types"]):
+        at = f"model.layers.{layer}"
+        if kind == "full_attention":
+            done[f"{at}.post_attention_layernorm.weight"] = done.pop(f"{at}.feedforward_layer_norm.weight")
+            continue
+        names = [f"{at}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        parts = whole.split_with_sizes([keys, keys, values])
+        done |= {name: tensor.clone() for name, tensor in zip(names, parts, strict=True)}
+    return config_json, done
 
 
 def _multimodal(model_type: str, text: Json) -> Case:
@@ -306,6 +326,21 @@ CASES = {
     ),
     "nemotron_h-biased-experts": Case(
         "nemotron_h", {**NEMOTRON_EXPERTS, "mlp_bias": True}, adapt_oracle=with_limits_of_config
+    ),
+    "olmo_hybrid": Case("olmo_hybrid", {**OLMO, "rope_parameters": NO_ROPE}, _as_olmo_published),
+    "olmo_hybrid-rope": Case(
+        "olmo_hybrid",
+        {
+            **OLMO,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        _as_olmo_published,
     ),
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),

@@ -18,6 +18,7 @@ from lightserve.common.basemodel.mixers.mixer import (
     ConvWeight,
     DecayRates,
     HeadValues,
+    JoinedConvWeight,
     MixerSpec,
     MixerWeight,
     check_divides,
@@ -35,12 +36,14 @@ class GatedDeltaNames:
     """The names of its tensors in the checkpoint, without ``.weight``."""
 
     qkv: str = "linear_attn.in_proj_qkv"  # all rows of q, then of k, then of v
+    parts: tuple[str, str, str] | None = None  # three linears instead of that: q, k and v
     z: str = "linear_attn.in_proj_z"  # the gate of the norm
     qkvz: str | None = None  # one linear instead of two: for each key head its q, its k, its values and their gates
     b: str = "linear_attn.in_proj_b"  # how much of the error is corrected
     a: str = "linear_attn.in_proj_a"  # the step sizes
     ba: str | None = None  # one linear instead of two: for each key head its b and its a
     conv: str = "linear_attn.conv1d"
+    convs: tuple[str, str, str] | None = None  # three tensors instead of one: of q, k and v
     decay: str = "linear_attn.A_log"  # the tensor itself
     dt_bias: str = "linear_attn.dt_bias"  # the tensor itself
     norm: str = "linear_attn.norm"
@@ -56,6 +59,8 @@ class GatedDeltaSpec(MixerSpec):
     key_dim: int
     value_dim: int
     conv_width: int
+    norm_eps: float | None = None  # None: that of the layer
+    beta_scale: float = 1.0  # of how much of the error is corrected: up to so much
     names: GatedDeltaNames = field(default_factory=GatedDeltaNames)
 
     def __post_init__(self) -> None:
@@ -97,10 +102,10 @@ class GatedDeltaWeight(MixerWeight):
         at, names, hidden = spec.prefix, mixer.names, spec.hidden_size
         self.qkvz_proj = ColumnWeight(_qkvz(mixer, at), hidden, context)
         self.ba_proj = GateColumnWeight(_ba(mixer, at), hidden, context)
-        self.conv = ConvWeight(f"{at}.{names.conv}", mixer.conv_parts, mixer.conv_width, context)
+        self.conv = _conv(mixer, at, context)
         self.decay_rates = DecayRates(f"{at}.{names.decay}", mixer.num_value_heads, context)
         self.dt_bias = HeadValues(f"{at}.{names.dt_bias}", mixer.num_value_heads, context)
-        self.norm = RmsNormWeight(f"{at}.{names.norm}", mixer.value_dim, spec.norm_eps, context)
+        self.norm = RmsNormWeight(f"{at}.{names.norm}", mixer.value_dim, mixer.norm_eps or spec.norm_eps, context)
         width = mixer.num_value_heads * mixer.value_dim
         self.out_proj = RowWeight(f"{at}.{names.out}", width, hidden, context)
         self._mixer = mixer
@@ -125,7 +130,7 @@ class GatedDeltaWeight(MixerWeight):
             k.reshape(len(k), -1, self._mixer.key_dim),
             v.reshape(len(v), -1, self._mixer.value_dim),
             log_decay,
-            beta,
+            beta=beta if self._mixer.beta_scale == 1.0 else beta * self._mixer.beta_scale,
         )
 
     @staticmethod
@@ -135,11 +140,21 @@ class GatedDeltaWeight(MixerWeight):
         return first, second
 
 
+def _conv(mixer: GatedDeltaSpec, at: str, context: WeightContext) -> ConvWeight | JoinedConvWeight:
+    names, width = mixer.names, mixer.conv_width
+    if names.convs is None:
+        return ConvWeight(f"{at}.{names.conv}", mixer.conv_parts, width, context)
+    return JoinedConvWeight([f"{at}.{name}" for name in names.convs], mixer.conv_parts, width, context)
+
+
 def _qkvz(mixer: GatedDeltaSpec, at: str) -> list[Block]:
     """Queries, keys, values, and the gates of the norm."""
     names, heads = mixer.names, mixer.num_key_heads
     sizes = [count * dim for count, dim in mixer.conv_parts]
     parts = [*mixer.conv_parts, mixer.conv_parts[-1]]
+    if names.parts is not None:
+        blocks = [Block(f"{at}.{name}", *size) for name, size in zip(names.parts, mixer.conv_parts, strict=True)]
+        return [*blocks, Block(f"{at}.{names.z}", *parts[-1])]
     if names.qkvz is None:
         maps = in_blocks(*sizes)
         blocks = [Block(f"{at}.{names.qkv}", *size, rows) for size, rows in zip(mixer.conv_parts, maps, strict=True)]

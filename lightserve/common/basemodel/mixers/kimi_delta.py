@@ -18,8 +18,15 @@ from lightserve.common.basemodel.layer_weights.linears import (
     RowWeight,
 )
 from lightserve.common.basemodel.layer_weights.norms import RmsNormWeight
-from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
-from lightserve.common.basemodel.mixers.mixer import DecayRates, HeadValues, MixerSpec, MixerWeight, check_divides
+from lightserve.common.basemodel.layer_weights.weight import WeightContext
+from lightserve.common.basemodel.mixers.mixer import (
+    DecayRates,
+    HeadValues,
+    JoinedConvWeight,
+    MixerSpec,
+    MixerWeight,
+    check_divides,
+)
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.kv.layout import StateTensor
 
@@ -87,7 +94,8 @@ class KimiDeltaWeight(MixerWeight):
         self.forget_proj = GateColumnWeight([Block(f"{at}.{names.forget[1]}", heads, dim)], dim, context)
         self.gate_proj = GateColumnWeight([Block(f"{at}.{names.gate[1]}", heads, dim)], dim, context)
         self.b_proj = GateColumnWeight([Block(f"{at}.{names.b}", heads)], hidden, context)
-        self.conv = JoinedConvWeight([f"{at}.{name}" for name in names.convs], mixer, context)
+        convs = [f"{at}.{name}" for name in names.convs]
+        self.conv = JoinedConvWeight(convs, [(heads, dim)] * 3, mixer.conv_width, context)
         self.decay_rates = KimiDecayRates(f"{at}.{names.decay}", heads, context)
         self.dt_bias = HeadValues(f"{at}.{names.dt_bias}", mixer.width, context)
         self.norm = RmsNormWeight(f"{at}.{names.norm}", dim, spec.norm_eps, context)
@@ -118,18 +126,3 @@ class KimiDecayRates(DecayRates):
     def pieces(self) -> Iterator[Piece]:
         shape = (1, 1, self._num_heads, 1)
         yield Piece(self._name, shape, self.tensor, lambda values: values.flatten()[self._own])
-
-
-class JoinedConvWeight(Weight):
-    """Convolutions of queries, keys and values, which the checkpoint stores apart, as one."""
-
-    def __init__(self, prefixes: Sequence[str], mixer: KimiDeltaSpec, context: WeightContext) -> None:
-        self._prefixes, self._shape = prefixes, (mixer.width, 1, mixer.conv_width)
-        heads = context.tp.part_of(mixer.num_heads)
-        self._own = slice(heads.start * mixer.head_dim, heads.stop * mixer.head_dim)
-        count = self._own.stop - self._own.start
-        self.tensor = context.empty(len(prefixes) * count, mixer.conv_width)
-
-    def pieces(self) -> Iterator[Piece]:
-        for prefix, target in zip(self._prefixes, self.tensor.chunk(len(self._prefixes)), strict=True):
-            yield Piece(f"{prefix}.weight", self._shape, target, lambda weight: weight[self._own, 0])

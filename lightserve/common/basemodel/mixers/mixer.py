@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,3 +127,29 @@ def _own_channels(parts: Sequence[tuple[int, int]], context: WeightContext) -> I
         heads = context.tp.part_of(num_heads)
         yield torch.arange(first + heads.start * dim, first + heads.stop * dim)
         first += num_heads * dim
+
+
+def _own_rows(channels: Tensor, weight: Tensor) -> Tensor:
+    return weight[channels, 0]
+
+
+class JoinedConvWeight(Weight):
+    """The same where the checkpoint has a tensor for each of the parts."""
+
+    def __init__(
+        self, prefixes: Sequence[str], parts: Sequence[tuple[int, int]], width: int, context: WeightContext
+    ) -> None:
+        self._prefixes, self._totals = prefixes, [heads * dim for heads, dim in parts]
+        self._own = [torch.cat(list(_own_channels([heads], context))) for heads in parts]
+        self.tensor = context.empty(sum(map(len, self._own)), width)
+
+    def pieces(self) -> Iterator[Piece]:
+        targets = self.tensor.split_with_sizes(list(map(len, self._own)))
+        for prefix, total, channels, target in zip(self._prefixes, self._totals, self._own, targets, strict=True):
+            shape = (total, 1, self.tensor.shape[1])
+            yield Piece(f"{prefix}.weight", shape, target, partial(_own_rows, channels))
+
+    @property
+    def num_channels(self) -> int:
+        """On this rank."""
+        return len(self.tensor)
