@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightserve.messages.params import GenerationParams
+    from lightserve.offline.async_llm import AsyncLLM
     from lightserve.offline.llm import LLM
 
-__all__ = ["LLM", "GenerationParams"]
+__all__ = ["LLM", "AsyncLLM", "GenerationParams"]
 __version__ = "0.1.0"
 
-_MODULES = {"LLM": "lightserve.offline.llm", "GenerationParams": "lightserve.messages.params"}
+_MODULES = {
+    "LLM": "lightserve.offline.llm",
+    "AsyncLLM": "lightserve.offline.async_llm",
+    "GenerationParams": "lightserve.messages.params",
+}
 
 
 def __getattr__(name: str) -> Any:

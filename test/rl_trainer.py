@@ -151,6 +151,8 @@ def main() -> None:
     for folder in folders if api in GROUP else ():
         replies = trainer.update(load_file(Path(folder) / "model.safetensors"), version=Path(folder).name)
         print(json.dumps(replies), flush=True)
+    trainer.close()
+    os._exit(0)  # threads of gloo may still wait for workers, which would end this process with an error
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ LAYERS: dict[str, set[str]] = {
         "utils",
     },
     "httpserver.anthropic": {*HTTP_API, "httpserver.chat", "utils"},
-    "httpserver.ollama": {*HTTP_API, "httpserver.chat", "text.parsing"},
+    "httpserver.ollama": {*HTTP_API, "httpserver.chat", "httpserver.pooling", "text.parsing"},
     "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "text.beam_search"},
     "httpserver.generate.tgi": HTTP_API,
     "httpserver.generate.sglang": {*HTTP_API, "httpserver.weight_versions"},

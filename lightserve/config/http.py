@@ -129,7 +129,7 @@ class HttpConfig:
     weights_dir: str | None = option(
         None,
         "trainers may have weights loaded from folders below this one (--enable_rl); default: from none",
-        group=FlagGroup.HTTP,
+        group=FlagGroup.RL,
     )
     root_path: str = option(
         "", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it", group=FlagGroup.HTTP

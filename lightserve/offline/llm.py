@@ -80,6 +80,17 @@ class Generation:
     prompt_logprobs: list[PromptToken] | None = None  # if requested
     drafts: RequestDrafts | None = None  # None: there were none
 
+    def add(self, out: StreamOut) -> None:
+        """Its next token."""
+        self.text += out.text
+        if out.token_id is not None:
+            self.token_ids.append(out.token_id)
+        if out.logprob is not None:
+            self.logprobs.append(out.logprob)
+            self.top_logprobs.append(out.top or [])
+        self.finish_reason, self.error, self.drafts = out.finish_reason, out.error, out.drafts
+        self.prompt_logprobs = self.prompt_logprobs or out.prompt
+
 
 class LLM(PoolingMethods):
     """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread.
@@ -158,19 +169,19 @@ class LLM(PoolingMethods):
         folder of an adapter, for all prompts or one for each; None: the base model. ``n``: texts of each prompt, which
         follow one another in the result. ``json_schema``, ``regex`` or ``choice``: what the text must be.
         """
+        return next(filter(None, self.generation_steps(prompts, params, lora=lora, **fields)), [])
+
+    def generation_steps(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Loras = None, **fields: Any
+    ) -> Iterator[list[Generation]]:
+        """Like ``generate``, for a caller that does other things between tokens: yields an empty list for each token,
+        and the result at the end."""
         requests = self._requests(prompts, params, fields, lora)
         generations = [Generation(req.prompt_ids.tolist()) for req in requests]
         for out in self._run(requests):
-            generation = generations[out.index]
-            generation.text += out.text
-            if out.token_id is not None:
-                generation.token_ids.append(out.token_id)
-            if out.logprob is not None:
-                generation.logprobs.append(out.logprob)
-                generation.top_logprobs.append(out.top or [])
-            generation.finish_reason, generation.error, generation.drafts = out.finish_reason, out.error, out.drafts
-            generation.prompt_logprobs = generation.prompt_logprobs or out.prompt
-        return generations
+            generations[out.index].add(out)
+            yield []
+        yield generations
 
     def stream(
         self,
@@ -204,8 +215,13 @@ class LLM(PoolingMethods):
         """Answer a conversation, and yield every token as it comes. Of a list of conversations, return all answers."""
         fields = {"continues_text": False} | fields
         if is_conversation(messages):
-            return self.stream([self._chat_ids(messages)], params, lora=lora, **fields)
-        return self.generate([self._chat_ids(conversation) for conversation in messages], params, lora=lora, **fields)
+            return self.stream(self.chat_prompts(messages), params, lora=lora, **fields)
+        return self.generate(self.chat_prompts(messages), params, lora=lora, **fields)
+
+    def chat_prompts(self, messages: Any) -> list[list[int]]:
+        """The token ids of a conversation, or of each of a list of them."""
+        conversations = [messages] if is_conversation(messages) else messages
+        return [self._chat_ids(conversation) for conversation in conversations]
 
     def _chat_ids(self, messages: Any) -> list[int]:
         check_conversation(messages)

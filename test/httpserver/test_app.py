@@ -396,7 +396,7 @@ def test_errors_of_the_framework_have_the_same_format(
         ("GET", "/v1/chat/completions/", "; did you mean POST /v1/chat/completions?"),
         ("POST", "/v1/chat", "; did you mean POST /v1/chat/completions?"),
         ("GET", "/llm/V1/model", "; did you mean GET /llm/v1/models?"),
-        ("POST", "/v1/audio/speech", ""),  # not /api/embeddings, which refuses every request
+        ("POST", "/v1/audio/speech", ""),
         ("GET", "/favicon.ico", ""),
         ("GET", f"/{'v1/models' * 1000}", ""),
     ],

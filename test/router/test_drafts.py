@@ -13,6 +13,7 @@ from lightserve.messages.params import FinishReason, GenerationParams, GrammarSp
 from lightserve.messages.step import Step, Token, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler.decodes import FEW_DECODES
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
 
@@ -153,6 +154,22 @@ def test_a_request_has_drafts_unless_it_has_a_grammar(fields: dict[str, Any], ma
     complete(scheduler, 1)
 
     assert drafts_of(next_step(scheduler)) == {0: NUM_DRAFTS if may_draft else 0}
+
+
+@pytest.mark.parametrize(("others", "has_drafts"), [(FEW_DECODES - 1, True), (FEW_DECODES, False)])
+def test_a_step_waits_for_the_tokens_before_it_only_beside_few_requests(others: int, has_drafts: bool) -> None:
+    scheduler = drafting(weight_read_tokens=256.0)
+    params = GenerationParams.of(max_new_tokens=50, presence_penalty=1.0)
+    scheduler.add(Req(0, int32s([1, 2, 3]), params, 50, (EOS,)))
+    for req_id in range(1, others + 1):
+        scheduler.add(make_req(req_id, [1, 2, 30 + req_id], 50))
+    next_step(scheduler)
+    complete(scheduler, *[1] * (others + 1))
+
+    drafts = drafts_of(next_step(scheduler))
+
+    assert (drafts.pop(0) > 0) is has_drafts
+    assert all(drafts.values())
 
 
 def test_a_pipeline_has_no_drafts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from lightserve.worker.batch.step_input import StepShape
 from lightserve.worker.step_runner import StepOut, draft_shape_for, draft_shapes
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_drafts import NUM_DRAFTS, PLAIN, Drafting, Oracle, make, params_of, prompts_of, texts_of
+from test.worker.test_mtp import LIKELY, LONG, MTP, make as make_mtp, save_model as save_mtp_model
+from test.worker.test_ngram import GREEDY, assert_same, params_of as fields_of, prompts_of as repeating_prompts
 
 CONFIG = f'{{"method": "ngram", "num_speculative_tokens": {NUM_DRAFTS}}}'
 
@@ -116,3 +119,24 @@ def test_a_step_has_room_for_all_drafts_unless_there_are_many_requests(
 def test_drafts_add_few_graphs() -> None:
     assert len(list(draft_shapes(256, H200_GRAPHS, 3))) <= 20
     assert {shape.num_drafts for shape in draft_shapes(64, H200_GRAPHS, 8)} == {8}
+
+
+def test_a_head_drafts_the_same_tokens_after_captured_steps(
+    tmp_path: Path, graphs: list[RerunGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_mtp_model(tmp_path, "glm4_moe")
+    prompts, params = repeating_prompts(5), fields_of(GREEDY, LONG, LIKELY)
+    launched, captured = make_mtp(tmp_path, MTP), make_mtp(tmp_path, MTP)
+    captured_worker = captured.worker
+    assert isinstance(captured_worker, ModelWorker)
+    expected = launched.generate(prompts, params)
+    captured_worker.capture()
+    before = graphs[-1].replays.total()
+
+    generations = captured.generate(prompts, params)
+
+    assert_same(generations, expected)
+    assert [one.drafts for one in generations] == [one.drafts for one in expected]
+    replayed = {shape for shape, count in graphs[-1].replays.items() if count}
+    assert graphs[-1].replays.total() > before
+    assert any(shape.num_drafts for shape in replayed)

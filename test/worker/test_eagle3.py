@@ -37,9 +37,9 @@ LIKELY = {"allowed_token_ids": tuple(DRAFTED_IDS)}  # a head with random weights
 def make(folder: str, head: str | None, **options: Any) -> LLM:
     options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
     config = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
-    speculative = None if head is None else json.dumps(config)
-    llm = LLM(folder, device="cpu", data_type="float32", speculative_config=speculative, **options)
-    if head is not None:
+    options.setdefault("speculative_config", None if head is None else json.dumps(config))
+    llm = LLM(folder, device="cpu", data_type="float32", **options)
+    if llm.config.speculation is not None:
         without_costs(llm)
     return llm
 
@@ -226,13 +226,28 @@ def test_a_head_that_lacks_a_tensor_is_refused_by_its_name(small_folder: str, tm
         make(small_folder, str(folder))
 
 
-def test_without_weights_a_head_computes_with_random_ones(small_folder: str, head: str) -> None:
-    llm = make(small_folder, head, load_format="dummy")
+def test_without_weights_a_head_computes_with_random_ones(small_folder: str, tmp_path: Path) -> None:
+    folder = Path(new_head(tmp_path))
+    (folder / "model.safetensors").unlink()
+    llm = make(small_folder, str(folder), load_format="dummy")
 
     (generation,) = llm.generate([[5, 6, 7]], GenerationParams.of(max_new_tokens=20, temperature=0.0, ignore_eos=True))
 
     assert len(generation.token_ids) == 20
     assert generation.drafts is not None
+
+
+def test_a_schedule_accepts_the_drafts_of_a_head(small_folder: str, head: str) -> None:
+    config = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    llm = make(small_folder, None, speculative_config=json.dumps(config | synthetic))
+
+    (generation,) = llm.generate([[5, 6, 7]], params_of(GREEDY, {"max_new_tokens": 100, "ignore_eos": True}))
+
+    assert llm.config.speculation is not None
+    assert llm.config.speculation.summary.endswith("SYNTHETIC: 2.5 tokens a step, the texts are not real")
+    assert generation.drafts is not None
+    assert 50 <= generation.drafts.accepted <= 70
 
 
 @pytest.mark.parametrize("seed", [random.randrange(2**32)])

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import Body, json_response, openapi_body
 from lightserve.httpserver.http.paths import NOT_SUPPORTED
@@ -74,11 +74,6 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_refused(router: APIRouter) -> None:
-    @router.post(f"{PATH}/embed", tags=REFUSED)
-    @router.post(f"{PATH}/embeddings", tags=REFUSED)
-    async def embed() -> Response:
-        raise NotSupportedYetError("computing embeddings")
-
     @router.post(f"{PATH}/create", tags=REFUSED)
     @router.post(f"{PATH}/copy", tags=REFUSED)
     @router.post(f"{PATH}/push", tags=REFUSED)

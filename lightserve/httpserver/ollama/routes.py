@@ -16,6 +16,7 @@ from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import JsonObject, openapi_body
+from lightserve.httpserver.ollama.embed_routes import add_embed_routes
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
 from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes
 from lightserve.httpserver.ollama.models import adapter_model, check_name
@@ -72,6 +73,7 @@ def routes(context: ServerContext) -> APIRouter:
         generation = context.manager.generate(prepared.prompt_requests, prepared.log)
         return await respond(request, body.is_stream, generation, spec)
 
+    add_embed_routes(router, context)
     add_model_routes(router, context)
     return router
 

@@ -16,12 +16,14 @@ from test.faults.cases import (
     clocks,
     connections,
     disaggregation,
+    draft_heads,
     drafts,
     engines,
     grammars,
     groups,
     hostile,
     hosts,
+    images,
     kv_tiers,
     nodes,
     observability,
@@ -75,10 +77,12 @@ START_CASES: list[StartCase] = [
     *hostile.START_CASES,
     *observability.START_CASES,
     *quantization.START_CASES,
+    *draft_heads.START_CASES,
     *pinned_prefixes.START_CASES,
     *nodes.CASES,
     *roles.CASES,
     *stream_log.START_CASES,
+    *images.START_CASES,
 ]
 
 

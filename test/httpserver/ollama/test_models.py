@@ -102,8 +102,6 @@ def test_another_model_is_not_found(server: Server, path: str) -> None:
         ("POST", "/api/push"),
         ("POST", "/api/blobs/sha256:0"),
         ("DELETE", "/api/delete"),
-        ("POST", "/api/embed"),
-        ("POST", "/api/embeddings"),
     ],
 )
 def test_what_this_server_cannot_do_is_refused(server: Server, method: str, path: str) -> None:

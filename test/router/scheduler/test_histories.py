@@ -100,7 +100,7 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
         if traits.has_states
         else []
     )
-    pool = KvPool(size, [*make_group_pools(windows, size), *states])
+    pool = KvPool(size, [*make_group_pools(windows, size), *states], lookahead=rng.choice([0, 0, 1]))
     return Scheduler(GroupScheduler(pool, limits, policy, loras=loras))
 
 

@@ -421,8 +421,9 @@ def make_group(
     """With a pool of recurrent state too, if it has ``state_rows``."""
     defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
     states = [StatePool(StateKv(state_rows), num_slots)] if state_rows else []
-    pool = KvPool(num_slots, [*windows_of(windowed, num_slots), *states])
-    return GroupScheduler(pool, SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
+    scheduler_limits = SchedulerLimits(**defaults | limits)  # type: ignore[arg-type]
+    pool = KvPool(num_slots, [*windows_of(windowed, num_slots), *states], scheduler_limits.kv_lookahead)
+    return GroupScheduler(pool, scheduler_limits, make_policy(policy))
 
 
 def make(

@@ -113,8 +113,8 @@ class HeadProposer:
         positions = at.positions
         b_row = step.attn.b_req_idx.long()
         table = step.attn.req_to_token
-        columns = positions[:, None] + torch.arange(1, self._num_drafts, device=positions.device)
-        places = b_row[:, None], columns.clamp(max=table.shape[1] - 1).long()
+        columns = positions + torch.arange(1, self._num_drafts, device=positions.device)[:, None]
+        places = b_row, columns.clamp(max=table.shape[1] - 1).long()
         slots_before = table[places]
         table[places] = slots = self._scratch_slots(b_row)
         drafts = []
@@ -125,19 +125,17 @@ class HeadProposer:
             drafts.append(ids)
             if number + 1 < self._num_drafts:
                 hidden = self._head.recycled(summed, normed)
-                next_step = self._one_token(
-                    step, ids, columns[:, number].int().clamp(max=table.shape[1] - 1), slots[:, number]
-                )
+                next_step = self._one_token(step, ids, places[1][number].int(), slots[number])
                 summed = self._head.forward(hidden, next_step)
         table[places] = slots_before
         self._table[b_row] = torch.stack(drafts, dim=1)
 
     def _scratch_slots(self, b_row: Tensor) -> Tensor:
-        """``[requests, num_drafts - 1]`` int32. Padding writes to its own slot."""
-        numbers = torch.arange(1, self._num_drafts, device=b_row.device)
+        """``[num_drafts - 1, requests]`` int32. Padding writes to its own slot."""
+        numbers = torch.arange(1, self._num_drafts, device=b_row.device)[:, None]
         memory, padding_row = self._model.mem_manager, self._model.req_manager.padding_row
-        slots = memory.padding_slot + b_row[:, None] * (self._num_drafts - 1) + numbers
-        return slots.where(b_row[:, None] != padding_row, memory.padding_slot).int()
+        slots = memory.padding_slot + b_row * (self._num_drafts - 1) + numbers
+        return slots.where(b_row != padding_row, memory.padding_slot).int()
 
     def _one_token(self, step: ModelInput, ids: Tensor, positions: Tensor, slots: Tensor) -> ModelInput:
         starts = torch.arange(len(ids), dtype=torch.int32, device=ids.device)

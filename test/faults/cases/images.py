@@ -1,0 +1,82 @@
+"""Requests with images: the encoder dies, hangs or gets files that are damaged."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from test.api.server import ServerProcess
+from test.faults.start_case import Start, StartCase
+from test.vision_model import picture, png, save_vision_model
+from test.waiting import wait_until
+
+REQUESTS = 12
+FLAGS = ("--device", "cpu", "--max_total_token_num", "2000", "--embed_cache_gb", "0.01")
+
+
+def launch(start: Start, *flags: str) -> ServerProcess:
+    folder = start.base / "model"
+    folder.mkdir()
+    path, _ = save_vision_model(folder)
+    server = Start(start.base, (), start.exits).launch("--model_dir", path, *FLAGS, *flags)
+    start.wait_ready(server)
+    wait_until(server.is_healthy)
+    return server
+
+
+def ask(server: ServerProcess, data: bytes) -> tuple[int, Any]:
+    part = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(data).decode()}}
+    body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    return server.post("/v1/chat/completions", body)
+
+
+def text_of(server: ServerProcess, seed: int) -> str:
+    status, response = ask(server, png(picture(140, 140, seed)))
+    assert status == 200, response
+    text: str = response["choices"][0]["message"]["content"]
+    return text
+
+
+def signal_encoder(number: signal.Signals, start: Start, *flags: str) -> None:
+    """While images are encoded. All requests get the text that they get without a fault."""
+    server = launch(start, *flags)
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        texts = [threads.submit(text_of, server, seed) for seed in range(REQUESTS)]
+        (encoder,) = server.processes()["ls-encoder"]
+        os.kill(encoder.pid, number)
+        found = [text.result() for text in texts]
+    server.wait_for_log("a new encoder is ready")
+
+    assert [text_of(server, seed) for seed in range(REQUESTS)] == found
+    assert len(set(found)) > 1
+    assert server.stop() == 0
+
+
+def send_damaged_files(start: Start) -> None:
+    """Every one is refused, and all processes live on."""
+    server = launch(start)
+    before = {process.pid for each in server.processes().values() for process in each}
+    whole = png(picture(200, 150))
+    files = [whole[: len(whole) * share // 10] for share in range(1, 10)] + [b"", b"<svg/>", b"\x89PNG\r\n\x1a\n" * 99]
+    answers = [ask(server, data)[0] for data in files]
+    assert set(answers) == {400}, answers
+    text_of(server, 1)
+
+    assert {process.pid for each in server.processes().values() for process in each} == before
+    assert server.stop() == 0
+
+
+WAIT = "requests with images wait for its replacement, and get the same text"
+START_CASES = [
+    StartCase("kill -9 ls-encoder, images", lambda start: signal_encoder(signal.SIGKILL, start), WAIT, 60.0),
+    StartCase(
+        "stop ls-encoder, images",
+        lambda start: signal_encoder(signal.SIGSTOP, start, "--process_timeout", "3"),
+        f"it is killed after --process_timeout; {WAIT}",
+        60.0,
+    ),
+    StartCase("damaged image files", send_damaged_files, "400 each, and no process ends", 60.0),
+]

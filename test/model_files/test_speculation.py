@@ -1,0 +1,94 @@
+"""What --speculative_config and a draft head as --model_dir become, before anything loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightserve.config import WorkerConfig
+from lightserve.errors import OptionError
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.draft_head import Eagle3Config
+from lightserve.model_files.speculation import resolved_speculation, served_with_head
+from test.worker.heads import layer_config
+
+TARGET = ModelConfig.from_hf({**layer_config(131), "num_hidden_layers": 10})
+METHODS = [{"proposal_type": "other", "speculative_tokens": 9}, {"proposal_type": "greedy", "speculative_tokens": 5}]
+
+
+def save(folder: Path, **fields: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def save_speculators(folder: Path, **speculators: Any) -> str:
+    return save(
+        folder,
+        speculators_model_type="eagle3",
+        transformer_layer_config=layer_config(131),
+        speculators_config=speculators,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "drafts"),
+    [
+        ({"proposal_methods": METHODS, "default_proposal_method": "greedy"}, 5),
+        ({"proposal_methods": METHODS}, 9),
+        ({"proposal_methods": [{"speculative_tokens": 100}]}, 32),
+        ({}, 3),
+    ],
+)
+def test_a_head_as_model_dir_is_served_with_the_model_that_it_names(
+    tmp_path: Path, fields: dict[str, Any], drafts: int
+) -> None:
+    head = save_speculators(tmp_path, verifier={"name_or_path": "the/model"}, **fields)
+
+    worker = served_with_head(WorkerConfig(model_dir=head))
+
+    assert worker.model_dir == "the/model"
+    assert worker.speculation is not None
+    assert (worker.speculation.method, worker.speculation.model) == ("eagle3", head)
+    assert worker.speculation.num_speculative_tokens == drafts
+
+
+def test_a_head_as_model_dir_excludes_another_method(tmp_path: Path) -> None:
+    head = save_speculators(tmp_path, verifier={"name_or_path": "the/model"})
+
+    with pytest.raises(OptionError, match=r"is a draft head.*speculative_config is set too; leave out one"):
+        served_with_head(WorkerConfig(model_dir=head, speculative_config="auto"))
+
+
+@pytest.mark.parametrize("verifier", [None, {}, {"name_or_path": None}, {"name_or_path": 3}])
+def test_a_head_that_names_no_model_cannot_be_model_dir(tmp_path: Path, verifier: Any) -> None:
+    with pytest.raises(OptionError, match="does not name the model"):
+        served_with_head(WorkerConfig(model_dir=save_speculators(tmp_path, verifier=verifier)))
+
+
+def test_a_model_is_served_as_it_is(tmp_path: Path) -> None:
+    worker = WorkerConfig(model_dir=save(tmp_path, **layer_config(131)))
+
+    assert served_with_head(worker) is worker
+
+
+def test_the_default_hidden_states_are_those_of_a_low_a_middle_and_a_high_layer(tmp_path: Path) -> None:
+    save(tmp_path, architectures=["LlamaForCausalLMEagle3"], **layer_config(131))
+
+    assert Eagle3Config.read(tmp_path, TARGET).aux_layers == (2, 5, 7)
+
+
+def test_a_name_becomes_a_folder_and_other_fields_stay(tmp_path: Path) -> None:
+    save(tmp_path, architectures=["LlamaForCausalLMEagle3"], **layer_config(131))
+    fields = {
+        "method": "eagle3",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.0,
+    }
+    worker = WorkerConfig(speculative_config=json.dumps(fields), load_format="dummy")
+
+    assert resolved_speculation(worker, None, TARGET).speculation == worker.speculation  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Whether a server reads images is decided at its start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightserve.config.parse import parse_server
+from lightserve.errors import OptionError
+from lightserve.server import images
+from lightserve.server.images import with_images
+from test.vision_model import save_vision_model
+
+
+@pytest.fixture(scope="module")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_vision_model(tmp_path_factory.mktemp("vision"))[0]
+
+
+def limit_of(*flags: str) -> int:
+    return with_images(parse_server([*flags])).http.max_images
+
+
+def test_a_model_that_reads_images_gets_them_by_default(vision_folder: str) -> None:
+    assert limit_of("--model_dir", vision_folder) == 16
+
+
+@pytest.mark.parametrize("text", ["image=3", "3", '{"image": 3}'])
+def test_the_limit_may_be_written_as_in_other_servers(vision_folder: str, text: str) -> None:
+    assert limit_of("--model_dir", vision_folder, "--limit-mm-per-prompt", text) == 3
+
+
+@pytest.mark.parametrize("text", ["image=x", "video=1", "image=-1", '{"image": 1, "video": 2}', "image=5000"])
+def test_a_wrong_limit_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="must be image=N with N from 0 to 1024"):
+        parse_server(["--limit_mm_per_prompt", text])
+
+
+def test_the_operator_may_want_none(vision_folder: str) -> None:
+    assert limit_of("--model_dir", vision_folder, "--limit_mm_per_prompt", "0") == 0
+
+
+def test_a_text_model_has_none_and_refuses_a_limit(small_folder: str) -> None:
+    assert limit_of("--model_dir", small_folder) == 0
+    with pytest.raises(OptionError, match="images of this model are not read here"):
+        limit_of("--model_dir", small_folder, "--limit_mm_per_prompt", "image=2")
+
+
+def test_a_flag_that_does_not_combine_turns_images_off_and_the_log_says_why(
+    vision_folder: str, log: pytest.LogCaptureFixture
+) -> None:
+    with log.at_level(logging.WARNING):
+        assert limit_of("--model_dir", vision_folder, "--dp", "2") == 0
+
+    assert "requests may have no images: --limit_mm_per_prompt cannot be used with --dp 2" in log.text
+
+
+def test_files_and_packages_that_are_missing_turn_images_off(
+    vision_folder: str, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text((Path(vision_folder) / "config.json").read_text())
+    with log.at_level(logging.WARNING):
+        assert limit_of("--model_dir", str(tmp_path)) == 0
+        monkeypatch.setattr(images, "find_spec", lambda name: SimpleNamespace() if name != "PIL" else None)
+        assert limit_of("--model_dir", vision_folder) == 0
+
+    assert "has no preprocessor_config.json; fetch it" in log.text
+    assert "the package pillow is missing" in log.text
