@@ -16,6 +16,7 @@ from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
 
 KEY = "for-trainers"
+NONE_WAITS = {"num_waiting_reqs": 0}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LONG = 1500  # tokens: a second or two
 FLAGS = ("--load_format", "dummy", "--max_total_token_num", "4096", "--max_req_total_len", "2048", "--enable_rl")
@@ -48,6 +49,17 @@ def test_a_trainer_reads_the_world_size_and_the_configuration(server: ServerProc
     assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
     assert info["vllm_config"]["model_config"]["dtype"] == f"torch.{info['dtype']}"
     assert info["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}
+
+
+def test_a_trainer_waits_until_nothing_runs(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
+    running = start(server, clients)
+    assert get(server, "/v1/loads?include=core")["loads"][0]["num_running_reqs"] == 1
+
+    post(server, "/abort_requests")
+
+    running.result()
+    wait_until(lambda: get(server, "/v1/loads")["loads"][0] == {"dp_rank": 0, "num_running_reqs": 0} | NONE_WAITS)
+    assert get(server, "/health_generate") == {"status": "ok"}
 
 
 def test_the_endpoints_of_trainers_need_the_admin_key(server: ServerProcess) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
+from lightserve.errors import UnavailableError
 from lightserve.httpserver.admin.server_info import server_info
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.http.errors import error_response
+
+LOADS = {"num_running_reqs": "num_requests_running", "num_waiting_reqs": "num_requests_waiting"}
 
 
 def add_info(router: APIRouter, context: ServerContext) -> None:
@@ -22,6 +26,22 @@ def add_info(router: APIRouter, context: ServerContext) -> None:
     async def get_rl_server_info() -> JSONResponse:
         """That of /get_server_info, with the fields that trainers read."""
         return JSONResponse(await server_info(context) | _of_vllm(context) | _of_sglang(context))
+
+
+def add_loads(router: APIRouter, context: ServerContext) -> None:
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        """As /health: 200 only if a token can be generated now."""
+        reason = context.manager.unhealthy_reason()
+        return JSONResponse({"status": "ok"}) if reason is None else error_response(UnavailableError(reason))
+
+    @router.get("/v1/loads")
+    async def loads() -> JSONResponse:
+        """Requests that run and wait, of at most a second ago; trainers wait until there are none."""
+        stats = await context.manager.latest_stats()
+        values = {} if stats is None else stats.metrics.values
+        load = {name: int(values.get(metric, 0)) for name, metric in LOADS.items()}
+        return JSONResponse({"loads": [{"dp_rank": 0, **load}]})
 
 
 def dtype_of(context: ServerContext) -> str:

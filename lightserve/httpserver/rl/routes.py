@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.rl.generate_routes import add_generate
-from lightserve.httpserver.rl.info import add_info
+from lightserve.httpserver.rl.info import add_info, add_loads
 from lightserve.httpserver.rl.pause_routes import add_pause
 from lightserve.httpserver.rl.sleep_routes import add_sleep
 from lightserve.httpserver.rl.weights import add_weights
@@ -31,4 +31,5 @@ def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["reinforcement learning"])
     if context.config.enable_rl:
         add_generate(router, context)
+        add_loads(router, context)
     return router
