@@ -302,3 +302,21 @@ def test_a_server_that_is_killed_three_times_runs_every_request_once(model: str,
             assert (batch.status, batch.request_counts.completed) == ("completed", count)
             assert ids == Counter(f"{i}" for i in range(count))
             assert server.stop() == 0
+
+
+def test_a_batch_of_embeddings(tmp_path: Path) -> None:
+    flags = ("--task", "embed", "--batch_dir", str(tmp_path / "batches"))
+    with running_server(tmp_path / "log", *NULL, *flags) as server:
+        client = client_of(server)
+        path = "/v1/embeddings"
+        lines = [{"custom_id": f"{i}", "method": "POST", "url": path, "body": {"input": [[5, 6]]}} for i in range(3)]
+        refused = [chat("a")]
+
+        batch = wait_for_end(client, start(client, lines, path))
+        other = wait_for_end(client, start(client, refused))
+
+        bodies = [line["response"]["body"] for line in results(client, batch.output_file_id)]
+        assert [len(body["data"]) for body in bodies] == [1, 1, 1]
+        (line,) = results(client, other.error_file_id)
+        assert "generates text" in line["response"]["body"]["error"]["message"]
+        assert server.stop() == 0

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 
 from lightserve.common.parallel import Parallel
@@ -162,3 +163,18 @@ def test_a_request_without_images_in_the_same_row_has_plain_positions(vision_mod
     text = generate(worker, NewReq(1, int32s([1, 2, 3, 4]), SamplingParams(temperature=0.0), 0), 3, 5)
 
     assert text == greedy(model, [1, 2, 3, 4], [], 5)
+
+
+@pytest.mark.parametrize("cached", [0, 20])
+def test_text_goes_on_after_a_preemption(vision_model: tuple[str, Any, str], cached: int) -> None:
+    folder, model, model_type = vision_model
+    images = Images(folder, model_type)
+    worker, expected = worker_of(folder, images), greedy(model, PROMPT, IMAGES, 6)
+    new = images.request(0, IMAGES, PROMPT)
+    begun = generate(worker, new, 500, 3)
+    worker.run(Step([], free=[0]))
+
+    known = np.concatenate((new.token_ids, int32s(begun)))
+    again = replace(new, token_ids=known, output_len=len(begun), cached_slots=slots(0, cached))
+
+    assert begun + generate(worker, again, 9, 3, first_slot=0) == expected

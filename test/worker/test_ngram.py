@@ -106,6 +106,8 @@ def params_of(*fields: dict[str, Any]) -> GenerationParams:
     merged: dict[str, Any] = {"max_new_tokens": 40}
     for more in fields:
         merged |= more
+    if "min_new_tokens" in merged:  # of two options that were drawn together
+        merged["min_new_tokens"] = min(merged["min_new_tokens"], merged["max_new_tokens"])
     return GenerationParams.of(**merged)
 
 

@@ -1,7 +1,7 @@
 """Computes a step with drafts: finds its tokens, verifies the drafts, and counts what is accepted on the device.
 
-Steps that compute decodes and drafts alone are captured as graphs, as far as verification. If a request needs more than
-temperature to be sampled, its drafts are verified again after that.
+Steps that compute decodes and drafts alone are captured as graphs, with verification and what a head drafts next. If a
+request needs more than temperature to be sampled, its drafts are verified again after that, and the head drafts again.
 """
 
 from __future__ import annotations
@@ -114,18 +114,20 @@ class DraftRunner:
             self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
 
     @torch.inference_mode()
-    def draft_next(self, packed: PackedStep, out: StepOut, rows: RowsOfStep | None = None) -> None:
-        """Let a head draft the tokens of the next step. The tokens of this one are sampled and verified.
-
-        ``rows`` None: the step has no drafts.
-        """
+    def draft_next(self, packed: PackedStep, out: StepOut) -> None:
+        """Let a head draft the tokens of the next step. This one has no drafts, and its tokens are sampled."""
         if self._head is not None:
-            self._head.draft(out, rows, self._head.known_after(packed))
+            self._head.draft(out, None, self._head.known_after(packed))
 
+    @torch.inference_mode()
     def draft_after(self, packed: PackedStep, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
-        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got."""
-        if self._head is not None:
-            self.draft_next(packed, out, RowsOfStep.of(out, tokens, counts))
+        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got. A captured step has done it."""
+        assert out.drafts is not None
+        if self._head is None:
+            return
+        known_after = self._head.known_after(packed)
+        if known_after is not None or counts is not out.drafts.verified:
+            self._head.draft(out, RowsOfStep.of(out, tokens, counts), known_after)
 
     @torch.inference_mode()
     def propose(self, packed: PackedStep) -> Tensor:
@@ -225,7 +227,10 @@ class DraftRunner:
         draft_ids = self._captured_drafts[: shape.tokens]
         out = self._compute(self._runner.columns(inputs[:end], shape), shape, (tensors, draft_ids, shape.num_drafts))
         assert out.drafts is not None
-        return out._replace(drafts=out.drafts._replace(verified=self.verify(out, out.tokens)))
+        verified = self.verify(out, out.tokens)
+        if self._head is not None:
+            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), None)
+        return out._replace(drafts=out.drafts._replace(verified=verified))
 
     def _compute(
         self,

@@ -68,33 +68,45 @@ class HeadProposer:
         b_row, b_number = to_device(np.concatenate((rows, numbers)), self._table.device).view(2, -1).unbind()
         return self._table[b_row, b_number]
 
-    def known_after(self, packed: PackedStep) -> Int64Array:
-        """The token after those that the step computes of each request, if it is part of its prompt: [requests]."""
+    def known_after(self, packed: PackedStep) -> Int64Array | None:
+        """The token after those that the step computes of each request, if it is part of its prompt: [requests].
+
+        None: it is of no request.
+        """
         columns, rows = self._batch.columns, packed.rows
+        is_known = columns.known_len[rows] > columns.cache_len[rows]
+        if not is_known.any():
+            return None
         known = np.full(len(rows), UNKNOWN, dtype=np.int64)
-        for index in np.flatnonzero(columns.known_len[rows] > columns.cache_len[rows]).tolist():
+        for index in np.flatnonzero(is_known).tolist():
             req = packed.reqs[index]
             known[index] = req.token_ids[req.cache_len]
         return known
 
-    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array) -> None:
-        """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch."""
+    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array | None) -> None:
+        """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch.
+
+        Without ``known_after`` it launches the same work for all steps of a shape, so it can be captured.
+        """
         assert out.for_head is not None
         step, columns = out.for_head.step, out.columns.reqs
         b_row = columns["row"].long()
-        padded = np.pad(known_after, (0, len(b_row) - len(known_after)), constant_values=UNKNOWN)
-        next_ids, last = self._tokens_after(step, b_row, rows, to_device(padded, b_row.device))
+        known = None
+        if known_after is not None:
+            padded = np.pad(known_after, (0, len(b_row) - len(known_after)), constant_values=UNKNOWN)
+            known = to_device(padded, b_row.device)
+        next_ids, last = self._tokens_after(step, b_row, rows, known)
         attn = replace(step.attn, shared_prefixes=None, plans={})
         step = replace(step, input_ids=next_ids, attn=attn, lora=None)
         summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
-        if (known_after != UNKNOWN).all():
+        if known_after is not None and (known_after != UNKNOWN).all():
             return  # no request samples a token
         positions = step.position_ids[last]
         at = SampledAt(self._temperatures[b_row], columns["seed"], positions)
         self._draft_further(summed, at, step)
 
     def _tokens_after(
-        self, step: ModelInput, b_row: Tensor, rows: RowsOfStep | None, known_after: Tensor
+        self, step: ModelInput, b_row: Tensor, rows: RowsOfStep | None, known_after: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The token after each token of the step, and the last token of each request that counts, as its place."""
         next_ids = step.input_ids.roll(-1)
@@ -105,7 +117,9 @@ class HeadProposer:
         else:
             next_ids[rows.tokens] = rows.sampled.clamp(min=0)
             last, sampled = rows.tokens[rows.last], rows.sampled[rows.last]
-        next_ids[last] = torch.where(known_after != UNKNOWN, known_after, sampled).clamp(min=0)
+        if known_after is not None:
+            sampled = torch.where(known_after != UNKNOWN, known_after, sampled)
+        next_ids[last] = sampled.clamp(min=0)
         return next_ids, last
 
     def _draft_further(self, summed: Tensor, at: SampledAt, step: ModelInput) -> None:
