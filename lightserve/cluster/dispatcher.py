@@ -443,13 +443,7 @@ class Dispatcher:
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
         self.metrics.values["kv_transfer_local_prefill_tokens_total"] = self._placement.local_prefill_tokens
         snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
-        problems = (engine.stats.problem for engine in engines if engine.stats is not None)
-        problem = "" if serving else next(filter(None, problems), "")
-        stats = RouterStats(
-            min(ages, default=0.0), snapshot, bool(serving), is_sleeping=_sleeps(engines), problem=problem
-        )
+        is_sleeping = any(engine.is_sleeping for engine in engines)
+        problem = "" if serving else next((engine.problem for engine in engines if engine.problem), "")
+        stats = RouterStats(min(ages, default=0.0), snapshot, bool(serving), is_sleeping=is_sleeping, problem=problem)
         self._to_detokenization.send(stats)
-
-
-def _sleeps(engines: list[Engine]) -> bool:
-    return any(engine.stats is not None and engine.stats.is_sleeping for engine in engines)

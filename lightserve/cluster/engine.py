@@ -57,6 +57,15 @@ class Engine:
         self.requests[req.req_id] = req
         self.link.send(req.message())
 
+    @property
+    def is_sleeping(self) -> bool:
+        return self.stats is not None and self.stats.is_sleeping
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot generate until a trainer or an operator does something."""
+        return "" if self.stats is None else self.stats.problem
+
     def compute_itself(self, req: InflightRequest, is_measured: bool) -> None:
         """No prefill engine computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""
         self._load.compute_itself(req.assignment, time.monotonic(), is_measured)
