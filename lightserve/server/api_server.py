@@ -7,7 +7,7 @@ replaces workers and HTTP processes that die, and ends the server when another p
 imports no torch.
 
 Read on in this order: process_group.py (start, ready), engine_supervisor.py, worker_supervisor.py and
-http_supervisor.py (restart), watchdog.py (heartbeats), shutdown.py (drain, report). child_process.py is one process.
+process_supervisor.py (restart), watchdog.py (heartbeats), shutdown.py (drain, report). child_process.py is one process.
 
 Exit codes: 0 after a signal, when running requests have finished; 1 when a process died; 2 when the operator must fix
 a flag, a file or a port; 128 + n when signal n ended the server at once.
@@ -32,13 +32,12 @@ from lightserve.ipc.process import EXIT_CONFIG_ERROR, error_line
 from lightserve.messages.control import StartupPhase
 from lightserve.server.banner import banner, print_banner, print_error, print_line
 from lightserve.server.checks import ModelInfo, check, with_local_files
-from lightserve.server.encoder_supervisor import EncoderSupervisor
 from lightserve.server.engine_supervisor import supervise_engines
-from lightserve.server.http_supervisor import HttpSupervisor
 from lightserve.server.images import with_images
 from lightserve.server.keys import with_keys
 from lightserve.server.node_host import run_node
 from lightserve.server.process_group import Modules, ProcessGroup
+from lightserve.server.process_supervisor import EncoderSupervisor, HttpSupervisor
 from lightserve.server.run_directory import run_directory
 from lightserve.server.shutdown import (
     ENDED,
