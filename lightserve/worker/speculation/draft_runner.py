@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.common.basemodel import KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import to_device
 from lightserve.common.ops.step import COUNTED
 from lightserve.config.speculation import SpeculativeConfig
@@ -34,6 +34,10 @@ from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.token_table import TokenTable
 from lightserve.worker.step_runner import StepOut, StepRunner
+
+# Of steps that attend as decodes do: the KV of a request is then split among many multiprocessors. Otherwise few
+# requests occupy few of them. But each draft reads the KV again.
+MAX_SPLIT_TOKENS = 64
 
 
 class DraftRunner:
@@ -246,13 +250,15 @@ class DraftRunner:
         token_ids.copy_(torch.where(draft_ids != NO_DRAFT, draft_ids.int(), token_ids))
         rows, reqs = tensors.logit_tokens.long(), tensors.logit_reqs.long()
         step = replace(self._runner.model_input(columns, shape), logit_rows=rows)
-        logits = self._runner.logits(step, prompts)
+        is_split = shape.num_drafts > 0 and shape.tokens <= MAX_SPLIT_TOKENS
+        logits = self._runner.logits(_as_decodes(step, columns) if is_split else step, prompts)
         b_position = columns.tokens["position"][rows] + 1
         sampled_at = columns.reqs["temperature"][reqs], columns.reqs["seed"][reqs], b_position
         tokens = self._runner.sample(logits, sampled_at, None)
         drafts_after = torch.cat((draft_ids[1:], draft_ids.new_full((1,), NO_DRAFT)))[rows]
         drafts = DraftRows(sampled_at, step.input_ids[rows], drafts_after, tensors, max_drafts)
-        return StepOut(logits, tokens, columns, drafts, self._runner.for_head)
+        for_head = self._runner.for_head
+        return StepOut(logits, tokens, columns, drafts, None if for_head is None else for_head._replace(step=step))
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
         """The input as the host would have made it, had it known the lengths."""
@@ -269,3 +275,16 @@ class DraftRunner:
             reqs=reqs | {"ready_len": located.b_ready_len, "seq_len": seq_len},
             group_slots=group_slots,
         )
+
+
+def _as_decodes(step: ModelInput, columns: StepColumns) -> ModelInput:
+    """The step with each token as a request of its own: the KV of those before it is written when it attends."""
+    positions = step.position_ids
+    places = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+
+    def attn(group: ops.AttnBatch) -> ops.AttnBatch:
+        rows = columns.tokens["row"]
+        return ops.AttnBatch(group.req_to_token, rows, places, positions + 1, positions, has_decodes=True)
+
+    groups = tuple(KvGroupInput(group.mem_index, attn(group.attn)) for group in step.kv_groups)
+    return replace(step, attn=attn(step.attn), kv_groups=groups, is_prefill=False)
