@@ -86,7 +86,7 @@ def test_escape_stops_an_answer_and_keeps_what_has_arrived(page: ChatPage) -> No
     assert page.answer == stopped
 
 
-def test_the_button_stops_and_regenerate_replaces_the_answer(page: ChatPage) -> None:
+def test_the_button_stops_and_regenerate_asks_again(page: ChatPage) -> None:
     page.will_answer("Again, please", COUNTING, step_s=SLOW_S)
     page.will_answer("Again, please", "The second answer.")
     page.start("Again, please")
@@ -97,20 +97,6 @@ def test_the_button_stops_and_regenerate_replaces_the_answer(page: ChatPage) -> 
     page.click_button("Regenerate")
     page.wait(lambda: page.answer == "The second answer.")
 
-    assert len(page.all(".message")) == 2
-
-
-def test_an_edited_message_drops_what_followed(page: ChatPage) -> None:
-    page.will_answer("First wording", "To the first.")
-    page.will_answer("Second wording", "To the second.")
-    page.send("First wording")
-
-    page.click_button("Edit")
-    page.run("document.querySelector('.user textarea').value = 'Second wording'")
-    page.click_button("Send again")
-    page.wait(lambda: page.answer == "To the second.")
-
-    assert page.text(".user > .content") == "Second wording"
     assert len(page.all(".message")) == 2
 
 

@@ -25,6 +25,7 @@ import { DEFAULT_SETTINGS } from "./settings.js";
  * @property {AnswerStats} [stats]
  * @property {string | null} [finishReason] of the server, or "stopped"
  * @property {string} [error]
+ * @property {import("./branches.js").Branch} [branch] others beside this message
  *
  * @typedef {object} Conversation
  * @property {string} id

@@ -22,8 +22,9 @@ const closeDrawers = connectDrawers();
 
 const store = new ConversationStore();
 const messageList = new MessageList(byId("log", HTMLDivElement), {
-  regenerate: () => run(() => chat.regenerate()),
+  regenerate: (message) => run(() => chat.regenerate(message)),
   edit: (message, text) => run(() => chat.edit(message, text)),
+  switchBranch: (message, to) => chat.switchBranch(message, to),
   sendResults: (message, results) => run(() => chat.sendResults(message, results)),
   suggest: (text) => {
     prompt.value = text;
