@@ -184,6 +184,39 @@ def test_the_system_prompt_is_sent(page: ChatPage) -> None:
     assert page.answer == "Arr."
 
 
+def test_empty_sampling_fields_show_the_values_that_hold(page: ChatPage) -> None:
+    fields = "return Object.fromEntries([...document.querySelectorAll('.fields input')].map("
+    shown = page.run(fields + "(one) => [one.name, one.placeholder]))")
+
+    assert shown == {
+        "temperature": "1",
+        "top_p": "1",
+        "top_k": "-1",
+        "min_p": "0",
+        "repetition_penalty": "1",
+        "presence_penalty": "0",
+        "frequency_penalty": "0",
+        "max_tokens": "65536",
+        "seed": "random",
+    }
+    assert page.one("[name=min_p]").is_displayed()
+
+
+def test_sampling_fields_are_sent(page: ChatPage) -> None:
+    page.record_requests()
+    values = {"min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    for name, value in values.items():
+        page.set_field(name, str(value))
+    page.will_answer("Sample so", "Sampled.")
+
+    page.send("Sample so")
+
+    assert page.answer == "Sampled."
+    sent = page.requests()[-1]
+    assert {name: sent.get(name) for name in values} == values
+    assert "temperature" not in sent
+
+
 def test_everything_comes_from_this_server(page: ChatPage) -> None:
     loaded = page.run("return performance.getEntriesByType('resource').map((one) => one.name)")
 

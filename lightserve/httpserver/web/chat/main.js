@@ -48,9 +48,9 @@ const settingsForm = new SettingsForm(byId("settings", HTMLFormElement), (settin
     chat.save();
   }
 });
-const modelCard = new ModelCard(({ sampling_defaults, limits }) => {
+const modelCard = new ModelCard(({ sampling, limits }) => {
   forgetKeyButton.hidden = !hasKey();
-  settingsForm.showDefaults({ ...sampling_defaults, max_tokens: limits.max_req_total_len });
+  settingsForm.showDefaults({ ...sampling, max_tokens: limits.max_req_total_len, seed: "random" });
 });
 
 /** Lets an answer be written, with the focus on the message field. @param {() => Promise<void>} start */

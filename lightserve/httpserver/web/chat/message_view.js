@@ -140,8 +140,8 @@ export class MessageView {
 function branchesNode(message, switchBranch) {
   const count = branchCount(message);
   const shown = message.branch?.index ?? 0;
-  const previous = branchButton("‹", "Previous version", shown > 0, () => switchBranch(shown - 1));
-  const next = branchButton("›", "Next version", shown < count - 1, () => switchBranch(shown + 1));
+  const previous = branchButton("←", "Previous version", shown > 0, () => switchBranch(shown - 1));
+  const next = branchButton("→", "Next version", shown < count - 1, () => switchBranch(shown + 1));
   const attributes = { class: "branches", role: "group", "aria-label": "Versions", hidden: count === 1 };
   return element("span", attributes, previous, `${shown + 1} / ${count}`, next);
 }
