@@ -224,7 +224,12 @@ def test_everything_comes_from_this_server(page: ChatPage) -> None:
     assert all(name.startswith(page.url) for name in loaded)
 
 
-def test_the_card_shows_what_runs(page: ChatPage) -> None:
+def test_the_card_shows_what_runs_and_is_folded(page: ChatPage) -> None:
+    assert page.one("#model-status").is_displayed()
+    assert not page.one("#model-facts").is_displayed()
+    page.click("#model-card summary")
+    assert page.one("#model-facts").is_displayed()
+
     page.wait(lambda: "524,288" in page.text("#kv-text"))
 
     facts = page.text("#model-facts")

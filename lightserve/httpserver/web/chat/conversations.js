@@ -101,6 +101,28 @@ export class ConversationStore {
   }
 }
 
+/**
+ * Whether the title or a message has this text; those of branches that are not shown count too.
+ *
+ * @param {Conversation} conversation
+ * @param {string} text in small letters
+ */
+export function hasText({ title, messages }, text) {
+  return title.toLowerCase().includes(text) || messagesHaveText(messages, text);
+}
+
+/**
+ * @param {Message[]} messages
+ * @param {string} text
+ * @returns {boolean}
+ */
+function messagesHaveText(messages, text) {
+  return messages.some(
+    ({ content, branch }) =>
+      content.toLowerCase().includes(text) || (branch?.others ?? []).some((other) => messagesHaveText(other, text)),
+  );
+}
+
 /** Whether another tab changed a conversation. @param {StorageEvent} event */
 export function isConversationChange(event) {
   return event.key === null || event.key.startsWith(PREFIX);

@@ -6,11 +6,12 @@ import { Chat } from "./chat.js";
 import { ConversationList } from "./conversation_list.js";
 import { ConversationStore, isConversationChange } from "./conversations.js";
 import { ask } from "./dialogs.js";
-import { byId } from "./dom.js";
+import { announce, byId } from "./dom.js";
 import { connectDrawers } from "./drawers.js";
+import { readConversation } from "./import.js";
 import { MessageList } from "./message_list.js";
 import { ModelCard } from "./model_card.js";
-import { SettingsError, SettingsForm } from "./settings.js";
+import { DEFAULT_SETTINGS, SettingsError, SettingsForm } from "./settings.js";
 import { connectThemeSelect } from "./theme.js";
 
 const MAX_PROMPT_PX = 240;
@@ -93,6 +94,17 @@ async function removeConversation(conversation) {
   }
 }
 
+/** Opens the last of the chats in these files. @param {File[]} files */
+async function importConversations(files) {
+  for (const file of files) {
+    const found = readConversation(file.name, await file.text());
+    const conversation = Object.assign(store.create({ ...DEFAULT_SETTINGS, ...found.settings }), found.parts);
+    store.save(conversation);
+    openConversation(conversation);
+  }
+  announce(`${files.length} imported`);
+}
+
 /** @param {boolean} isGenerating */
 function showGenerating(isGenerating) {
   sendButton.textContent = isGenerating ? "Stop" : "Send";
@@ -148,6 +160,12 @@ document.addEventListener("keydown", (event) => {
 });
 byId("new-conversation", HTMLButtonElement).addEventListener("click", () => {
   openConversation(store.create(chat.conversation.settings));
+});
+const importFile = byId("import-file", HTMLInputElement);
+byId("import", HTMLButtonElement).addEventListener("click", () => importFile.click());
+importFile.addEventListener("change", () => {
+  importConversations([...(importFile.files ?? [])]).catch(showFailure);
+  importFile.value = ""; // the same file may be chosen again
 });
 forgetKeyButton.addEventListener("click", () => {
   forgetKey();

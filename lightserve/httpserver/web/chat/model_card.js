@@ -71,7 +71,7 @@ export class ModelCard {
    * @param {boolean} isReady
    */
   _showStatus(text, isReady) {
-    const status = byId("model-status", HTMLParagraphElement);
+    const status = byId("model-status", HTMLSpanElement);
     status.textContent = text;
     status.classList.toggle("ready", isReady);
   }
