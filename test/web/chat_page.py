@@ -23,6 +23,14 @@ document.addEventListener("securitypolicyviolation", (event) => {
   window.violations.push(`${event.violatedDirective} ${event.blockedURI} ${event.sample}`);
 });
 """
+RECORD_REQUESTS = """
+const { fetch } = window;
+window.sent = [];
+window.fetch = (url, init) => {
+  if (init?.body) window.sent.push(init.body);
+  return fetch(url, init);
+};
+"""
 EXPECTED_ERRORS = ("401 (Unauthorized)", "400 (Bad Request)")  # Chromium logs every refused request
 
 
@@ -113,13 +121,24 @@ class ChatPage:
 
     @property
     def titles(self) -> list[str]:
-        return [one.text for one in self.all(".conversation")]
+        script = "return [...document.querySelectorAll('.conversation')].map((one) => one.textContent)"
+        return list(self.run(script))
 
     def wait_for_answer(self) -> None:
         self.wait(lambda: not self.is_generating)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, DEADLINE_S)
+
+    # what the page sends
+
+    def record_requests(self) -> None:
+        """Keep the bodies of the requests from now on, until the page is loaded again."""
+        self.run(RECORD_REQUESTS)
+
+    def requests(self) -> list[Any]:
+        """The bodies since record_requests."""
+        return list(self.run("return window.sent.map((body) => JSON.parse(body))"))
 
     # what the browser reports
 

@@ -107,7 +107,7 @@ def test_everything_is_reachable_with_the_tab_key(page: ChatPage) -> None:
 
     reached: list[str] = []
     page.run("document.activeElement.blur()")
-    for _ in range(20):
+    for _ in range(35):
         ActionChains(page.browser).send_keys(Keys.TAB).perform()
         reached.append(page.run("return document.activeElement.id || document.activeElement.name || ''"))
 

@@ -86,7 +86,7 @@ def test_escape_stops_an_answer_and_keeps_what_has_arrived(page: ChatPage) -> No
     assert page.answer == stopped
 
 
-def test_the_button_stops_and_regenerate_replaces_the_answer(page: ChatPage) -> None:
+def test_the_button_stops_and_regenerate_asks_again(page: ChatPage) -> None:
     page.will_answer("Again, please", COUNTING, step_s=SLOW_S)
     page.will_answer("Again, please", "The second answer.")
     page.start("Again, please")
@@ -97,20 +97,6 @@ def test_the_button_stops_and_regenerate_replaces_the_answer(page: ChatPage) -> 
     page.click_button("Regenerate")
     page.wait(lambda: page.answer == "The second answer.")
 
-    assert len(page.all(".message")) == 2
-
-
-def test_an_edited_message_drops_what_followed(page: ChatPage) -> None:
-    page.will_answer("First wording", "To the first.")
-    page.will_answer("Second wording", "To the second.")
-    page.send("First wording")
-
-    page.click_button("Edit")
-    page.run("document.querySelector('.user textarea').value = 'Second wording'")
-    page.click_button("Send again")
-    page.wait(lambda: page.answer == "To the second.")
-
-    assert page.text(".user > .content") == "Second wording"
     assert len(page.all(".message")) == 2
 
 
@@ -198,6 +184,39 @@ def test_the_system_prompt_is_sent(page: ChatPage) -> None:
     assert page.answer == "Arr."
 
 
+def test_empty_sampling_fields_show_the_values_that_hold(page: ChatPage) -> None:
+    fields = "return Object.fromEntries([...document.querySelectorAll('.fields input')].map("
+    shown = page.run(fields + "(one) => [one.name, one.placeholder]))")
+
+    assert shown == {
+        "temperature": "1",
+        "top_p": "1",
+        "top_k": "-1",
+        "min_p": "0",
+        "repetition_penalty": "1",
+        "presence_penalty": "0",
+        "frequency_penalty": "0",
+        "max_tokens": "65536",
+        "seed": "random",
+    }
+    assert page.one("[name=min_p]").is_displayed()
+
+
+def test_sampling_fields_are_sent(page: ChatPage) -> None:
+    page.record_requests()
+    values = {"min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    for name, value in values.items():
+        page.set_field(name, str(value))
+    page.will_answer("Sample so", "Sampled.")
+
+    page.send("Sample so")
+
+    assert page.answer == "Sampled."
+    sent = page.requests()[-1]
+    assert {name: sent.get(name) for name in values} == values
+    assert "temperature" not in sent
+
+
 def test_everything_comes_from_this_server(page: ChatPage) -> None:
     loaded = page.run("return performance.getEntriesByType('resource').map((one) => one.name)")
 
@@ -205,7 +224,12 @@ def test_everything_comes_from_this_server(page: ChatPage) -> None:
     assert all(name.startswith(page.url) for name in loaded)
 
 
-def test_the_card_shows_what_runs(page: ChatPage) -> None:
+def test_the_card_shows_what_runs_and_is_folded(page: ChatPage) -> None:
+    assert page.one("#model-status").is_displayed()
+    assert not page.one("#model-facts").is_displayed()
+    page.click("#model-card summary")
+    assert page.one("#model-facts").is_displayed()
+
     page.wait(lambda: "524,288" in page.text("#kv-text"))
 
     facts = page.text("#model-facts")

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from lightserve import __version__
 from lightserve.httpserver.context import ServerContext
 from lightserve.messages.output import RouterStats
+from lightserve.messages.params import SamplingParams
 
 # by the name in the response: the metric
 LOAD_METRICS = {
@@ -20,6 +21,15 @@ LOAD_METRICS = {
     "prompt_tokens": "prompt_tokens_total",
     "generated_tokens": "generation_tokens_total",
 }
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def add_server_info(router: APIRouter, context: ServerContext) -> None:
@@ -35,6 +45,7 @@ async def server_info(context: ServerContext) -> dict[str, Any]:
         "model": _model(context),
         "limits": _limits(context),
         "sampling_defaults": dict(context.sampling_defaults.params),
+        "sampling": _sampling(context),
         "unhealthy_reason": context.manager.unhealthy_reason(),
         "load": _load(await context.manager.latest_stats()),
     }
@@ -59,6 +70,12 @@ def _model(context: ServerContext) -> dict[str, Any]:
 def _limits(context: ServerContext) -> dict[str, int]:
     limits = context.manager.limits
     return {"max_req_total_len": limits.max_req_total_len, "max_total_token_num": limits.max_total_token_num}
+
+
+def _sampling(context: ServerContext) -> dict[str, float]:
+    """The values of a request that sets none: the model's, else the server's."""
+    plain = SamplingParams()
+    return {name: context.sampling_defaults.params.get(name, getattr(plain, name)) for name in SAMPLING}
 
 
 def _load(stats: RouterStats | None) -> dict[str, float] | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightserve.config import HttpConfig
+from lightserve.httpserver.admin.server_info import server_info
 from lightserve.messages.metrics import Recorder
 from lightserve.messages.output import RouterStats
+from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from test.httpserver.app_client import served
 
 
@@ -40,3 +43,22 @@ def test_it_shows_the_load(tmp_path: Path) -> None:
     assert (load["running_requests"], load["waiting_requests"]) == (2, 3)
     assert (load["kv_used_tokens"], load["kv_usage"]) == (1024, 0.25)
     assert load["generated_tokens"] == 40
+
+
+def test_it_says_how_a_request_without_parameters_is_sampled(tmp_path: Path) -> None:
+    async def ask(defaults: dict[str, float]) -> Any:
+        async with served(tmp_path) as server:
+            return await server_info(replace(server.context, sampling_defaults=SamplingDefaults(defaults)))
+
+    plain, of_model = (asyncio.run(ask(defaults)) for defaults in ({}, {"temperature": 0.6, "top_k": 20}))
+
+    assert plain["sampling"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    assert of_model["sampling"] == plain["sampling"] | {"temperature": 0.6, "top_k": 20}

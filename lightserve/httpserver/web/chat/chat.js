@@ -1,6 +1,7 @@
 // @ts-check
 /** The open conversation: sends messages, writes answers into it, and keeps storage and page up to date. */
 
+import { addBranch, switchBranch } from "./branches.js";
 import { announce } from "./dom.js";
 import { emptyAnswer, generate, requestBody } from "./generation.js";
 
@@ -47,7 +48,11 @@ export class Chat {
 
   /** Aborts the answer that is being written; what has arrived stays. */
   stop() {
-    this._running?.abort();
+    const answer = this.conversation.messages[this.conversation.messages.length - 1];
+    if (this._running !== null) {
+      answer.finishReason = "stopped"; // before a branch is made of it
+      this._running.abort();
+    }
     this._running = null;
     this._events.generating(false);
   }
@@ -57,20 +62,36 @@ export class Chat {
     await this._continue([...this.conversation.messages, { role: "user", content: text }]);
   }
 
-  /** Replaces the last answer. */
-  async regenerate() {
-    await this._continue(this.conversation.messages.slice(0, -1));
+  /** Writes another answer beside this one. @param {Message} message */
+  async regenerate(message) {
+    const { messages } = this.conversation;
+    const index = messages.indexOf(message);
+    await this._continue(messages.slice(0, index), (answer) => addBranch(messages, index, answer));
   }
 
   /**
-   * Replaces a message of the person, and drops what followed it.
+   * Asks again with another text, beside this message of the person and what followed it.
    *
    * @param {Message} message
    * @param {string} text
    */
   async edit(message, text) {
-    const index = this.conversation.messages.indexOf(message);
-    await this._continue([...this.conversation.messages.slice(0, index), { role: "user", content: text }]);
+    const { messages } = this.conversation;
+    await this._continue(addBranch(messages, messages.indexOf(message), { role: "user", content: text }));
+  }
+
+  /**
+   * Shows another branch from this message on, and ends an answer that is being written.
+   *
+   * @param {Message} message
+   * @param {number} to
+   */
+  switchBranch(message, to) {
+    const { conversation } = this;
+    this.stop();
+    conversation.messages = switchBranch(conversation.messages, conversation.messages.indexOf(message), to);
+    this.save();
+    this._list.show(conversation, null);
   }
 
   /**
@@ -96,16 +117,21 @@ export class Chat {
     }
   }
 
-  /** Lets the model answer these messages. @param {Message[]} messages */
-  async _continue(messages) {
+  /**
+   * Lets the model answer these messages.
+   *
+   * @param {Message[]} messages
+   * @param {(answer: Message) => Message[]} withAnswer the conversation with the answer
+   */
+  async _continue(messages, withAnswer = (answer) => [...messages, answer]) {
     const { conversation } = this;
     const body = this._requestBody({ ...conversation, messages });
     if (body === null || this.isGenerating) {
       return;
     }
-    const answer = emptyAnswer();
     const running = new AbortController();
-    conversation.messages = [...messages, answer];
+    conversation.messages = withAnswer(emptyAnswer());
+    const answer = conversation.messages[conversation.messages.length - 1];
     this._running = running;
     this.save();
     this._list.show(conversation, answer);

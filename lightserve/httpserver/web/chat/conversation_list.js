@@ -1,8 +1,8 @@
 // @ts-check
 /** The list of conversations, with buttons to rename, export and delete the one that is open. */
 
-import { openaiMessages } from "./conversations.js";
-import { button, element } from "./dom.js";
+import { hasText, openaiMessages } from "./conversations.js";
+import { byId, button, element } from "./dom.js";
 
 /**
  * @typedef {import("./conversations.js").Conversation} Conversation
@@ -21,6 +21,11 @@ export class ConversationList {
   constructor(list, actions) {
     this._list = list;
     this._actions = actions;
+    /** @type {Conversation[]} */
+    this._conversations = [];
+    this._openId = "";
+    this._search = byId("conversation-search", HTMLInputElement);
+    this._search.addEventListener("input", () => this._showFound());
   }
 
   /**
@@ -28,7 +33,17 @@ export class ConversationList {
    * @param {string} openId
    */
   show(conversations, openId) {
-    this._list.replaceChildren(...conversations.map((one) => this._item(one, one.id === openId)));
+    this._conversations = conversations;
+    this._openId = openId;
+    this._showFound();
+  }
+
+  /** Shows the conversations with every word of the search. */
+  _showFound() {
+    const words = this._search.value.toLowerCase().split(/\s+/).filter((word) => word !== "");
+    const found = this._conversations.filter((one) => words.every((word) => hasText(one, word)));
+    this._list.replaceChildren(...found.map((one) => this._item(one, one.id === this._openId)));
+    byId("conversation-none", HTMLParagraphElement).hidden = words.length === 0 || found.length > 0;
   }
 
   /**
@@ -55,10 +70,14 @@ export class ConversationList {
   }
 }
 
-/** Downloads the conversation as JSON, with the messages in OpenAI's format. @param {Conversation} conversation */
+/**
+ * Downloads the conversation as JSON: the messages in OpenAI's format, and as "history" with all branches and counts.
+ *
+ * @param {Conversation} conversation
+ */
 function exportConversation(conversation) {
-  const { title, settings } = conversation;
-  const text = JSON.stringify({ title, settings, messages: openaiMessages(conversation) }, null, 2);
+  const { title, settings, messages: history } = conversation;
+  const text = JSON.stringify({ title, settings, messages: openaiMessages(conversation), history }, null, 2);
   const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "chat";
   element("a", { href: url, download: `${name}.json` }).click();

@@ -25,6 +25,7 @@ import { DEFAULT_SETTINGS } from "./settings.js";
  * @property {AnswerStats} [stats]
  * @property {string | null} [finishReason] of the server, or "stopped"
  * @property {string} [error]
+ * @property {import("./branches.js").Branch} [branch] others beside this message
  *
  * @typedef {object} Conversation
  * @property {string} id
@@ -98,6 +99,28 @@ export class ConversationStore {
     this._conversations.delete(id);
     localStorage.removeItem(PREFIX + id);
   }
+}
+
+/**
+ * Whether the title or a message has this text; those of branches that are not shown count too.
+ *
+ * @param {Conversation} conversation
+ * @param {string} text in small letters
+ */
+export function hasText({ title, messages }, text) {
+  return title.toLowerCase().includes(text) || messagesHaveText(messages, text);
+}
+
+/**
+ * @param {Message[]} messages
+ * @param {string} text
+ * @returns {boolean}
+ */
+function messagesHaveText(messages, text) {
+  return messages.some(
+    ({ content, branch }) =>
+      content.toLowerCase().includes(text) || (branch?.others ?? []).some((other) => messagesHaveText(other, text)),
+  );
 }
 
 /** Whether another tab changed a conversation. @param {StorageEvent} event */

@@ -37,7 +37,7 @@ function show(id, isShown) {
     setExpanded(one, isShown && one === id);
   }
   if (isShown) {
-    /** @type {HTMLElement | null} */ (byId(id, HTMLElement).querySelector("a, button, textarea"))?.focus();
+    /** @type {HTMLElement | null} */ (byId(id, HTMLElement).querySelector("summary, button, textarea"))?.focus();
   }
 }
 

@@ -6,11 +6,12 @@ import { Chat } from "./chat.js";
 import { ConversationList } from "./conversation_list.js";
 import { ConversationStore, isConversationChange } from "./conversations.js";
 import { ask } from "./dialogs.js";
-import { byId } from "./dom.js";
+import { announce, byId } from "./dom.js";
 import { connectDrawers } from "./drawers.js";
+import { readConversation } from "./import.js";
 import { MessageList } from "./message_list.js";
 import { ModelCard } from "./model_card.js";
-import { SettingsError, SettingsForm } from "./settings.js";
+import { DEFAULT_SETTINGS, SettingsError, SettingsForm } from "./settings.js";
 import { connectThemeSelect } from "./theme.js";
 
 const MAX_PROMPT_PX = 240;
@@ -22,8 +23,9 @@ const closeDrawers = connectDrawers();
 
 const store = new ConversationStore();
 const messageList = new MessageList(byId("log", HTMLDivElement), {
-  regenerate: () => run(() => chat.regenerate()),
+  regenerate: (message) => run(() => chat.regenerate(message)),
   edit: (message, text) => run(() => chat.edit(message, text)),
+  switchBranch: (message, to) => chat.switchBranch(message, to),
   sendResults: (message, results) => run(() => chat.sendResults(message, results)),
   suggest: (text) => {
     prompt.value = text;
@@ -47,9 +49,9 @@ const settingsForm = new SettingsForm(byId("settings", HTMLFormElement), (settin
     chat.save();
   }
 });
-const modelCard = new ModelCard(({ sampling_defaults, limits }) => {
+const modelCard = new ModelCard(({ sampling, limits }) => {
   forgetKeyButton.hidden = !hasKey();
-  settingsForm.showDefaults({ ...sampling_defaults, max_tokens: limits.max_req_total_len });
+  settingsForm.showDefaults({ ...sampling, max_tokens: limits.max_req_total_len, seed: "random" });
 });
 
 /** Lets an answer be written, with the focus on the message field. @param {() => Promise<void>} start */
@@ -90,6 +92,17 @@ async function removeConversation(conversation) {
     store.delete(conversation.id);
     openConversation(store.list()[0] ?? store.create());
   }
+}
+
+/** Opens the last of the chats in these files. @param {File[]} files */
+async function importConversations(files) {
+  for (const file of files) {
+    const found = readConversation(file.name, await file.text());
+    const conversation = Object.assign(store.create({ ...DEFAULT_SETTINGS, ...found.settings }), found.parts);
+    store.save(conversation);
+    openConversation(conversation);
+  }
+  announce(`${files.length} imported`);
 }
 
 /** @param {boolean} isGenerating */
@@ -147,6 +160,12 @@ document.addEventListener("keydown", (event) => {
 });
 byId("new-conversation", HTMLButtonElement).addEventListener("click", () => {
   openConversation(store.create(chat.conversation.settings));
+});
+const importFile = byId("import-file", HTMLInputElement);
+byId("import", HTMLButtonElement).addEventListener("click", () => importFile.click());
+importFile.addEventListener("change", () => {
+  importConversations([...(importFile.files ?? [])]).catch(showFailure);
+  importFile.value = ""; // the same file may be chosen again
 });
 forgetKeyButton.addEventListener("click", () => {
   forgetKey();

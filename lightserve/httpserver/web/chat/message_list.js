@@ -1,7 +1,8 @@
 // @ts-check
 /** The messages of the conversation that is shown. */
 
-import { button, element } from "./dom.js";
+import { branchCount } from "./branches.js";
+import { announce, button, element } from "./dom.js";
 import { MessageView } from "./message_view.js";
 
 /**
@@ -9,8 +10,9 @@ import { MessageView } from "./message_view.js";
  * @typedef {import("./conversations.js").Message} Message
  *
  * @typedef {object} ListActions
- * @property {() => void} regenerate
+ * @property {(message: Message) => void} regenerate
  * @property {(message: Message, text: string) => void} edit
+ * @property {(message: Message, to: number) => void} switchBranch
  * @property {(message: Message, results: string[]) => void} sendResults
  * @property {(text: string) => void} suggest
  */
@@ -79,10 +81,28 @@ export class MessageList {
   /** @param {Message} message */
   _viewOf(message) {
     return new MessageView(message, {
-      regenerate: this._actions.regenerate,
+      regenerate: () => this._actions.regenerate(message),
       edit: (text) => this._actions.edit(message, text),
+      switchBranch: (to) => this._switchBranch(message, to),
       sendResults: (results) => this._actions.sendResults(message, results),
     });
+  }
+
+  /**
+   * Shows another branch. The place and the focus stay, so that one can go through all of them.
+   *
+   * @param {Message} message
+   * @param {number} to
+   */
+  _switchBranch(message, to) {
+    const index = this._views.findIndex((view) => view.message === message);
+    const label = document.activeElement?.getAttribute("aria-label") ?? "";
+    const { scrollTop } = this._container;
+    this._actions.switchBranch(message, to);
+    this._container.scrollTop = scrollTop;
+    this._views[index].focusBranchButton(label);
+    const { branch } = this._views[index].message;
+    announce(`Version ${(branch?.index ?? 0) + 1} of ${branchCount(this._views[index].message)}`);
   }
 
   _emptyNode() {

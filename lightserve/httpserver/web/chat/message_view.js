@@ -1,6 +1,7 @@
 // @ts-check
 /** One message on the page: text, thinking, tool calls, error, counts and buttons. */
 
+import { branchCount } from "./branches.js";
 import { jsonNode } from "./code_view.js";
 import { button, copyButton, element } from "./dom.js";
 import { statsText } from "./generation.js";
@@ -14,6 +15,7 @@ import { ToolCallsView } from "./tool_calls_view.js";
  * @typedef {object} MessageActions
  * @property {() => void} regenerate
  * @property {(text: string) => void} edit
+ * @property {(to: number) => void} switchBranch
  * @property {(results: string[]) => void} sendResults of the tool calls, in their order
  */
 
@@ -36,6 +38,7 @@ export class MessageView {
     this._markdown = new MarkdownView(this._content);
     this._toolCalls = new ToolCallsView(actions.sendResults);
     this._error = element("p", { class: "error", role: "alert", hidden: true });
+    this._branches = branchesNode(message, actions.switchBranch); // made once: an answer grows between two clicks
     this._stats = element("span", { class: "stats" });
     this._buttons = element("span", { class: "message-buttons" });
     const name = NAMES[message.role];
@@ -47,7 +50,7 @@ export class MessageView {
       this._content,
       this._toolCalls.node,
       this._error,
-      element("footer", {}, this._stats, this._buttons),
+      element("footer", {}, this._branches, this._stats, this._buttons),
     );
   }
 
@@ -66,7 +69,7 @@ export class MessageView {
     this._error.hidden = message.error === undefined;
     this._error.textContent = message.error ?? "";
     this._stats.textContent = this._statsText();
-    this._buttons.replaceChildren(...(isWriting ? [] : this._makeButtons(isLast)));
+    this._buttons.replaceChildren(...(isWriting ? [] : this._makeButtons()));
   }
 
   _showContent() {
@@ -86,14 +89,19 @@ export class MessageView {
     return [finish, stats && statsText(stats)].filter(Boolean).join(" ");
   }
 
-  /** @param {boolean} isLast */
-  _makeButtons(isLast) {
+  /** @param {string} label of the button that had the focus, or of the other one if that has no effect here */
+  focusBranchButton(label) {
+    const enabled = [...this._branches.querySelectorAll("button")].filter((one) => !one.disabled);
+    (enabled.find((one) => one.getAttribute("aria-label") === label) ?? enabled[0])?.focus();
+  }
+
+  _makeButtons() {
     const { role, content } = this.message;
     const buttons = content === "" ? [] : [copyButton(() => this.message.content)];
     if (role === "user") {
       buttons.push(button("Edit", () => this._edit()));
     }
-    if (role === "assistant" && isLast) {
+    if (role === "assistant") {
       buttons.push(button("Regenerate", this._actions.regenerate));
     }
     return buttons;
@@ -112,12 +120,40 @@ export class MessageView {
       if (event.key === "Escape") {
         event.stopPropagation();
         close();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        save();
       }
     });
     this._content.replaceChildren(field);
     this._buttons.replaceChildren(button("Send again", save, { class: "primary" }), button("Cancel", close));
     field.focus();
   }
+}
+
+/**
+ * Two buttons around "2 / 3"; hidden if the message has no other version.
+ *
+ * @param {Message} message
+ * @param {(to: number) => void} switchBranch
+ */
+function branchesNode(message, switchBranch) {
+  const count = branchCount(message);
+  const shown = message.branch?.index ?? 0;
+  const previous = branchButton("←", "Previous version", shown > 0, () => switchBranch(shown - 1));
+  const next = branchButton("→", "Next version", shown < count - 1, () => switchBranch(shown + 1));
+  const attributes = { class: "branches", role: "group", "aria-label": "Versions", hidden: count === 1 };
+  return element("span", attributes, previous, `${shown + 1} / ${count}`, next);
+}
+
+/**
+ * @param {string} text
+ * @param {string} label
+ * @param {boolean} isEnabled
+ * @param {() => void} onClick
+ */
+function branchButton(text, label, isEnabled, onClick) {
+  return button(text, onClick, { "aria-label": label, title: label, disabled: !isEnabled });
 }
 
 /** The reasoning of an answer, folded. */

@@ -11,7 +11,7 @@ const INTERVAL_MS = 2000;
  * @property {string} version
  * @property {Record<string, any>} model
  * @property {Record<string, number>} limits
- * @property {Record<string, number>} sampling_defaults
+ * @property {Record<string, number>} sampling the values of a request that sets none
  * @property {string | null} unhealthy_reason
  * @property {Record<string, number> | null} load
  */
@@ -71,7 +71,7 @@ export class ModelCard {
    * @param {boolean} isReady
    */
   _showStatus(text, isReady) {
-    const status = byId("model-status", HTMLParagraphElement);
+    const status = byId("model-status", HTMLSpanElement);
     status.textContent = text;
     status.classList.toggle("ready", isReady);
   }

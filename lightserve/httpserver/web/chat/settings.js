@@ -9,6 +9,10 @@
  * @property {string} temperature
  * @property {string} top_p
  * @property {string} top_k
+ * @property {string} min_p
+ * @property {string} repetition_penalty
+ * @property {string} presence_penalty
+ * @property {string} frequency_penalty
  * @property {string} max_tokens
  * @property {string} seed
  * @property {string} thinking "on", "off" or ""
@@ -23,6 +27,10 @@ export const DEFAULT_SETTINGS = Object.freeze({
   temperature: "",
   top_p: "",
   top_k: "",
+  min_p: "",
+  repetition_penalty: "",
+  presence_penalty: "",
+  frequency_penalty: "",
   max_tokens: "",
   seed: "",
   thinking: "",
@@ -30,7 +38,17 @@ export const DEFAULT_SETTINGS = Object.freeze({
   schema: "",
   tools: "",
 });
-const NUMBERS = /** @type {const} */ (["temperature", "top_p", "top_k", "max_tokens", "seed"]);
+const NUMBERS = /** @type {const} */ ([
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "repetition_penalty",
+  "presence_penalty",
+  "frequency_penalty",
+  "max_tokens",
+  "seed",
+]);
 const NAMES = /** @type {(keyof Settings)[]} */ (Object.keys(DEFAULT_SETTINGS));
 
 /** A setting that cannot be sent. */
@@ -121,10 +139,10 @@ export class SettingsForm {
     return /** @type {any} */ (Object.fromEntries(NAMES.map((name) => [name, this._field(name).value])));
   }
 
-  /** Shows the model's defaults in empty fields. @param {Record<string, number>} defaults */
+  /** Shows in empty fields what holds without them. @param {Record<string, number | string>} defaults */
   showDefaults(defaults) {
     for (const name of NUMBERS) {
-      this._field(name).setAttribute("placeholder", name in defaults ? String(defaults[name]) : "default");
+      this._field(name).setAttribute("placeholder", String(defaults[name] ?? "default"));
     }
   }
 
