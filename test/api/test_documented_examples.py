@@ -21,7 +21,7 @@ EXAMPLES = re.findall(r"```\n((?:GET|POST) /[^\n]*)\n\n(.*?)\n```", TEXT, flags=
 JSON = r"[{\[][\"{].*"  # one per line
 # differs from run to run; what was cached is no input in Anthropic's usage
 DRAWN = (
-    r'("(?:chat)?cmpl-|"(?:resp|msg)_|"request_id":"|"created(?:_at)?":|"version":"|"cached_tokens":'
+    r'("(?:chat)?cmpl-|"(?:resp|msg)_|"request_id":"(?:chatcmpl-)?|"created(?:_at)?":|"version":"|"cached_tokens":'
     r'|"(?:cache_read_)?input_tokens":)\w[\w.]*'
 )
 

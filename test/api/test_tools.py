@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from test.api.server import running_server
+from test.api.server import ServerProcess, running_server
 
 MODEL_DIR = os.environ.get("LIGHTSERVE_TEST_TOOL_MODEL")
 pytestmark = pytest.mark.slow
@@ -237,3 +237,17 @@ def test_content_after_reasoning_matches_its_grammar(small: openai.OpenAI) -> No
         assert choice.finish_reason == "stop"
         assert choice.message.reasoning_content
         assert re.fullmatch("[35] is (larger|smaller)", choice.message.content)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_call_can_be_forced_without_a_tool_call_parser(server: ServerProcess, choice: Any) -> None:
+    """The chat template of the default model says nothing of tools."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+    create: Any = client.chat.completions.create
+
+    (answer,) = create(model="SmolLM2-135M-Instruct", messages=[QUESTION], tools=[TOOL], tool_choice=choice).choices
+
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    for call in answer.message.tool_calls:
+        assert call.function.name == "get_weather"
+        assert set(json.loads(call.function.arguments)) == {"city", "unit"}

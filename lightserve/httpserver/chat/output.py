@@ -27,7 +27,7 @@ from lightserve.text.parsing.delta_writer import DeltaWriter, Tools, call_id
 from lightserve.text.parsing.parser import parse_content
 from lightserve.text.parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.text.parsing.tool_calls.base import ToolFormat
-from lightserve.text.parsing.tool_calls.formats import tool_format
+from lightserve.text.parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME, tool_format
 from lightserve.text.parsing.tool_grammar import (
     ANY_OBJECT,
     Calls,
@@ -175,10 +175,16 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
-    """Check before rendering: a chat template may ignore tools."""
-    if body.offered_tools and output_formats(context).tools is None:
-        message = "tools: the chat template does not show how the model calls tools; set --tool_call_parser"
-        raise InvalidRequestError(message, "tools")
+    """Check before rendering: a chat template may ignore tools. Forced calls need no format of the model's own."""
+    if not body.offered_tools or output_formats(context).tools is not None:
+        return
+    if context.config.tool_call_parser == "none":
+        raise InvalidRequestError("tools: --tool_call_parser none turns them off", "tools")
+    if not body.forced_tools:
+        problem = "the chat template does not show how the model calls tools"
+        force = "force a call, which works on any model (tool_choice: required, or one tool by its name)"
+        parsers = f"set --tool_call_parser to the format of the model: {', '.join(TOOL_FORMATS_BY_NAME)}"
+        raise InvalidRequestError(f"tools: {problem}; {force}, or {parsers}", "tools")
 
 
 async def chat_grammar(context: ServerContext, output: OutputPlan) -> GrammarSpec | None:
@@ -202,7 +208,7 @@ async def _check_each_schema(context: ServerContext, tools: list[Tool]) -> None:
 
 
 def _tool_format(model_format: ToolFormat | None, body: ChatBody) -> ToolFormat | None:
-    if model_format is None or not body.offered_tools:
+    if not body.offered_tools:
         return None
     return enforceable_format(model_format) if body.forced_tools else model_format
 

@@ -25,6 +25,7 @@ Render = Callable[[ServerContext, ChatBody], Awaitable[tuple[str, list[int]]]]  
 class PreparedChat:
     """A chat that is ready to generate."""
 
+    prompt: str  # the whole text, before truncation
     prompt_requests: list[PromptRequest]
     output: OutputPlan
     log: AccessLog
@@ -56,7 +57,7 @@ async def prepare_chat(
     log.image_tokens = sum(image.tokens for image in prompt_requests[0].images)
     predicted = await _prediction_ids(context, body)
     prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
-    return PreparedChat(prompt_requests, output, log)
+    return PreparedChat(prompt, prompt_requests, output, log)
 
 
 def _with_generation_prompt(prompt_request: PromptRequest, num_tokens: int) -> PromptRequest:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions"""
+"""POST /v1/chat/completions, and /render below it: the prompt of a chat without an answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import validate_supported
-from lightserve.httpserver.http.body import openapi_body
+from lightserve.httpserver.http.body import json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter, chat_logprobs
+from lightserve.httpserver.openai.rendered_chat import ID_PREFIX, rendered
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec, message_fields
 from lightserve.httpserver.openai.stream import respond
 
+PATH = "/v1/chat/completions"
 CHAT = EndpointFormat(
-    id_prefix="chatcmpl-",
+    id_prefix=ID_PREFIX,
     object_name="chat.completion",
     chunk_object_name="chat.completion.chunk",
     text_fields=lambda text: {"message": message_fields(text)},
@@ -37,15 +39,9 @@ CHAT = EndpointFormat(
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
+    @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        value = await context.read(request)
-        template = take_template(context, request, value)
-        body = validate_supported(ChatBody, value)
-        context.check_fields(request, body)
-        if template is not None:
-            body.use_template(await asyncio.to_thread(context.tokenizer.make_template, template))
-        body.limit_logprobs(context)
+        body = await _read_chat(context, request)
         k = body.top_logprobs or 0 if body.logprobs else None
         chat = await prepare_chat(context, request, body, k)
         chat.log.counts_output = not body.is_prompt_only
@@ -71,7 +67,26 @@ def routes(context: ServerContext) -> APIRouter:
         generation = context.manager.generate(chat.prompt_requests, chat.log, body.choices)
         return await respond(request, body, generation, spec)
 
+    @router.post(f"{PATH}/render", openapi_extra=openapi_body(ChatBody))
+    async def render(request: Request) -> Response:
+        """vLLM's: the prompt that a chat would have, as text and as token ids, and how it would be sampled."""
+        body = await _read_chat(context, request)
+        await context.find_model(body.model)
+        chat = await prepare_chat(context, request, body)
+        return json_response(rendered(chat, context.shown_model(body.model)))
+
     return router
+
+
+async def _read_chat(context: ServerContext, request: Request) -> ChatBody:
+    value = await context.read(request)
+    template = take_template(context, request, value)
+    body = validate_supported(ChatBody, value)
+    context.check_fields(request, body)
+    if template is not None:
+        body.use_template(await asyncio.to_thread(context.tokenizer.make_template, template))
+    body.limit_logprobs(context)
+    return body
 
 
 def _prompt_logprobs(context: ServerContext, body: ChatBody, chat: PreparedChat) -> list[PromptLogprobsWriter]:

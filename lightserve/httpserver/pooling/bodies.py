@@ -13,6 +13,7 @@ from lightserve.httpserver.http.body import Body
 
 MAX_INPUTS = 2048  # of one request, as OpenAI
 MAX_MESSAGES = 2048  # of one chat
+MAX_LABELS = 128
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
@@ -98,6 +99,38 @@ class ScoreBody(PoolingFields):
     text_1: Texts  # one, or as many as text_2
     text_2: Texts
     instruction: Instruction | None = None  # of models that answer yes or no
+
+
+def _score_input(value: Any) -> str | list[int]:
+    if not _is_input(value) or not value:
+        raise PydanticCustomError("query", "a string or token ids, not empty")
+    found: str | list[int] = value
+    return found
+
+
+class LabelScoreBody(SchedulingFields):
+    """SGLang's: how probable each label token is after the query and an item."""
+
+    model: str | None = None
+    query: Annotated[str | list[int], PlainValidator(_score_input), WithJsonSchema({"anyOf": [_TEXT, _IDS]})]
+    items: Inputs
+    label_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_LABELS, fail_fast=True)] | None
+    ) = Field(default=None, description="a model that generates text needs them, any other ignores them")
+    apply_softmax: bool | None = None  # over the labels; default: probabilities among all tokens
+    item_first: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One for each item: the query and the item without anything between them."""
+        return [self._joined(index, item) for index, item in enumerate(self.items)]
+
+    def _joined(self, index: int, item: str | list[int]) -> str | list[int]:
+        query = self.query
+        if isinstance(query, str) and isinstance(item, str):
+            return item + query if self.item_first else query + item
+        if isinstance(query, list) and isinstance(item, list):
+            return item + query if self.item_first else query + item
+        raise InvalidRequestError(f"items.{index}: query and items must both be texts, or both token ids", "items")
 
 
 class RerankBody(PoolingFields):

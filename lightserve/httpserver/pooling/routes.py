@@ -22,11 +22,13 @@ from lightserve.httpserver.pooling.bodies import (
     EmbeddingsBody,
     GetScoreBody,
     InputBody,
+    LabelScoreBody,
     RerankBody,
     ScoreBody,
     TeiRerankBody,
 )
 from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine, score_pairs
+from lightserve.httpserver.pooling.label_scores import label_scores
 from lightserve.httpserver.pooling.response import list_response
 from lightserve.httpserver.pooling.tei import add_tei_routes, tei_rerank
 from lightserve.model_files.pooling.results import Vector, embedding, probabilities
@@ -88,16 +90,19 @@ def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine
 
 def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
     @router.post("/score", openapi_extra=openapi_body(ScoreBody))
-    @router.post("/v1/score", openapi_extra=openapi_body(ScoreBody))
     async def score(request: Request) -> Response:
         """vLLM's: a score for each pair of text_1 and text_2."""
-        body = await context.read_body(request, ScoreBody)
-        context.check_model(body.model)
-        log = context.log(request)
-        options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
-        scores = await score_pairs(engine, request, _pairs(body), log, options)
-        data = ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores))
-        return list_response(data, len(scores), _list_fields(context, log, "score"))
+        return await _score(context, engine, request, await context.read(request))
+
+    @router.post("/v1/score", openapi_extra=openapi_body(ScoreBody, LabelScoreBody))
+    async def score_either(request: Request) -> Response:
+        """As /score, or SGLang's if the body has ``items``."""
+        value = await context.read(request)
+        if "items" not in value:
+            return await _score(context, engine, request, value)
+        body = validate(LabelScoreBody, value)
+        context.check_fields(request, body)
+        return await label_scores(context, engine, request, body)
 
     @router.post("/v1/rerank", openapi_extra=openapi_body(RerankBody))
     @router.post(COHERE_PATH, openapi_extra=openapi_body(RerankBody))
@@ -138,6 +143,17 @@ async def _chat_ids(context: ServerContext, engine: PoolingEngine, chat: str | l
         raise InvalidRequestError("chat: a text, or messages with a role and a content that is a text", "chat")
     text = await asyncio.to_thread(context.tokenizer.apply_chat_template, chat, add_generation_prompt=False)
     return await engine.encode(await context.encode(text, add_special_tokens=False), None)
+
+
+async def _score(context: ServerContext, engine: PoolingEngine, request: Request, value: dict[str, Any]) -> Response:
+    body = validate(ScoreBody, value)
+    context.check_fields(request, body)
+    context.check_model(body.model)
+    log = context.log(request)
+    options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
+    scores = await score_pairs(engine, request, _pairs(body), log, options)
+    data = ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores))
+    return list_response(data, len(scores), _list_fields(context, log, "score"))
 
 
 async def _rerank(context: ServerContext, engine: PoolingEngine, request: Request, value: dict[str, Any]) -> Response:

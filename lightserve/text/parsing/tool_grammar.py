@@ -38,9 +38,9 @@ class Calls:
     is_json: bool = False  # write a call as a JSON schema: the lexer must not see other literals than in a JSON answer
 
 
-def enforceable_format(tool_format: ToolFormat) -> ToolFormat:
-    """The format for forced calls: the model's own, or a JSON format if a grammar cannot express that."""
-    return LLAMA3_JSON if tool_format.call_template is None else tool_format
+def enforceable_format(tool_format: ToolFormat | None) -> ToolFormat:
+    """The format for forced calls: the model's own, or a JSON format if it has none that a grammar can express."""
+    return LLAMA3_JSON if tool_format is None or tool_format.call_template is None else tool_format
 
 
 def can_constrain(tool_format: ToolFormat) -> bool:

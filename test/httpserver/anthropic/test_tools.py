@@ -76,6 +76,22 @@ def test_a_hosted_tool_cannot_be_forced(server: Server) -> None:
     assert "only Anthropic's servers run 'web_search'" in response.json()["error"]["message"]
 
 
+def test_a_tool_can_be_forced_on_a_model_without_a_known_format(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("run"), with_template("{{ messages }}")) as plain:
+        plain.engine.script = rows('{"name": "now", "parameters": {}}')
+        forced = post(plain, tools=TOOLS, tool_choice={"type": "any"}).json()
+        body = {"model": "tiny", "messages": [USER], "tools": TOOLS}
+        counted = plain.post("/v1/messages/count_tokens", body | {"tool_choice": {"type": "tool", "name": "now"}})
+        free = post(plain, tools=TOOLS)
+
+    (block,) = forced["content"]
+    assert (forced["stop_reason"], block["type"], block["name"], block["input"]) == ("tool_use", "tool_use", "now", {})
+    usage = forced["usage"]
+    assert counted.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert free.status_code == 400
+    assert "set --tool_call_parser" in free.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

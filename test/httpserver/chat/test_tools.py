@@ -20,6 +20,7 @@ from lightserve.model_files import Tokenizer
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.vocabulary import GrammarVocabulary
+from lightserve.text.parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 from test.httpserver.chat.tool_chats import TWO_CALLS, WEATHER
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running, with_template
@@ -330,10 +331,16 @@ def test_arguments_that_are_not_json_reach_the_template_unchanged(server: Server
 
 def test_tools_are_refused_for_a_model_without_a_known_format(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("run"), with_template("{{ tools }}")) as server:
-        error = server.chat(tools=TOOLS).json()["error"]
+        errors = [
+            server.chat(tools=TOOLS, tool_choice=choice).json()["error"]
+            for choice in (None, "auto", allowed_tools("auto", "now"))
+        ]
 
-    assert error["param"] == "tools"
-    assert "--tool_call_parser" in error["message"]
+    for error in errors:
+        assert error["param"] == "tools"
+        assert "set --tool_call_parser" in error["message"]
+        assert all(name in error["message"] for name in TOOL_FORMATS_BY_NAME)
+        assert "tool_choice: required" in error["message"]
 
 
 def test_the_operator_can_set_the_tool_call_parser(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -448,6 +455,43 @@ def test_auto_forces_nothing(server: Server) -> None:
     server.chat(tools=TOOLS, tool_choice="auto")
 
     assert server.engine.received[-1].params.sampling.grammar is None
+
+
+def json_call(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+# the template ignores the tools, shows them, or has markers of a format that is not known
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ messages }}{{ tools }}", "{{ messages }}{# <mm:think> #}"])
+def test_a_call_is_forced_on_a_model_without_a_known_format(
+    tmp_path_factory: pytest.TempPathFactory, template: str
+) -> None:
+    two = f"{json_call('weather', PARIS)}; {json_call('now', '{}')}"
+
+    with running(tmp_path_factory.mktemp("run"), with_template(template)) as server:
+        server.engine.script = pieces(two)
+        whole = server.chat(tools=TOOLS, tool_choice="required").json()["choices"][0]
+        allows = [is_allowed(server, text) for text in (two, json_call("now", "{}"), json_call("then", "{}"), "Hello")]
+        server.engine.script = pieces(json_call("now", "{}"))
+        one = server.chat(tools=TOOLS, tool_choice="now", stream=True)
+        allows_named = [is_allowed(server, text) for text in (json_call("now", "{}"), json_call("weather", PARIS), two)]
+
+    assert allows == [True, True, False, False]
+    assert allows_named == [True, False, False]
+    assert [call["function"] for call in whole["message"]["tool_calls"]] == [
+        {"name": "weather", "arguments": PARIS},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+    [streamed] = fold(events(one)).values()
+    assert (streamed["calls"], streamed["content"]) == ([["now", "{}"]], "")
+
+
+def test_the_operator_can_turn_forced_calls_off(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with named(tmp_path_factory, "none") as server:
+        error = server.chat(tools=TOOLS, tool_choice="required").json()["error"]
+
+    assert (error["param"], error["message"]) == ("tools", "tools: --tool_call_parser none turns them off")
 
 
 # tools and structured output
