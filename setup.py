@@ -74,6 +74,7 @@ setup(
     install_requires=[
         "fastapi>=0.115",
         "gguf>=0.17",
+        "h11>=0.14",  # uvicorn installs it too
         "httptools>=0.6",
         "huggingface-hub>=1.5,<3",  # tokenizers installs it too
         "jinja2>=3.1",

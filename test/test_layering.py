@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "model_files.safetensors_header": {"errors"},
     "media": {"errors", "messages"},
     "media.reader": {"errors", "media", "messages"},
+    "media.fetch": {"errors"},
     "media.sources": {"media.sizes"},
     "media.sizes": set(),
     "media.tokens": {"errors", "messages"},

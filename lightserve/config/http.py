@@ -40,6 +40,24 @@ class HttpConfig:
         at_least=4,
     )
     max_image_mb: int = option(20, "MB of an image file at most", group=FlagGroup.HTTP, at_least=1, at_most=1024)
+    no_media_urls: bool = option(
+        False, "fetch no images of other servers: requests have them as data: URLs", group=FlagGroup.HTTP
+    )
+    allowed_media_domains: list[str] = option(
+        [],
+        "hosts, such as img.example.com or *.example.com, from which images are fetched; default: all that are public",
+        group=FlagGroup.HTTP,
+    )
+    media_private_hosts: list[str] = option(
+        [],
+        "hosts from which images are fetched although their addresses are not public: clients reach them through "
+        "this server",
+        group=FlagGroup.HTTP,
+    )
+    allow_http_media: bool = option(False, "fetch images of http: URLs too, unencrypted", group=FlagGroup.HTTP)
+    media_timeout: int = option(
+        10, "seconds until an image of another server must have arrived", group=FlagGroup.HTTP, at_least=1, at_most=600
+    )
     port: int = option(8000, "port to listen on; 0: any free port", group=FlagGroup.COMMON)
     httpserver_workers: int | None = option(
         None,

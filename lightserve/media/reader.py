@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightserve.errors import InvalidRequestError
+from lightserve.media.fetch.fetcher import Fetcher
+from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
 from lightserve.media.qwen import QwenImages
 from lightserve.media.sources import ImageSource, ReadImage
@@ -24,22 +27,53 @@ class ImageReader:
     placeholder: int  # the token id that stands for an image in a prompt
     max_images: int  # of a request
     max_bytes: int  # of an image
+    fetcher: Fetcher | None = None  # None: images of other servers are refused
 
-    def read_all(self, sources: Sequence[ImageSource], salt: str) -> list[ReadImage]:
+    async def read_all(self, sources: Sequence[ImageSource], salt: str) -> list[ReadImage]:
         """``salt``: only requests of the same salt share embeddings."""
+        self._check_number(sources)
+        files = await self._fetch_all(sources)
+        return await asyncio.to_thread(self._read_all, sources, salt, files)
+
+    def _check_number(self, sources: Sequence[ImageSource]) -> None:
         if len(sources) > self.max_images:
             raise InvalidRequestError(
                 f"the request has {len(sources)} images; the limit is {self.max_images} (--limit_mm_per_prompt)",
                 sources[0].param,
             )
-        return [self._read(source, salt, number) for number, source in enumerate(sources, start=1)]
 
-    def _read(self, source: ImageSource, salt: str, number: int) -> ReadImage:
+    async def _fetch_all(self, sources: Sequence[ImageSource]) -> dict[str, bytes]:
+        """The files of other servers by URL, each fetched once. The first that fails ends the other fetches."""
+        wanted: dict[str, tuple[int, ImageSource]] = {}
+        for number, source in enumerate(sources, start=1):
+            if is_fetched(source.url):
+                wanted.setdefault(source.url, (number, source))
+        if not wanted:
+            return {}
         try:
-            data = self._bytes_of(source.url)
+            async with asyncio.TaskGroup() as tasks:
+                files = {url: tasks.create_task(self._fetch(*named)) for url, named in wanted.items()}
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return {url: task.result() for url, task in files.items()}
+
+    async def _fetch(self, number: int, source: ImageSource) -> bytes:
+        if self.fetcher is None:
+            raise _of_image(number, source, "this server fetches no URLs (--no_media_urls); send it as a data: URL")
+        try:
+            return await self.fetcher.fetch(source.url)
+        except InvalidRequestError as error:
+            raise _of_image(number, source, error) from error
+
+    def _read_all(self, sources: Sequence[ImageSource], salt: str, files: Mapping[str, bytes]) -> list[ReadImage]:
+        return [self._read(source, salt, files, number) for number, source in enumerate(sources, start=1)]
+
+    def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
+        try:
+            data = files[source.url] if source.url in files else self._bytes_of(source.url)
             size = self.images.size_of(read_header(data), source.is_low)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"image {number} of the request: {error}", source.param) from error
+            raise _of_image(number, source, error) from error
         return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt), size, data)
 
     def _bytes_of(self, url: str) -> bytes:
@@ -47,7 +81,7 @@ class ImageReader:
         if match is None:
             scheme = url.partition(":")[0][:10]
             raise InvalidRequestError(
-                f"its URL begins with {scheme!r}; only data: URLs are read (data:image/png;base64,...)"
+                f"its URL begins with {scheme!r}; only data: URLs (data:image/png;base64,...) and https: URLs are read"
             )
         if not match[2].endswith(";base64"):
             raise InvalidRequestError("a data: URL needs ;base64 before its comma")
@@ -72,3 +106,7 @@ class ImageReader:
         return ImageItem(
             image.digest, start, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
         )
+
+
+def _of_image(number: int, source: ImageSource, problem: object) -> InvalidRequestError:
+    return InvalidRequestError(f"image {number} of the request: {problem}", source.param)

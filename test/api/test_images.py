@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from test.api.server import ServerProcess, running_server
+from test.media.fetch.image_host import TLS, answer, image_host_in_thread
 from test.vision_model import END, PAD, START, VOCAB_SIZE, greedy, picture, png, save_vision_model
 from test.waiting import wait_until
 
@@ -27,7 +28,8 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 def vision_server(vision_model: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ("--model_dir", vision_model[0], "--device", "cpu", "--max_total_token_num", "2000")
-    with running_server(log, *flags, "--embed_cache_gb", "0.01", "--max_image_mb", "1") as server:
+    limits = ("--embed_cache_gb", "0.01", "--max_image_mb", "1", "--media_private_hosts", "localhost")
+    with running_server(log, *flags, *limits, env={"SSL_CERT_FILE": str(TLS / "authority.pem")}) as server:
         yield server
 
 
@@ -135,8 +137,9 @@ def test_refusals_say_what_is_wrong(vision_server: ServerProcess) -> None:
     def of_url(url: str) -> str:
         return refusal(vision_server, [{"type": "image_url", "image_url": {"url": url}}])
 
-    assert "only data: URLs are read" in of_url("file:///etc/passwd")
-    assert "only data: URLs are read" in of_url("http://127.0.0.1/a.png")
+    assert "https: URLs are read" in of_url("file:///etc/passwd")
+    assert "(--allow_http_media allows both)" in of_url("http://127.0.0.1/a.png")
+    assert "its host has no public address" in of_url("https://127.0.0.1/a.png")
     assert "not base64" in of_url("data:image/png;base64,@@@@")
     svg = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
     assert "not an image of a known format" in of_url(f"data:image/svg+xml;base64,{svg}")
@@ -194,6 +197,32 @@ def test_the_same_image_by_every_schema_gives_one_text_and_is_encoded_once(
     assert response["output"][0]["content"][0]["text"] == wanted
     assert counted["input_tokens"] == tokens["count"] == usage["prompt_tokens"]
     assert vision_server.settled_metrics()["images_encoded_total"] == before + 1
+
+
+def test_an_image_of_another_server_is_fetched_once_for_a_request(
+    vision_server: ServerProcess, vision_model: tuple[str, Any]
+) -> None:
+    image = picture(84, 112, 22)
+    with image_host_in_thread(lambda target: answer(png(image))) as host:
+        part = {"type": "image_url", "image_url": {"url": host.url()}}
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": "w41"}, part]}]
+
+        text, _ = ask(vision_server, messages)
+
+    assert text == expected(vision_model[1], [1, image, 41, image, 2])
+    assert len(host.heads) == 1
+
+
+def test_why_an_image_was_not_fetched_is_told(vision_server: ServerProcess) -> None:
+    def of_url(url: str) -> str:
+        return refusal(vision_server, [part_of(picture(60, 60)), {"type": "image_url", "image_url": {"url": url}}])
+
+    with image_host_in_thread(
+        lambda target: answer(b"<html/>") if target == "/page" else answer(b"", status=404)
+    ) as host:
+        assert of_url(host.url("/none")) == "image 2 of the request: its server answered with status 404"
+        assert "image 2 of the request: not an image of a known format" in of_url(host.url("/page"))
+        assert "has no public address" in of_url("https://127.0.0.1:443/")
 
 
 def test_an_image_in_a_tool_result_is_read(vision_server: ServerProcess, vision_model: tuple[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ async def read_images(context: ServerContext, body: ChatBody) -> None:
     reader = reader_of(context, sources[0].param)
     if body.beam_width is not None:
         raise InvalidRequestError("a beam search takes no images; leave out use_beam_search", "messages")
-    body.read_images = await asyncio.to_thread(reader.read_all, sources, body.cache_salt or "")
+    body.read_images = await reader.read_all(sources, body.cache_salt or "")
 
 
 def reader_of(context: ServerContext, param: str) -> ImageReader:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import os
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lightserve.media.fetch.fetcher import MAX_PER_HOST
 from test.api.server import ServerProcess
 from test.faults.start_case import Start, StartCase
+from test.media.fetch.image_host import answer, image_host_in_thread
 from test.vision_model import picture, png, save_vision_model
 from test.waiting import wait_until
 
@@ -28,7 +31,11 @@ def launch(start: Start, *flags: str) -> ServerProcess:
 
 
 def ask(server: ServerProcess, data: bytes) -> tuple[int, Any]:
-    part = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(data).decode()}}
+    return ask_url(server, "data:;base64," + base64.b64encode(data).decode())
+
+
+def ask_url(server: ServerProcess, url: str) -> tuple[int, Any]:
+    part = {"type": "image_url", "image_url": {"url": url}}
     body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     return server.post("/v1/chat/completions", body)
 
@@ -69,6 +76,26 @@ def send_damaged_files(start: Start) -> None:
     assert server.stop() == 0
 
 
+def let_image_host_hang(start: Start) -> None:
+    """Requests for its images are refused after --media_timeout; others are served meanwhile, and by it afterwards."""
+    server = launch(start, "--media_private_hosts", "127.0.0.1", "--allow_http_media", "--media_timeout", "2")
+    whole = png(picture(140, 140, 3))
+    with (
+        image_host_in_thread(lambda target: answer(whole) if target == "/cat" else None, is_tls=False) as host,
+        ThreadPoolExecutor(REQUESTS) as threads,
+    ):
+        hanging = [threads.submit(ask_url, server, host.url("/hang", "127.0.0.1", "http")) for _ in range(REQUESTS)]
+        wait_until(lambda: host.num_open == MAX_PER_HOST)
+        found = text_of(server, 3)
+        assert not any(each.done() for each in hanging)
+        statuses = Counter(each.result()[0] for each in hanging)
+        assert statuses == {400: MAX_PER_HOST, 429: REQUESTS - MAX_PER_HOST}, statuses
+        _, response = ask_url(server, host.url("/cat", "127.0.0.1", "http"))
+
+    assert response["choices"][0]["message"]["content"] == found
+    assert server.stop() == 0
+
+
 WAIT = "requests with images wait for its replacement, and get the same text"
 START_CASES = [
     StartCase("kill -9 ls-encoder, images", lambda start: signal_encoder(signal.SIGKILL, start), WAIT, 60.0),
@@ -79,4 +106,10 @@ START_CASES = [
         60.0,
     ),
     StartCase("damaged image files", send_damaged_files, "400 each, and no process ends", 60.0),
+    StartCase(
+        "a host of images hangs",
+        let_image_host_hang,
+        "400 after --media_timeout, 429 for those that wait for it; other requests are served",
+        60.0,
+    ),
 ]
