@@ -6,14 +6,15 @@ them by name, together with those of other packages. ``profile.py`` holds what d
 for ``/dev/nvidiactl`` before torch is imported, and ``checkpoint/upload.py`` uses CUDA streams.
 """
 
-from lightserve.common.device.base import AsyncCopy, Device, Graphs
+from lightserve.common.device.base import API_VERSION, AsyncCopy, Device, Graphs
 from lightserve.common.device.copies import copy_to_host, host_memory, to_device
 from lightserve.common.device.memory import explain_out_of_memory, pinned
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
-from lightserve.common.device.registry import device_named, pick_device
+from lightserve.common.device.registry import device_named, device_of, pick_device
 from lightserve.common.ops import DeviceTraits
 
 __all__ = [
+    "API_VERSION",
     "H200",
     "H200_GRAPHS",
     "AsyncCopy",
@@ -24,6 +25,7 @@ __all__ = [
     "Profile",
     "copy_to_host",
     "device_named",
+    "device_of",
     "explain_out_of_memory",
     "host_memory",
     "pick_device",

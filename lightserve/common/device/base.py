@@ -21,6 +21,8 @@ Key = TypeVar("Key", contravariant=True)
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 
+API_VERSION = 1  # of this class; it grows when a device of another package would have to change
+
 
 class AsyncCopy(Protocol):
     """Copies of tensors that are on their way to the host."""
@@ -68,6 +70,7 @@ class Graphs(Protocol[Key, Result]):
 
 
 class Device(ABC):
+    api_version: ClassVar[int | None] = None  # the ``API_VERSION`` that a device of another package was written for
     name: ClassVar[str]  # of the option --device
     torch_type: ClassVar[str]  # ``torch.device.type`` of its tensors
     ops_backend: ClassVar[str]  # of common.ops
@@ -109,10 +112,12 @@ class Device(ABC):
 
         ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
         """
+        global _bound
         import_module(self.ops_module)
         ops.use_backend(*self._backends(deterministic))
         ops.use_traits(self.traits(device))
         self.set_current(device)
+        _bound = self
 
     def keeps_gguf_packed(self, num_ranks: int) -> bool:
         """Default of --quantization for GGUF files: whether products with packed weights are faster than expanded."""
@@ -187,3 +192,11 @@ class Device(ABC):
     @abstractmethod
     def copy_stream(self, device: torch.device) -> CopyStream:
         """Copies that do not delay steps."""
+
+
+_bound: Device | None = None
+
+
+def bound_device() -> Device | None:
+    """The device that this process computes on; None before it is bound."""
+    return _bound

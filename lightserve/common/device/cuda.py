@@ -53,6 +53,11 @@ class CudaDevice(Device):
         return True
 
     def unavailable_reason(self) -> str | None:
+        if torch.version.hip is not None:
+            return (
+                f"this torch is built for ROCm {torch.version.hip}, and the device cuda is for NVIDIA's GPUs: install "
+                "a torch for CUDA, or a package with a device for ROCm, or use the device cpu"
+            )
         if torch.cuda.is_available():
             return None
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
@@ -129,7 +134,7 @@ def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:
 @lru_cache
 def _profile(device: torch.device) -> Profile:
     gpu = torch.cuda.get_device_properties(device)
-    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+    shared_bytes = int(getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block))
     return gpu_profile(gpu.name, gpu.multi_processor_count, shared_bytes)
 
 
