@@ -108,6 +108,11 @@ def test_a_gpu_that_is_not_there_is_refused_with_a_remedy(monkeypatch: pytest.Mo
         pick_device("cuda")
 
 
+def test_a_device_without_unique_ids_points_a_trainer_to_gloo() -> None:
+    with pytest.raises(ServerError, match="the device cpu joins no communicator by its unique id; use the backend gl"):
+        device_named("cpu").join_communicator(bytes(128), 1, 2, torch.device("cpu"))
+
+
 class FakeNpu(CpuDevice):
     """A device of another package; its tensors are on the CPU for want of the hardware."""
 
