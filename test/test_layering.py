@@ -57,8 +57,8 @@ LAYERS: dict[str, set[str]] = {
     "common.compile.server": {"utils", "common.compile", "common.triton_kernel"},
     "common.device": {"errors", "messages", "utils", "common.compile", "common.ops"},
     "common.device.profile": {"messages"},
-    "common.parallel": set(),
-    "common.checkpoint": {"errors", "model_files"},
+    "common.parallel": {"common.device"},
+    "common.checkpoint": {"common.device", "errors", "model_files"},
     "common.quantization": {"common.checkpoint", "common.ops", "errors", "model_files"},
     "common.kv": set(),
     "common.basemodel": {
@@ -277,6 +277,7 @@ TORCH_FREE = [
     "utils.progress",
     "ipc.worker_calls",
 ]
+MAY_USE_CUDA = ("common.device.cuda", "common.triton_kernel")  # cuda.py and its parts, cuda_graph.py and others
 MAX_FILES = 20  # of a folder
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
@@ -391,6 +392,26 @@ for name in {TORCH_FREE!r}:
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
 
     assert run.returncode == 0, run.stderr
+
+
+def uses_cuda(tree: ast.AST) -> Iterator[str]:
+    """``torch.cuda``, in an annotation too, and imports of it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            yield f"line {node.lineno}"
+    yield from (name for name in imports_of(tree) if is_within(name, "torch.cuda"))
+
+
+def test_only_the_device_and_the_kernels_use_cuda() -> None:
+    for path in modules():
+        text = path.read_text()
+        if not dotted(path).startswith(MAY_USE_CUDA) and re.search(r"\bcuda\b", text):
+            assert list(uses_cuda(ast.parse(text))) == [], f"{path}: ask the Device"
+
+
+@pytest.mark.parametrize("source", ["torch.cuda.synchronize()", "import torch.cuda", "from torch import cuda"])
+def test_each_use_of_cuda_would_be_found(source: str) -> None:
+    assert len(list(uses_cuda(ast.parse(source)))) == 1
 
 
 def test_only_one_package_imports_ray() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+
+from lightserve.common.device import device_of
 
 Call = Callable[[], object]
 
@@ -47,49 +48,20 @@ def seconds_per_call(calls: Sequence[Call], device: torch.device, repeats: int =
     They should compute the same with different tensors, which together exceed the cache. On a GPU they are replayed as
     one CUDA graph, so the launch time of Python is not counted.
     """
-    run = _graph_of(calls) if device.type != "cpu" else lambda: _run_all(calls)
-    clock = _event_seconds if device.type != "cpu" else _wall_seconds
+    platform = device_of(device)
+    run = platform.as_one_launch(lambda: _run_all(calls))
     run()
-    rounds = max(1, round(MIN_REPLAY_S / max(clock(run, 1), 1e-6)))
-    return median(clock(run, rounds) for _ in range(repeats)) / rounds / len(calls)
+    rounds = max(1, round(MIN_REPLAY_S / max(platform.seconds_of(run), 1e-6)))
+    return median(platform.seconds_of(lambda: _run_all([run] * rounds)) for _ in range(repeats)) / rounds / len(calls)
 
 
 def eager_seconds_per_call(calls: Sequence[Call], device: torch.device, repeats: int = REPEATS) -> float:
     """As ``seconds_per_call``, with the launches of Python."""
-    clock = _event_seconds if device.type != "cpu" else _wall_seconds
+    platform = device_of(device)
     _run_all(calls)
-    return median(clock(lambda: _run_all(calls), 1) for _ in range(repeats)) / len(calls)
+    return median(platform.seconds_of(lambda: _run_all(calls)) for _ in range(repeats)) / len(calls)
 
 
 def _run_all(calls: Sequence[Call]) -> None:
     for call in calls:
         call()
-
-
-def _graph_of(calls: Sequence[Call]) -> Call:
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        _run_all(calls)  # compiles the kernels, which a capture does not allow
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _run_all(calls)
-    return graph.replay
-
-
-def _event_seconds(run: Call, rounds: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(rounds):
-        run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _wall_seconds(run: Call, rounds: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(rounds):
-        run()
-    return time.perf_counter() - begin

@@ -89,18 +89,12 @@ def check_gpu(port: int) -> Finding:
         return Finding(f"its driver does not answer ({error})", "check it with nvidia-smi")
     import torch
 
-    if not torch.cuda.is_available():
-        return Finding(text, "torch cannot use it; install a torch that is built for this driver's CUDA")
-    major, minor = torch.cuda.get_device_capability(0)
-    return Finding(f"{text}, compute capability {major}.{minor}{', has fp8' if _gpu_has_fp8() else ''}")
-
-
-def _gpu_has_fp8() -> bool:
-    import torch
-
     from lightserve.common.device import device_named
 
-    return device_named("cuda").traits(torch.device("cuda", 0)).has_dot(torch.float8_e4m3fn)
+    gpu = device_named("cuda")
+    if gpu.unavailable_reason() is not None:
+        return Finding(text, "torch cannot use it; install a torch that is built for this driver's CUDA")
+    return Finding(f"{text}, {gpu.describe(torch.device(gpu.torch_type, 0))}")
 
 
 def check_triton(port: int) -> Finding:
@@ -120,9 +114,12 @@ def check_fast(port: int) -> Finding:
     import torch
 
     from lightserve.common.cpu_kernel._library import library
+    from lightserve.common.device import device_named
 
-    if torch.cuda.is_available():
-        smaller = "fp8" if _gpu_has_fp8() else "int8"
+    gpu = device_named("cuda")
+    if gpu.unavailable_reason() is None:
+        has_fp8 = gpu.traits(torch.device(gpu.torch_type, 0)).has_dot(torch.float8_e4m3fn)
+        smaller = "fp8" if has_fp8 else "int8"
         return Finding(f"bfloat16 on the GPU, or half its bytes with --quantization {smaller}")
     if library is not None:
         return Finding("a .gguf file in 4 bits with --quantization gguf: several times faster than float32")

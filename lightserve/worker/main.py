@@ -60,7 +60,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         if child_config.arena_fd is not None:
             worker.enable_images(mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size))
         link = worker.model.hidden_state_link
-        profiler = _profiler(child_config, worker.launch, lambda: link.received_s)
+        profiler = _profiler(child_config, platform, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
@@ -106,7 +106,7 @@ def _transfer_args(child_config: ChildConfig) -> Any:
 
 
 def _profiler(
-    child_config: ChildConfig, launch: Launch, last_wait: Callable[[], tuple[float, float] | None]
+    child_config: ChildConfig, platform: Any, launch: Launch, last_wait: Callable[[], tuple[float, float] | None]
 ) -> WorkerProfiler | None:
     """None without --profile_dir: then nothing of the profiler is imported."""
     if child_config.config.launch.profile_dir is None:
@@ -114,7 +114,7 @@ def _profiler(
     from lightserve.worker.profiler import WorkerProfiler
     from lightserve.worker.torch_trace import TorchTrace
 
-    trace = TorchTrace()
+    trace = TorchTrace(platform)
     trace.prepare()
     return WorkerProfiler(child_config.index, launch, trace, last_wait)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
-from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
+from lightserve.common.device import Device, GraphRanges, Graphs, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -52,6 +52,7 @@ class StepRunner:
     def __init__(self, model: TpPartBaseModel, batch: InferBatch, device: Device) -> None:
         self._model = model
         self._batch = batch
+        self._device = device
         self.states_of_model: StatesOfModel | None = None  # for a draft head; None: there is none
         self.for_head: HeadInput | None = None  # of the step whose logits were computed last
         self._ranges = device.profile(model.device).graphs if model.captures_graphs else None
@@ -138,7 +139,7 @@ class StepRunner:
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
         """A step that is captured."""
         assert self._graphs is not None
-        return self._graphs.replay(shape, pinned(inputs))
+        return self._graphs.replay(shape, self._device.in_host_memory(inputs))
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
+
+from lightserve.common.device import Device
 
 
 class TorchTrace:
-    def __init__(self) -> None:
+    def __init__(self, platform: Device) -> None:
+        self._platform = platform
         self._profile: profile | None = None
 
     def prepare(self) -> None:
@@ -28,7 +30,5 @@ class TorchTrace:
 
     def _new_profile(self) -> profile:
         """Steps run in other threads than the one that starts the profile."""
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
+        activities = self._platform.trace_activities()
         return profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))

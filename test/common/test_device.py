@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import device_named, explain_out_of_memory, host_memory, pick_device, registry
+from lightserve.common.device import (
+    API_VERSION,
+    base,
+    device_named,
+    device_of,
+    explain_out_of_memory,
+    host_memory,
+    pick_device,
+    registry,
+)
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.cuda import cuda_traits
 from lightserve.common.quantization.eight_bit import EightBitFormat
@@ -99,16 +108,23 @@ def test_a_gpu_that_is_not_there_is_refused_with_a_remedy(monkeypatch: pytest.Mo
         pick_device("cuda")
 
 
+def test_a_device_without_unique_ids_points_a_trainer_to_gloo() -> None:
+    with pytest.raises(ServerError, match="the device cpu joins no communicator by its unique id; use the backend gl"):
+        device_named("cpu").join_communicator(bytes(128), 1, 2, torch.device("cpu"))
+
+
 class FakeNpu(CpuDevice):
     """A device of another package; its tensors are on the CPU for want of the hardware."""
 
     name = "npu"
+    api_version = API_VERSION
 
 
 class BareGpu(CpuDevice):
     """It runs Triton kernels, and has nothing that only some devices have."""
 
     name = "bare"
+    api_version = API_VERSION
     ops_backend = "triton"
     ops_module = "lightserve.common.triton_kernel"
     uses_library = False
@@ -128,19 +144,33 @@ class NoDevice:
     pass
 
 
+class OldDevice(CpuDevice):
+    name = "old"
+    api_version = 0
+
+
+class UnversionedDevice(CpuDevice):
+    name = "unversioned"
+
+
 @pytest.fixture
-def other_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_packages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Packages that register devices, as pip would have installed them."""
-    found = [EntryPoint(name, f"{__name__}:{value}", registry.ENTRY_POINTS) for name, value in PACKAGES.items()]
+    packages = PACKAGES | getattr(request, "param", {})
+    found = [EntryPoint(name, f"{__name__}:{value}", registry.ENTRY_POINTS) for name, value in packages.items()]
     monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "lightserve.devices" else [])
     registry._loaded.cache_clear()
+    monkeypatch.setattr(base, "_bound", None)
+    registry._of_type.cache_clear()
     yield
     registry._loaded.cache_clear()
+    registry._of_type.cache_clear()
     ops.use_backend(ops.REFERENCE)
     ops.use_traits(ops.DeviceTraits())
 
 
 PACKAGES = {"npu": "FakeNpu", "bare": "BareGpu", "fp8": "Fp8Gpu", "broken": "NoDevice"}
+OUTDATED = {"old": "OldDevice", "unversioned": "UnversionedDevice"}
 
 
 @pytest.mark.usefixtures("other_packages")
@@ -210,6 +240,57 @@ def test_an_unknown_device_is_refused_with_the_names_that_are_known() -> None:
         pick_device("tpu")
     with pytest.raises(ServerError, match=r"device 'broken': .*:NoDevice is no subclass of .*Device"):
         pick_device("broken")
+
+
+@pytest.mark.parametrize(("name", "version"), [("old", "0"), ("unversioned", "None")])
+@pytest.mark.parametrize("other_packages", [OUTDATED], indirect=True)
+def test_a_device_for_another_version_of_the_interface_is_refused(
+    name: str, version: str, other_packages: None
+) -> None:
+    with pytest.raises(ServerError, match=rf"device '{name}': .* for version {version} of .* this is version 1; ins"):
+        device_named(name)
+
+
+@pytest.mark.usefixtures("other_packages")
+def test_of_devices_with_tensors_of_one_type_that_of_this_process_is_meant() -> None:
+    cpu = torch.device("cpu")
+    npu = device_named("npu")
+
+    assert device_of(cpu).name == "cpu"
+    npu.bind(cpu)
+    assert device_of(cpu) is npu
+
+
+class FakeRocm(CpuDevice):
+    name = "rocm"
+    torch_type = "cuda"  # as torch calls it
+    api_version = API_VERSION
+
+
+@pytest.mark.parametrize("other_packages", [{"broken": "FakeRocm"}], indirect=True)
+def test_the_gpu_that_this_torch_is_built_for_is_meant(other_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of(torch.device("cuda")).name == "cuda"
+
+    registry._of_type.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    assert device_of(torch.device("cuda")).name == "rocm"
+
+
+def test_tensors_of_no_device_are_refused() -> None:
+    with pytest.raises(
+        ServerError, match=r"no device of this machine has tensors of the type meta; supported: .*'cpu'"
+    ):
+        device_of(torch.device("meta"))
+
+
+def test_a_torch_for_rocm_is_not_taken_for_one_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as that torch says
+
+    assert pick_device().name == "cpu"
+    with pytest.raises(ServerError, match=r"built for ROCm 6\.4\.1, .* a package with a device for ROCm, or use the"):
+        pick_device("cuda")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightserve.common.device import device_named
 from lightserve.ipc.worker_calls import PROFILE
 from lightserve.messages.step import Step, StepResult, StepRow
 from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
@@ -99,7 +100,7 @@ def test_a_profile_has_the_steps_and_what_torch_did_in_their_thread(tmp_path: Pa
         for launch, product in zip(launches, products, strict=True):  # on the same clock
             assert launch["ts"] - CLOCK_SLACK_US < product["ts"] < launch["ts"] + launch["dur"] + CLOCK_SLACK_US
 
-    trace = TorchTrace()
+    trace = TorchTrace(device_named("cpu"))
     trace.prepare()
     serve(tmp_path, trace, scenario)
 

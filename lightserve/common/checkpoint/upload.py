@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lightserve.common.device import Event, device_of
+
 LANES = 8  # threads; one copies 5 to 8 GB/s out of the page cache, the bus carries over 50
 BUFFER_BYTES = 16 * 2**20  # two per lane: 256 MiB of pinned memory, allocated in a tenth of a second
 MAX_WAITING = 2 * LANES  # tensors queued for copying: they may be large and in memory
@@ -20,7 +22,7 @@ class Upload:
     """A context manager. On exit all tensors are copied, or the first error is raised."""
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None  # None while all targets are on the CPU
+        self._threads: ThreadPoolExecutor | None = None  # None while no target is of a device with streams
         self._room = threading.BoundedSemaphore(MAX_WAITING)
         self._copies: list[Future[None]] = []
         self._after_copies: list[Callable[[], None]] = []
@@ -28,20 +30,20 @@ class Upload:
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
         """Copy ``tensor``, which may be a view of a file, at some time before the exit."""
-        if into.device.type == "cpu" or tensor.device == into.device:  # one copy already uses all cores
+        if not _has_lanes(into.device) or tensor.device == into.device:
             into.copy_(tensor)
         else:
             self._submit(into.device, lambda: self._lane.copy(into, tensor))
 
     def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
         """Call ``receive`` with ``tensor`` on ``device``, at some time before the exit, in some thread."""
-        if device.type == "cpu" or tensor.device == device:
-            receive(tensor)
+        if not _has_lanes(device) or tensor.device == device:
+            receive(tensor.to(device))
         else:
             self._submit(device, lambda: self._lane.convert(device, tensor, receive))
 
     def after_copies(self, work: Callable[[], None]) -> None:
-        """Call ``work`` once all tensors so far are copied: at once on the CPU, otherwise on exit."""
+        """Call ``work`` once all tensors so far are copied: at once without lanes, otherwise on exit."""
         if self._threads is None:
             work()
         else:
@@ -51,12 +53,12 @@ class Upload:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(device,))
         self._room.acquire()
-        launched = torch.cuda.current_stream(device).record_event()  # steps may still read the weights
+        launched = device_of(device).current_stream(device).record_event()  # steps may still read the weights
         copy = self._threads.submit(self._run_after, launched, work)
         copy.add_done_callback(lambda _: self._room.release())
         self._copies.append(copy)
 
-    def _run_after(self, event: torch.cuda.Event, work: Callable[[], None]) -> None:
+    def _run_after(self, event: Event, work: Callable[[], None]) -> None:
         self._lane.wait(event)
         work()
 
@@ -83,16 +85,22 @@ class Upload:
         return lane
 
 
+def _has_lanes(device: torch.device) -> bool:
+    """Without streams, as on a CPU, one copy already uses all that there is."""
+    return device_of(device).has_streams
+
+
 class _Lane:
     """One thread with two buffers: it fills one while the other is copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._free_events = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._platform = device_of(device)
+        self._stream = self._platform.new_stream(device)
+        self._buffers = [self._platform.host_memory((BUFFER_BYTES,), torch.uint8) for _ in range(2)]
+        self._copied: list[Event | None] = [None for _ in self._buffers]  # what was in a buffer is on the device
         self._current = 0
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Event) -> None:
         """Let what this lane does next wait for ``event``."""
         self._stream.wait_event(event)
 
@@ -100,7 +108,7 @@ class _Lane:
         """Copy in chunks along the first dimension; the copy is complete on return."""
         into, tensor = (x if x.dim() else x.view(1) for x in (into, tensor))
         rows = max(1, BUFFER_BYTES // max(1, into[:1].nbytes))
-        with torch.cuda.stream(self._stream):
+        with self._platform.on_stream(self._stream):
             for begin in range(0, len(into), rows):
                 target, source = into[begin : begin + rows], tensor[begin : begin + rows]
                 if target.nbytes <= BUFFER_BYTES:
@@ -110,7 +118,7 @@ class _Lane:
         self._stream.synchronize()
 
     def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._platform.on_stream(self._stream):
             copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if tensor.dim():
                 self.copy(copied, tensor)
@@ -122,8 +130,10 @@ class _Lane:
 
     def _copy_piece(self, target: Tensor, source: Tensor) -> None:
         current = self._current = 1 - self._current
-        self._free_events[current].synchronize()
+        copied = self._copied[current]
+        if copied is not None:
+            copied.synchronize()
         staged = self._buffers[current][: target.nbytes].view(target.dtype).view(target.shape)
         staged.copy_(source)  # reads the file and converts to the model's dtype
         target.copy_(staged, non_blocking=True)
-        self._free_events[current].record()
+        self._copied[current] = self._stream.record_event()

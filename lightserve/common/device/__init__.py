@@ -3,30 +3,32 @@
 ``base.py`` says what a device must offer; ``cpu.py`` and ``cuda.py`` are the built-in ones, and ``registry.py`` finds
 them by name, together with those of other packages. ``profile.py`` holds what differs between GPU models, and the
 ``DeviceTraits`` of common.ops hold what kernels may use. Other packages use a ``Device``. Exceptions: the worker looks
-for ``/dev/nvidiactl`` before torch is imported, and ``checkpoint/upload.py`` uses CUDA streams.
+for ``/dev/nvidiactl`` before torch is imported, and kernels launch on streams.
 """
 
-from lightserve.common.device.base import AsyncCopy, Device, Graphs
+from lightserve.common.device.base import API_VERSION, AsyncCopy, Device, Event, Graphs
 from lightserve.common.device.copies import copy_to_host, host_memory, to_device
-from lightserve.common.device.memory import explain_out_of_memory, pinned
+from lightserve.common.device.memory import explain_out_of_memory
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
-from lightserve.common.device.registry import device_named, pick_device
+from lightserve.common.device.registry import device_named, device_of, pick_device
 from lightserve.common.ops import DeviceTraits
 
 __all__ = [
+    "API_VERSION",
     "H200",
     "H200_GRAPHS",
     "AsyncCopy",
     "Device",
     "DeviceTraits",
+    "Event",
     "GraphRanges",
     "Graphs",
     "Profile",
     "copy_to_host",
     "device_named",
+    "device_of",
     "explain_out_of_memory",
     "host_memory",
     "pick_device",
-    "pinned",
     "to_device",
 ]

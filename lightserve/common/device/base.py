@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from lightserve.common import ops
 from lightserve.common.device.profile import Profile
@@ -21,12 +24,39 @@ Key = TypeVar("Key", contravariant=True)
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 
+API_VERSION = 1  # of this class; it grows when a device of another package would have to change
+
 
 class AsyncCopy(Protocol):
     """Copies of tensors that are on their way to the host."""
 
     def tensors(self) -> list[Tensor]:
         """Wait for the copies, and return them."""
+
+
+class Event(Protocol):
+    def synchronize(self) -> None:
+        """Wait until all has happened that was launched before this event."""
+
+
+class Stream(Protocol):
+    """Launches in an order of their own."""
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Any) -> None:
+        """What is launched next waits for an event of another stream."""
+
+    def synchronize(self) -> None: ...
+
+
+class Communicator(Protocol):
+    """One rank of a group that includes a trainer."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Wait for a tensor of ``root``, and write it into this one."""
+
+    def close(self) -> None: ...
 
 
 Wait = Callable[[], None]  # returns when something has happened
@@ -68,6 +98,7 @@ class Graphs(Protocol[Key, Result]):
 
 
 class Device(ABC):
+    api_version: ClassVar[int | None] = None  # the ``API_VERSION`` that a device of another package was written for
     name: ClassVar[str]  # of the option --device
     torch_type: ClassVar[str]  # ``torch.device.type`` of its tensors
     ops_backend: ClassVar[str]  # of common.ops
@@ -109,10 +140,12 @@ class Device(ABC):
 
         ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
         """
+        global _bound
         import_module(self.ops_module)
         ops.use_backend(*self._backends(deterministic))
         ops.use_traits(self.traits(device))
         self.set_current(device)
+        _bound = self
 
     def keeps_gguf_packed(self, num_ranks: int) -> bool:
         """Default of --quantization for GGUF files: whether products with packed weights are faster than expanded."""
@@ -157,6 +190,51 @@ class Device(ABC):
         """Captured launches of ``function``; None: the device has no graphs."""
         return None
 
+    def as_one_launch(self, work: Callable[[], object]) -> Callable[[], object]:
+        """What computes the same as ``work``, which always launches the same, with one launch if there are graphs."""
+        return work
+
+    # streams; a device without them launches in one order
+
+    has_streams: ClassVar[bool] = False  # for copies; ``DeviceTraits.has_streams`` is about kernels
+
+    def new_stream(self, device: torch.device) -> Stream:
+        raise NotImplementedError(f"the device {self.name} has no streams")
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """On which this thread launches."""
+        raise NotImplementedError(f"the device {self.name} has no streams")
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Within it this thread launches on ``stream``."""
+        raise NotImplementedError(f"the device {self.name} has no streams")
+
+    # what people measure and look up
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """How long the current device computes what ``work`` launches."""
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    def trace_activities(self) -> list[ProfilerActivity]:
+        """What torch's profiler records."""
+        return [ProfilerActivity.CPU]
+
+    def describe(self, device: torch.device) -> str:
+        """What people may want to know of ``device`` beside its name; "" if nothing."""
+        return ""
+
+    # other ranks
+
+    def reads_peer(self, device: torch.device, peer: int) -> bool:
+        """Whether ``device`` can read the memory of the one with the number ``peer`` of this machine."""
+        return False
+
+    def join_communicator(self, unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Communicator:
+        """Join a trainer's communicator of the kind ``comm_backend``. Returns when all ranks are there."""
+        raise ServerError(f"the device {self.name} joins no communicator by its unique id; use the backend gloo")
+
     # memory
 
     def free_cached_memory(self) -> None:  # noqa: B027  most devices cache none
@@ -180,6 +258,12 @@ class Device(ABC):
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device reads without making the host wait."""
 
+    def in_host_memory(self, array: np.ndarray) -> Tensor:
+        """A copy of ``array`` in such memory."""
+        memory = self.host_memory(array.shape, torch.from_numpy(array).dtype)
+        memory.numpy()[...] = array
+        return memory
+
     @abstractmethod
     def copy_to_host(self, *tensors: Tensor) -> AsyncCopy:
         """Start to copy ``tensors``, which are of this device."""
@@ -187,3 +271,11 @@ class Device(ABC):
     @abstractmethod
     def copy_stream(self, device: torch.device) -> CopyStream:
         """Copies that do not delay steps."""
+
+
+_bound: Device | None = None
+
+
+def bound_device() -> Device | None:
+    """The device that this process computes on; None before it is bound."""
+    return _bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
-from lightserve.common.device.base import Device, Graphs, Out
+from lightserve.common.device.base import Communicator, Device, Graphs, Out, Stream
 from lightserve.common.device.cuda_copy_stream import CudaCopyStream
-from lightserve.common.device.cuda_graph import CudaGraphs
-from lightserve.common.device.memory import pinned
+from lightserve.common.device.cuda_graph import CudaGraphs, as_one_graph
+from lightserve.common.device.cuda_nccl import NcclCommunicator
 from lightserve.common.device.profile import Profile, gpu_profile
 from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
@@ -46,6 +48,7 @@ class CudaDevice(Device):
     dtypes = (torch.bfloat16, torch.float16)
     pipeline_depth = 2
     launches_async = True
+    has_streams = True
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/attention/_attention.py
 
@@ -53,6 +56,11 @@ class CudaDevice(Device):
         return True
 
     def unavailable_reason(self) -> str | None:
+        if torch.version.hip is not None:
+            return (
+                f"this torch is built for ROCm {torch.version.hip}, and the device cuda is for NVIDIA's GPUs: install "
+                "a torch for CUDA, or a package with a device for ROCm, or use the device cpu"
+            )
         if torch.cuda.is_available():
             return None
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
@@ -91,6 +99,41 @@ class CudaDevice(Device):
     def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out]:
         return CudaGraphs(function)
 
+    def as_one_launch(self, work: Callable[[], object]) -> Callable[[], object]:
+        return as_one_graph(work)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return torch.cuda.current_stream(device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def trace_activities(self) -> list[ProfilerActivity]:
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+    def describe(self, device: torch.device) -> str:
+        major, minor = torch.cuda.get_device_capability(device)
+        has_fp8 = self.traits(device).has_dot(torch.float8_e4m3fn)
+        return f"compute capability {major}.{minor}{', has fp8' if has_fp8 else ''}"
+
+    def reads_peer(self, device: torch.device, peer: int) -> bool:
+        return torch.cuda.can_device_access_peer(device.index, peer)
+
+    def join_communicator(self, unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Communicator:
+        return NcclCommunicator(unique_id, rank, world_size, device)
+
     def free_cached_memory(self) -> None:
         torch.cuda.empty_cache()
 
@@ -110,7 +153,7 @@ class CudaDevice(Device):
 
     def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
         """From pinned memory, which torch keeps until the copy has finished."""
-        return pinned(array).to(device, non_blocking=True)
+        return self.in_host_memory(array).to(device, non_blocking=True)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
@@ -129,7 +172,7 @@ def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:
 @lru_cache
 def _profile(device: torch.device) -> Profile:
     gpu = torch.cuda.get_device_properties(device)
-    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+    shared_bytes = int(getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block))
     return gpu_profile(gpu.name, gpu.multi_processor_count, shared_bytes)
 
 

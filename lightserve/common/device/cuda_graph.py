@@ -55,6 +55,19 @@ class CudaGraphs(Generic[Key, Out]):
         return out
 
 
+def as_one_graph(work: Callable[[], object]) -> Callable[[], object]:
+    """``work`` is called once before: a capture may not compile."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A capture fails if the collector destroys an unused graph meanwhile."""

@@ -1,26 +1,17 @@
-"""Host memory that a GPU copies from, and failed allocations as errors that say what to change."""
+"""Failed allocations as errors that say what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lightserve.errors import ServerError
 
 # Torch has no class of its own for a failed allocation on a CPU. On x86 it says "can't allocate memory", on ARM "not
 # enough memory: you tried to allocate 4096 bytes".
 CPU_MESSAGES = ("can't allocate memory", "not enough memory")
-
-
-def pinned(array: np.ndarray) -> Tensor:
-    """A copy of ``array`` in pinned memory, from which an accelerator copies without waiting."""
-    tensor = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, pin_memory=True)
-    tensor.numpy()[...] = array
-    return tensor
 
 
 @contextmanager

@@ -4,6 +4,8 @@ Another package registers its ``Device`` subclass in its own pyproject.toml:
 
     [project.entry-points."lightserve.devices"]
     npu = "lightserve_npu:NpuDevice"
+
+The class states by ``api_version`` which version of ``Device`` it was written for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from lightserve.common.device.base import Device
+from lightserve.common.device.base import API_VERSION, Device, bound_device
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.cuda import CudaDevice
 from lightserve.errors import ServerError
@@ -29,8 +31,7 @@ def device_named(name: str) -> Device:
         return BUILT_IN[name]
     if name in _entry_points():
         return _loaded(name)
-    names = sorted({*BUILT_IN, *_entry_points()})
-    raise ServerError(f"device {name!r} is not supported; supported: {names}")
+    raise ServerError(f"device {name!r} is not supported; supported: {_names()}")
 
 
 def pick_device(name: str | None = None) -> Device:
@@ -45,13 +46,22 @@ def pick_device(name: str | None = None) -> Device:
 
 
 def device_of(device: torch.device) -> Device:
-    """The ``Device`` of a torch device."""
-    return _of_type(device.type)
+    """The ``Device`` of a torch device: that of this process, or one with such tensors."""
+    bound = bound_device()
+    return bound if bound is not None and bound.torch_type == device.type else _of_type(device.type)
 
 
 @cache
 def _of_type(torch_type: str) -> Device:
-    return next(device for device in _by_preference() if device.torch_type == torch_type)
+    """Devices of several vendors may call their tensors the same. One that this machine has is meant."""
+    built_in = [device for device in BUILT_IN.values() if device.torch_type == torch_type]
+    if built_in and built_in[0].unavailable_reason() is None:
+        return built_in[0]
+    others = [device for device in map(_loaded, _entry_points()) if device.torch_type == torch_type]
+    available = [device for device in others if device.unavailable_reason() is None]
+    if not available + built_in:
+        raise ServerError(f"no device of this machine has tensors of the type {torch_type}; supported: {_names()}")
+    return (available + built_in)[0]
 
 
 def _by_preference() -> Iterator[Device]:
@@ -59,6 +69,10 @@ def _by_preference() -> Iterator[Device]:
     yield from (device for name, device in BUILT_IN.items() if name != CpuDevice.name)
     yield from (_loaded(name) for name in _entry_points())
     yield BUILT_IN[CpuDevice.name]
+
+
+def _names() -> list[str]:
+    return sorted({*BUILT_IN, *_entry_points()})
 
 
 def _entry_points() -> dict[str, EntryPoint]:
@@ -71,4 +85,10 @@ def _loaded(name: str) -> Device:
     made = entry.load()()
     if not isinstance(made, Device):
         raise ServerError(f"device {name!r}: {entry.value} is no subclass of lightserve.common.device.Device")
+    if made.api_version != API_VERSION:
+        raise ServerError(
+            f"device {name!r}: {entry.value} was written for version {made.api_version} of "
+            f"lightserve.common.device.Device, and this is version {API_VERSION}; install a release of its package for "
+            "it, which sets api_version"
+        )
     return made

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from lightserve.common.device import device_of
 from lightserve.common.parallel.groups import RankGroup
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def connect_custom_all_reduce(group: RankGroup, device: torch.device) -> CustomA
     """None if a rank's GPU cannot read the memory of another one's. All ranks of the group call it together."""
     indices = group.all_gather(torch.tensor([device.index], device=device)).tolist()
     others = [index for rank, index in enumerate(indices) if rank != group.rank]
-    can_read = all(_can_read(device.index, peer) for peer in others)
+    can_read = all(_can_read(device, peer) for peer in others)
     process_group = group.process_group
     if process_group is None or not group.min_of_ranks(int(can_read), device):
         if group.is_first:
@@ -60,7 +61,7 @@ def connect_custom_all_reduce(group: RankGroup, device: torch.device) -> CustomA
     return CustomAllReduce(process_group, device)
 
 
-def _can_read(reader: int, peer: int) -> bool:
-    if reader == peer:
+def _can_read(device: torch.device, peer: int) -> bool:
+    if device.index == peer:
         return os.environ.get(ON_ONE_GPU) == "1"
-    return torch.cuda.can_device_access_peer(reader, peer)
+    return device_of(device).reads_peer(device, peer)

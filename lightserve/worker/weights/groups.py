@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # where their types are known
 
+from lightserve.common.device import device_of
 from lightserve.messages.weights import JoinNccl, JoinTorchGroup
-from lightserve.worker.weights.nccl import NcclCommunicator
 from lightserve.worker.weights.unique_id import UNIQUE_ID_KEY, read_unique_id
 
 TRAINER = 0  # its rank in every group
@@ -35,7 +35,7 @@ class TorchGroup(TrainerGroup):
     """
 
     def __init__(self, command: JoinTorchGroup, rank: int, device: torch.device) -> None:
-        self._device = device if command.backend == "nccl" else torch.device("cpu")
+        self._device = device if command.backend != "gloo" else torch.device("cpu")
         timeout = timedelta(seconds=command.timeout_s)
         store = TCPStore(
             command.address,
@@ -71,7 +71,10 @@ class TorchGroup(TrainerGroup):
 class NcclGroup(TrainerGroup):
     def __init__(self, command: JoinNccl, rank: int, device: torch.device) -> None:
         unique_id = command.unique_id or _stored_unique_id(command)
-        self._communicator = NcclCommunicator(unique_id, command.first_rank + rank, command.world_size, device)
+        platform = device_of(device)
+        self._communicator = platform.join_communicator(
+            unique_id, command.first_rank + rank, command.world_size, device
+        )
 
     def receive(self, into: Tensor) -> None:
         self._communicator.broadcast(into, TRAINER)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import ServerError
-from lightserve.worker.weights.unique_id import UNIQUE_ID_BYTES
 
+UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
 UINT8, FLOAT32 = 1, 7  # ncclDataType_t
 SUM = 0  # ncclRedOp_t
