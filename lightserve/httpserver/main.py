@@ -7,7 +7,6 @@ import contextlib
 import gc
 import socket
 import ssl
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from lightserve.httpserver.tracing.exporter import CLOSE_S, SpanExporter, report
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.tls import server_context
-from lightserve.messages.control import Drain, Drained, EngineDied, EngineInfo, Ready
+from lightserve.messages.control import CertificateRenewed, Drain, Drained, EngineDied, EngineInfo, Keys, Ready
 from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.model_files.config.images import placeholder_of, read_image_files
@@ -38,9 +37,12 @@ from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
+from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
     from lightserve.media.reader import ImageReader
+
+logger = init_logger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
 
@@ -88,10 +90,11 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
-    server = _Server(context, launcher)
+    tls = _tls_of(config.http)
+    server = _Server(context, launcher, tls)
     async with asyncio.TaskGroup() as tasks:  # the process ends when one of them fails; the launcher logs the reason
         tasks.create_task(manager.run())
-        tasks.create_task(_handle_launcher(launcher, manager, exporter))
+        tasks.create_task(_handle_launcher(launcher, context, exporter, tls))
         if exporter is not None:
             tasks.create_task(report_counts(exporter, to_router))
         if context.stream_log is not None:
@@ -132,7 +135,7 @@ def _listeners(sock: socket.socket) -> list[socket.socket]:
 class _Server(uvicorn.Server):
     """Sends Ready when it listens; the launcher handles signals."""
 
-    def __init__(self, context: ServerContext, launcher: LauncherConnection) -> None:
+    def __init__(self, context: ServerContext, launcher: LauncherConnection, tls: ssl.SSLContext | None) -> None:
         config = uvicorn.Config(
             build_app(context),
             http=QuietProtocol if context.config.disable_log_requests else LimitedProtocol,
@@ -144,7 +147,7 @@ class _Server(uvicorn.Server):
             date_header=False,
             proxy_headers=False,  # nothing asks for the address or the scheme of the client
             timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_context_factory=_tls_of(context.config),
+            ssl_context_factory=None if tls is None else lambda *_: tls,
         )
         super().__init__(config)
         self._launcher = launcher
@@ -158,17 +161,27 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def _tls_of(config: HttpConfig) -> Callable[..., ssl.SSLContext] | None:
+def _tls_of(config: HttpConfig) -> ssl.SSLContext | None:
     if config.ssl_certfile is None:
         return None
-    context = server_context(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
-    return lambda *_: context
+    return server_context(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+
+
+def _renew_certificate(tls: ssl.SSLContext | None, config: HttpConfig) -> None:
+    """New connections get the certificate that is in the files now. The launcher has checked them."""
+    if tls is None or config.ssl_certfile is None:
+        return
+    try:
+        tls.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError:
+        logger.exception("the certificate %s cannot be read again", config.ssl_certfile)
 
 
 async def _handle_launcher(
-    launcher: LauncherConnection, manager: HttpServerManager, exporter: SpanExporter | None
+    launcher: LauncherConnection, context: ServerContext, exporter: SpanExporter | None, tls: ssl.SSLContext | None
 ) -> None:
     """Handle the messages of the launcher."""
+    manager = context.manager
     async with asyncio.TaskGroup() as tasks:
         while True:
             message = await launcher.recv()
@@ -176,6 +189,10 @@ async def _handle_launcher(
                 manager.engine_info(message)
             elif isinstance(message, EngineDied):
                 manager.engine_died(message.message)
+            elif isinstance(message, Keys):
+                context.keys.use(message.api_key, message.admin_key)
+            elif isinstance(message, CertificateRenewed):
+                _renew_certificate(tls, context.config)
             elif isinstance(message, Drain):
                 manager.drain()
                 tasks.create_task(_report_drained(launcher, manager, exporter))

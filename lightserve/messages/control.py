@@ -184,6 +184,17 @@ class HttpProcessLost(msgspec.Struct, frozen=True, tag=True):
     successor: int  # the number of the process that replaces it
 
 
+class Keys(msgspec.Struct, frozen=True, tag=True):
+    """To an HTTP process: the keys that are valid from now on. Requests that run with another one go on."""
+
+    api_key: list[str]
+    admin_key: list[str]
+
+
+class CertificateRenewed(msgspec.Struct, frozen=True, tag=True):
+    """To an HTTP process: read the files of --ssl_certfile and --ssl_keyfile again, for new connections."""
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """The launcher checks that a child responds."""
 
@@ -214,5 +225,15 @@ FromChild = (
 )
 
 ToChild = (
-    EngineInfo | NewWorkers | WorkersStopped | EngineJoined | EngineLost | HttpProcessLost | Drain | EngineDied | Ping
+    EngineInfo
+    | NewWorkers
+    | WorkersStopped
+    | EngineJoined
+    | EngineLost
+    | HttpProcessLost
+    | Keys
+    | CertificateRenewed
+    | Drain
+    | EngineDied
+    | Ping
 )

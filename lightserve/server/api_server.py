@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightserve.batches.store import opened_folder
 from lightserve.config import ServerConfig
@@ -38,6 +38,7 @@ from lightserve.server.keys import with_keys
 from lightserve.server.node_host import run_node
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.process_supervisor import EncoderSupervisor, HttpSupervisor
+from lightserve.server.reload import Reloader
 from lightserve.server.run_directory import run_directory
 from lightserve.server.shutdown import (
     ENDED,
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog
     begin_s = time.monotonic()
     try:
         config = parse_server(argv, prog)
+        reloader = Reloader(config, lambda: parse_server(argv, prog))
         if config.launch.log_format is not None:
             set_log_format(config.launch.log_format)
         if not config.is_other_node:  # it has no HTTP
@@ -68,7 +70,8 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog
             return asyncio.run(run_node(config, modules or Modules()))
         is_engine = config.cluster.listen is not None  # it has no HTTP
         sockets = [] if is_engine else net.listen(config.http.host, config.http.port, config.http.num_processes)
-        return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))
+        setup = ProcessSetup(modules or Modules(), None if is_engine else reloader)
+        return asyncio.run(launch(config, model, sockets, setup, begin_s))
     except LightserveError as error:
         print_error(error_line(error))
         return EXIT_CONFIG_ERROR
@@ -76,16 +79,25 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog
         return SIGNAL_EXIT_BASE + signal.SIGINT
 
 
+class ProcessSetup(NamedTuple):
+    modules: Modules
+    reloader: Reloader | None  # None: no process has HTTP
+
+
 async def launch(
-    config: ServerConfig, model: ModelInfo, sockets: Sequence[socket.socket], modules: Modules, begin_s: float
+    config: ServerConfig, model: ModelInfo, sockets: Sequence[socket.socket], setup: ProcessSetup, begin_s: float
 ) -> int:
-    signals = stop_signals()  # from here on, a signal ends this process only after it has cleaned up
+    reloader = setup.reloader
+    # from here on, a signal ends this process only after it has cleaned up
+    signals = stop_signals() if reloader is None else stop_signals(reloader.request)
     with run_directory() as run_dir, contextlib.ExitStack() as exits:
         for sock in sockets:
             exits.enter_context(sock)
         if config.http.batch_dir is not None:
             exits.enter_context(opened_folder(config.http.batch_dir))
-        exit_code = await Launcher(config, model, ProcessGroup(config, run_dir, modules), signals).run(sockets, begin_s)
+        processes = ProcessGroup(config, run_dir, setup.modules)
+        launcher = Launcher(config, model, processes, signals, reloader)
+        exit_code = await launcher.run(sockets, begin_s)
     if exit_code == 0:
         print_line(ENDED)
     return exit_code
@@ -95,12 +107,19 @@ class Launcher:
     """One run of the server."""
 
     def __init__(
-        self, config: ServerConfig, model: ModelInfo, processes: ProcessGroup, signals: asyncio.Queue[signal.Signals]
+        self,
+        config: ServerConfig,
+        model: ModelInfo,
+        processes: ProcessGroup,
+        signals: asyncio.Queue[signal.Signals],
+        reloader: Reloader | None,
     ) -> None:
+        """``reloader`` None: the server has no HTTP."""
         self._config = config
         self._model = model
         self._processes = processes
         self._signals = signals
+        self._reloader = reloader
         self._is_serving = False
         self._stop_requested = asyncio.Event()
 
@@ -136,7 +155,8 @@ class Launcher:
         engines = supervise_engines(processes, config)
         http = [HttpSupervisor(processes, index, config).run() for index in range(len(processes.httpservers))]
         encoders = [] if encoder is None else [EncoderSupervisor(processes, config).run()]
-        return [*others, engines, *http, *encoders, watch_heartbeats(processes, config.process_timeout)]
+        reloads = [] if self._reloader is None else [self._reloader.run(processes)]
+        return [*others, engines, *http, *encoders, *reloads, watch_heartbeats(processes, config.process_timeout)]
 
     async def _handle_signals(self) -> None:
         """The first signal drains the server. A second one, or one during the start, ends it at once."""

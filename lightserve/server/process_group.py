@@ -8,11 +8,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from lightserve.config import ServerConfig
+from lightserve.config import HttpConfig, ServerConfig
 from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import (
     Drain,
@@ -20,6 +20,7 @@ from lightserve.messages.control import (
     EngineJoined,
     EngineLost,
     HttpProcessLost,
+    Keys,
     StartupProgress,
     ToChild,
 )
@@ -103,6 +104,20 @@ class ProcessGroup:
         return self.dispatcher is not None or self._config.cluster.listen is not None
 
     @property
+    def http(self) -> HttpConfig:
+        """Of the HTTP processes."""
+        return self._config.http
+
+    def use_keys(self, api_key: list[str], admin_key: list[str]) -> None:
+        """Only these keys are valid from now on."""
+        self._config = replace(self._config, http=replace(self.http, api_key=api_key, admin_key=admin_key))
+        self.send_http(self._keys)
+
+    @property
+    def _keys(self) -> Keys:
+        return Keys(self.http.api_key, self.http.admin_key)
+
+    @property
     def worker_module(self) -> str:
         return self._modules.null_worker if self._config.launch.null_worker else self._modules.worker
 
@@ -141,7 +156,7 @@ class ProcessGroup:
         router = self.dispatcher or self.engines[0].router
         router.send(HttpProcessLost(lost.http_process, self._http_config(index).http_process))
         new = self.httpservers[index] = await self._start_httpserver(index)
-        for message in self._sent_to_http:  # before it accepts a connection
+        for message in (self._keys, *self._sent_to_http):  # before it accepts a connection
             new.send(message)
 
     async def _start_first_encoder(self) -> None:
@@ -248,6 +263,10 @@ class ProcessGroup:
 
     def _send_httpservers(self, *messages: ToChild) -> None:
         self._sent_to_http += messages
+        self.send_http(*messages)
+
+    def send_http(self, *messages: ToChild) -> None:
+        """To the HTTP processes that run now."""
         for child in self.httpservers:
             for message in messages:
                 child.send(message)

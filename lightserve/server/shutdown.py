@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 from lightserve.ipc.process import EXIT_CONFIG_ERROR, EXIT_CRASH
 from lightserve.messages.control import Drain, EngineDied
@@ -25,23 +26,27 @@ class StopNowError(Exception):
         self.signum = signum
 
 
-def stop_signals() -> asyncio.Queue[signal.Signals]:
-    """A queue of the stop signals that arrive from now on."""
+def _reload_nothing() -> None:
+    print_line("SIGHUP: this process reads its flags and files only at the start; to change them, restart it")
+
+
+def stop_signals(reload: Callable[[], None] = _reload_nothing) -> asyncio.Queue[signal.Signals]:
+    """A queue of the stop signals that arrive from now on. SIGHUP is one only if a terminal was closed."""
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, signals.put_nowait, signum)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-        loop.add_signal_handler(signal.SIGHUP, _hang_up, signals, _has_terminal())
+        loop.add_signal_handler(signal.SIGHUP, _hang_up, signals, _has_terminal(), reload)
     return signals
 
 
-def _hang_up(signals: asyncio.Queue[signal.Signals], had_terminal: bool) -> None:
+def _hang_up(signals: asyncio.Queue[signal.Signals], had_terminal: bool, reload: Callable[[], None]) -> None:
     """The server ends with its terminal. Without one, an operator means that it should read its files again."""
     if had_terminal and not _has_terminal():
         signals.put_nowait(signal.SIGHUP)
     else:
-        print_line("SIGHUP: flags, keys and files are read only at the start; to change them, restart the server")
+        reload()
 
 
 def _has_terminal() -> bool:

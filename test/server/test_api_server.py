@@ -244,7 +244,7 @@ def test_sighup_does_not_end_the_server(tmp_path: Path) -> None:
 
         server.process.send_signal(signal.SIGHUP)
 
-        wait_until(lambda: "SIGHUP: flags, keys and files are read only at the start" in server.stderr(), "it logs")
+        wait_until(lambda: "SIGHUP: keys and certificates are read again" in server.stderr(), "it logs")
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
         assert "SIGTERM: waiting up to" in server.stderr()

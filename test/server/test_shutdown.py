@@ -42,7 +42,7 @@ def test_a_server_ends_when_its_terminal_is_closed_and_not_before() -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGHUP)
-        assert "SIGHUP: flags, keys and files are read only at the start" in process.stderr.readline()
+        assert "SIGHUP: this process reads its flags and files only at the start" in process.stderr.readline()
 
         os.close(master)
 

@@ -37,9 +37,13 @@ class ApiKeys:
     """The keys of clients and of admins."""
 
     def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+        self.use(api_keys, admin_keys)
+        self.more_admin_paths: frozenset[str] = frozenset()  # of features that a flag turns on
+
+    def use(self, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
+        """Only these are valid from now on."""
         self.of_clients = KeyDigests(api_keys)
         self.of_admins = KeyDigests(admin_keys)
-        self.more_admin_paths: frozenset[str] = frozenset()  # of features that a flag turns on
 
     def owner(self, headers: Mapping[bytes, bytes]) -> str:
         """A digest of the valid key that a request has; "" without one: all such clients are one owner."""
