@@ -19,6 +19,24 @@ ALLOWED_TAGS = {"a", "b", "blockquote", "br", "button", "code", "del", "div", "e
 ALLOWED_TAGS |= {"ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"}
 ALLOWED_ATTRIBUTES = {"aria-label", "class", "href", "rel", "role", "scope", "start", "tabindex", "target", "title"}
 ALLOWED_ATTRIBUTES |= {"type"}
+MATH_TAGS = {
+    "math",
+    "mfrac",
+    "mi",
+    "mn",
+    "mo",
+    "mover",
+    "mroot",
+    "mrow",
+    "mspace",
+    "msqrt",
+    "mstyle",
+    "msub",
+    "msubsup",
+}
+MATH_TAGS |= {"msup", "mtable", "mtd", "mtext", "mtr", "munder", "munderover", "mphantom"}
+MATH_ATTRIBUTES = {"accent", "alttext", "class", "display", "displaystyle", "fence", "form", "linethickness", "lspace"}
+MATH_ATTRIBUTES |= {"mathvariant", "minsize", "movablelimits", "rspace", "stretchy", "width"}
 ELEMENTS = """
 return [...document.querySelectorAll(".message .content *, .tool-call *")].map((node) => [
   node.localName,
@@ -29,8 +47,9 @@ return [...document.querySelectorAll(".message .content *, .tool-call *")].map((
 
 def check_elements(page: ChatPage) -> None:
     for tag, attributes in page.run(ELEMENTS):
-        assert tag in ALLOWED_TAGS, (tag, attributes)
-        assert set(attributes) <= ALLOWED_ATTRIBUTES, (tag, attributes)
+        allowed = MATH_ATTRIBUTES if tag in MATH_TAGS else ALLOWED_ATTRIBUTES
+        assert tag in ALLOWED_TAGS | MATH_TAGS, (tag, attributes)
+        assert set(attributes) <= allowed, (tag, attributes)
         if tag == "a":
             assert attributes["href"].startswith(("https://", "http://"))
             assert "noopener" in attributes["rel"]
@@ -107,6 +126,10 @@ def test_a_text_full_of_markers_is_rendered_quickly(page: ChatPage) -> None:
     size = 20_000
     texts = ["*" * size, "_a " * size, "[" * size, "`a``" * size, "# " + "#" * size + "x", "> " * size, "- " * size]
     texts += [("[a](" + " " * 1900) * 40, ("http://a" + "." * 1900 + "b ") * 40]
+    texts += ["$" * size, "$a " * size, "$$\n" * size, "\\[a\n" * size, "\\(" * size, "\\begin{align}\n" * size]
+    commands = ("{", "\\frac", "\\left(", "\\begin{matrix}", "^", "\\text{")
+    texts += [f"$${command * (4000 // len(command))}$$" for command in commands]
+    texts += [f"```{name}\n" + "<a '" * 7000 for name in ("python", "js", "html", "yaml", "css", "sql", "bash")]
     texts += ["|\n-" + " " * size + "x", "![](" * size, "<http://" * size, "http://" * size, " *a" * size, "1. " * size]
 
     assert page.browser.execute_async_script(render, texts) > 0

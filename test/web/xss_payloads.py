@@ -70,5 +70,9 @@ MARKDOWN = [
     f"- <svg onload={RUN}>\n- b",
     f"> <svg onload={RUN}>",
     f"**<img src=x onerror={RUN}>**",
+    f"$<img src=x onerror={RUN}>$",
+    f"$$\\href{{javascript:{RUN}}}{{x}}$$",
+    f"\\[\\text{{<img src=x onerror={RUN}>}}\\]",
+    f"```js\nconst a = '<img src=x onerror={RUN}>'; // <script>{RUN}</script>\n```",
 ]
 PAYLOADS = [*HTML, *MARKDOWN]

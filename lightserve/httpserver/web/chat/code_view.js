@@ -2,6 +2,7 @@
 /** Code and JSON on the page, with a button that copies them. */
 
 import { copyButton, element } from "./dom.js";
+import { highlight } from "./highlight.js";
 
 /**
  * Code with its language and a button that copies it.
@@ -11,7 +12,7 @@ import { copyButton, element } from "./dom.js";
  */
 export function codeNode(language, text) {
   const bar = element("div", { class: "code-bar" }, element("span", {}, language), copyButton(() => text));
-  const code = element("code", {}, text);
+  const code = element("code", {}, ...highlight(language, text));
   const label = language ? `Code, ${language}` : "Code";
   return element("div", { class: "code" }, bar, element("pre", { tabindex: 0, role: "group", "aria-label": label }, code));
 }

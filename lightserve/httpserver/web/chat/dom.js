@@ -15,7 +15,27 @@
  * @returns {HTMLElementTagNameMap[T]}
  */
 export function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/**
+ * An element of MathML, in which formulas are written.
+ *
+ * @param {string} tag
+ * @param {Record<string, Attribute>} [attributes]
+ * @param {...(Node | string)} children
+ */
+export function mathElement(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/1998/Math/MathML", tag), attributes, children);
+}
+
+/**
+ * @template {Element} T
+ * @param {T} node
+ * @param {Record<string, Attribute>} attributes
+ * @param {(Node | string)[]} children
+ */
+function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") {
       node.addEventListener(name, value);

@@ -5,6 +5,7 @@ import { codeNode } from "./code_view.js";
 import { element } from "./dom.js";
 import { parseBlocks } from "./markdown_blocks.js";
 import { inlineNodes } from "./markdown_inline.js";
+import { MAX_FORMULA, formulaNode } from "./math.js";
 
 /** @typedef {import("./markdown_blocks.js").Block} Block */
 
@@ -52,6 +53,8 @@ function blockNode(block) {
       return listNode(block);
     case "table":
       return tableNode(block);
+    case "formula":
+      return blockFormulaNode(block.text);
     case "rule":
       return element("hr");
   }
@@ -60,8 +63,24 @@ function blockNode(block) {
 /** @param {Extract<Block, {kind: "list"}>} block */
 function listNode({ isOrdered, start, items }) {
   const list = element(isOrdered ? "ol" : "ul", isOrdered && start !== 1 ? { start } : {});
-  list.append(...items.map((blocks) => element("li", {}, ...blocks.map(itemNode))));
+  list.append(...items.map(itemElement));
   return list;
+}
+
+/** @param {import("./markdown_blocks.js").Item} item */
+function itemElement({ isDone, blocks }) {
+  if (isDone === null) {
+    return element("li", {}, ...blocks.map(itemNode));
+  }
+  const label = isDone ? "Done" : "To do";
+  const box = element("span", { class: isDone ? "task-box done" : "task-box", role: "img", "aria-label": label });
+  return element("li", { class: "task" }, box, element("div", {}, ...blocks.map(itemNode)));
+}
+
+/** Wide formulas scroll. @param {string} text */
+function blockFormulaNode(text) {
+  const content = text.length <= MAX_FORMULA ? formulaNode(text, true) : text;
+  return element("div", { class: "formula", tabindex: 0, role: "group", "aria-label": "Formula" }, content);
 }
 
 /** A paragraph of an item has no tags of its own: items stay close together. @param {Block} block */

@@ -8,9 +8,12 @@
  *   | {kind: "heading", level: number, text: string}
  *   | {kind: "code", language: string, text: string}
  *   | {kind: "quote", blocks: Block[]}
- *   | {kind: "list", isOrdered: boolean, start: number, items: Block[][]}
+ *   | {kind: "list", isOrdered: boolean, start: number, items: Item[]}
+ *   | {kind: "formula", text: string}
  *   | {kind: "table", head: string[], align: Align[], rows: string[][]}
  *   | {kind: "rule"}} Block
+ *
+ * @typedef {{isDone: boolean | null, blocks: Block[]}} Item isDone is null unless the list is one of tasks
  */
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
@@ -19,7 +22,10 @@ const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])([ \t]+|$)(.*)$/;
 const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const FORMULA = /^ {0,3}(\$\$|\\\[|\\begin\{(?:equation|align|gather|multline)\*?\})(.*)$/;
+const TASK = /^\[([ xX])\][ \t]+/;
 const MAX_TABLE_RULE = 1000; // characters: bounds the time for TABLE_RULE
+const MAX_FORMULA_LINES = 100;
 const MAX_DEPTH = 12; // deeper quotes and lists stay text
 
 /**
@@ -61,6 +67,16 @@ class Lines {
     return this._lines[this._index + 1] ?? "";
   }
 
+  /** The line so many after the current one, "" beyond the end. @param {number} count */
+  ahead(count) {
+    return this._lines[this._index + count] ?? "";
+  }
+
+  /** @param {number} count */
+  skip(count) {
+    this._index += count;
+  }
+
   next() {
     this._index += 1;
     return this._lines[this._index - 1];
@@ -95,6 +111,11 @@ function parseBlock(lines, depth) {
     lines.next();
     return { kind: "rule" };
   }
+  const formula = formulaAt(lines);
+  if (formula !== null) {
+    lines.skip(formula.count);
+    return { kind: "formula", text: formula.text };
+  }
   if (QUOTE.test(line) && depth < MAX_DEPTH) {
     const quoted = lines.takeWhile((one) => QUOTE.test(one)).map((one) => QUOTE.exec(one)?.[1] ?? "");
     return { kind: "quote", blocks: parseBlocks(quoted.join("\n"), depth + 1) };
@@ -106,13 +127,42 @@ function parseBlock(lines, depth) {
     return parseTable(lines);
   }
   const first = lines.next(); // always taken, or a line beyond MAX_DEPTH would never be
-  const rest = lines.takeWhile((one) => one.trim() !== "" && !startsBlock(one));
+  const rest = lines.takeWhile((one) => one.trim() !== "" && !startsBlock(lines));
   return { kind: "paragraph", text: [first, ...rest].map((one) => one.trimStart()).join("\n") };
 }
 
-/** Whether a line ends the paragraph before it. @param {string} line */
-function startsBlock(line) {
-  return [HEADING, FENCE, RULE, QUOTE, ITEM].some((pattern) => pattern.test(line));
+/**
+ * A formula that begins here and ends at the end of a line, else null: then it is part of a paragraph.
+ *
+ * @param {Lines} lines
+ */
+function formulaAt(lines) {
+  const found = FORMULA.exec(lines.current);
+  if (found === null) {
+    return null;
+  }
+  const [, open, first] = found;
+  const close = open === "$$" ? "$$" : open === "\\[" ? "\\]" : open.replace("begin", "end");
+  const texts = [first];
+  while (!lastOf(texts).trimEnd().endsWith(close)) {
+    const line = lines.ahead(texts.length);
+    if (line.trim() === "" || lastOf(texts).includes(close) || texts.length === MAX_FORMULA_LINES) {
+      return null;
+    }
+    texts.push(line);
+  }
+  const text = texts.join("\n").trimEnd().slice(0, -close.length);
+  return { text: open.length === 2 ? text : open + text + close, count: texts.length };
+}
+
+/** @param {string[]} texts */
+function lastOf(texts) {
+  return texts[texts.length - 1];
+}
+
+/** Whether the current line ends the paragraph before it. @param {Lines} lines */
+function startsBlock(lines) {
+  return [HEADING, FENCE, RULE, QUOTE, ITEM].some((pattern) => pattern.test(lines.current)) || formulaAt(lines) !== null;
 }
 
 /** @param {string} text */
@@ -151,9 +201,20 @@ function parseList(lines, depth) {
   const isOrdered = /\d/.test(marker);
   const items = [];
   while (!lines.isAtEnd && !RULE.test(lines.current) && isItemOf(lines.current, isOrdered)) {
-    items.push(parseBlocks(takeItem(lines), depth + 1));
+    items.push(itemOf(takeItem(lines), depth));
   }
   return { kind: "list", isOrdered, start: isOrdered ? Number.parseInt(marker, 10) : 1, items };
+}
+
+/**
+ * @param {string} text
+ * @param {number} depth
+ * @returns {Item}
+ */
+function itemOf(text, depth) {
+  const task = TASK.exec(text);
+  const blocks = parseBlocks(task === null ? text : text.slice(task[0].length), depth + 1);
+  return { isDone: task === null ? null : task[1] !== " ", blocks };
 }
 
 /**
@@ -185,7 +246,7 @@ function takeItem(lines) {
       taken.push("");
     } else if (isContinuation(line)) {
       taken.push(line.slice(Math.min(width, line.search(/\S/))));
-    } else if (startsBlock(line)) {
+    } else if (startsBlock(lines)) {
       break;
     } else {
       taken.push(line); // the paragraph goes on without indentation

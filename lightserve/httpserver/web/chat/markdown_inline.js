@@ -1,14 +1,16 @@
 // @ts-check
-/** Inline Markdown as DOM nodes: emphasis, code, links. HTML in the text stays text. */
+/** Inline Markdown as DOM nodes: emphasis, code, links, formulas. HTML in the text stays text. */
 
 import { element } from "./dom.js";
+import { MAX_FORMULA, formulaNode } from "./math.js";
 
-const SPECIAL = /[\\`*_~[\]!<\n]|https?:\/\//g;
+const SPECIAL = /[\\`*_~[\]!<$\n]|https?:\/\//g;
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
 const BARE_URL = /^https?:\/\/[^\s<>"'`]+/;
 const AFTER_URL = ".,;:!?*_~)]"; // at the end of a bare address: most likely of the sentence around it
 // The address is not empty, so only one part of the pattern can take each space: it never tries them in all ways.
 const LINK = /^\[([^[\]]{0,500})\]\(\s*<?([^\s()<>]+(?:\([^\s()]*\)[^\s()<>]*)*)>?(?:\s+"[^"]{0,500}")?\s*\)/;
+const AMOUNT = /^\d[\d.,]*\s+[A-Za-z]{2}/; // of money, and words after it
 const MAX_LINK = 2000; // characters; bounds the time for a text full of brackets
 const MAX_DEPTH = 6;
 /** @type {[string, "strong" | "em" | "del"][]} */
@@ -103,7 +105,9 @@ class MarkerSearch {
 function spanAt(text, at, depth, markers) {
   switch (text[at]) {
     case "\\":
-      return escapeAt(text, at);
+      return bracketFormulaAt(text, at, markers) ?? escapeAt(text, at);
+    case "$":
+      return dollarFormulaAt(text, at, markers);
     case "\n":
       return { node: element("br"), end: at + 1 };
     case "`":
@@ -129,6 +133,59 @@ function spanAt(text, at, depth, markers) {
 function escapeAt(text, at) {
   const next = text[at + 1] ?? "";
   return ESCAPABLE.test(next) ? { node: next, end: at + 2 } : null;
+}
+
+/**
+ * A formula between \\( and \\) or \\[ and \\].
+ *
+ * @param {string} text
+ * @param {number} at
+ * @param {MarkerSearch} markers
+ * @returns {Span | null}
+ */
+function bracketFormulaAt(text, at, markers) {
+  const close = { "(": "\\)", "[": "\\]" }[text[at + 1]];
+  const end = close === undefined ? -1 : markers.find(close, at + 2);
+  return end === -1 ? null : formulaSpan(text, at + 2, end, 2);
+}
+
+/**
+ * A formula between $ and $, or $$ and $$. Amounts of money are none: "$5 and $10".
+ *
+ * @param {string} text
+ * @param {number} at
+ * @param {MarkerSearch} markers
+ * @returns {Span | null}
+ */
+function dollarFormulaAt(text, at, markers) {
+  const marker = text.startsWith("$$", at) ? "$$" : "$";
+  const start = at + marker.length;
+  const canOpen = marker === "$$" || !/\s/.test(text[start] ?? " ");
+  const end = canOpen ? markers.find(marker, start + 1, (position) => text[position - 1] !== "\\") : -1;
+  const isFormula = end !== -1 && (marker === "$$" || (closesFormula(text, end) && !AMOUNT.test(text.slice(start, end))));
+  return isFormula ? formulaSpan(text, start, end, marker.length) : { node: marker, end: start };
+}
+
+/**
+ * @param {string} text
+ * @param {number} at
+ */
+function closesFormula(text, at) {
+  return !/\s/.test(text[at - 1]) && !/[\d$]/.test(text[at + 1] ?? "");
+}
+
+/**
+ * @param {string} text
+ * @param {number} start
+ * @param {number} end
+ * @param {number} markerLength
+ * @returns {Span | null}
+ */
+function formulaSpan(text, start, end, markerLength) {
+  const isBlock = markerLength === 2 && text[start - 1] !== "(";
+  const formula = text.slice(start, end);
+  const isShort = formula.length <= MAX_FORMULA && formula.trim() !== "";
+  return isShort ? { node: formulaNode(formula, isBlock), end: end + markerLength } : null;
 }
 
 /**
