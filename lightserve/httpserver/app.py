@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,8 @@ from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.pooling import routes as pooling_routes
 from lightserve.httpserver.pooling.task_guard import refusing
+from lightserve.httpserver.resume.local import LocalStreams
+from lightserve.httpserver.resume.local_middleware import LocalStreamsMiddleware
 from lightserve.httpserver.resume.middleware import StreamLogMiddleware
 from lightserve.httpserver.rl import routes as rl_routes
 from lightserve.httpserver.rl.calls import paths_of
@@ -111,6 +114,9 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         app.add_middleware(
             StreamLogMiddleware, stream_log=context.stream_log, logs_requests=not context.config.disable_log_requests
         )
+    elif context.run_dir is not None:
+        streams = LocalStreams(Path(context.run_dir), context.config.stream_log_ttl)
+        app.add_middleware(LocalStreamsMiddleware, streams=streams)
     app.add_middleware(
         RequestMiddleware,
         keys=context.keys,

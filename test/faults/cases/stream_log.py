@@ -1,4 +1,4 @@
-"""The stream log (--stream_log): its Redis is away or hangs, or a server dies and another one goes on."""
+"""Resumed streams: Redis is away or hangs, a server dies and another one goes on, or a client of one server is cut."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from test.waiting import wait_until
 from test.worker.kv.block_store.redis_server import redis_server
 
 NO_REDIS = ("--null_step_ms", "5", "--stream_log", "redis://127.0.0.1:1")  # nobody listens on this port
+RESUMABLE = {"X-Resumable-Stream": "1"}
 TOKENS = 400  # of 5 ms each: some seconds
 BODY = {"prompt": [501, 502, 503], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -87,6 +88,35 @@ def check_resumes(client: EventClient, server: ServerProcess) -> None:
     assert server.stop() == 0
 
 
+def come_back_without_redis(start: Start) -> None:
+    """A client that asked for it leaves, and comes back by a new connection, perhaps to the other HTTP process."""
+    server = start.launch("--null_step_ms", "5", "--httpserver_workers", "2")
+    start.check_serves(server)
+    client = EventClient(server.url, COMPLETE, BODY, **RESUMABLE)
+    client.read(20)
+    client.close()
+    for _ in range(4):
+        rest = EventClient(server.url, COMPLETE, {}, client.last_id, **RESUMABLE).read_all()
+        whole = EventClient(server.url, COMPLETE, BODY).read_all()
+        assert text_of(client.events + rest) == text_of(whole)
+    assert server.stop() == 0
+
+
+def kill_http_process_without_redis(start: Start) -> None:
+    """What the dead process had sent can still be read; then the response ends without the end marker."""
+    server = start.launch("--null_step_ms", "5", "--httpserver_workers", "1")
+    start.check_serves(server)
+    client = EventClient(server.url, COMPLETE, BODY, **RESUMABLE)
+    client.read(20)
+    server.processes()["ls-httpserver"][0].kill()
+    wait_until(lambda: "ls-httpserver" in server.processes() and server.is_healthy())
+    rest = EventClient(server.url, COMPLETE, {}, client.events[0].id, **RESUMABLE).read_all()
+
+    assert text_of(rest).startswith(text_of(client.events[1:]))
+    assert "[DONE]" not in [event.data for event in rest]
+    assert server.stop() == 0
+
+
 CASES = [
     Case(
         "the Redis of --stream_log is away, streaming",
@@ -97,7 +127,21 @@ CASES = [
         20.0,
     )
 ]
-START_CASES: list[StartCase] = []
+START_CASES: list[StartCase] = [
+    StartCase(
+        "a client with X-Resumable-Stream is cut off",
+        come_back_without_redis,
+        "it comes back and gets the rest, same text",
+        60.0,
+        is_long=False,
+    ),
+    StartCase(
+        "kill -9 ls-httpserver with X-Resumable-Stream",
+        kill_http_process_without_redis,
+        "the client comes back and gets what was sent",
+        60.0,
+    ),
+]
 if shutil.which("redis-server"):
     GO_ON = "the stream goes on without the stream log, same text"
     START_CASES += [

@@ -62,3 +62,14 @@ def test_it_says_how_a_request_without_parameters_is_sampled(tmp_path: Path) -> 
         "frequency_penalty": 0.0,
     }
     assert of_model["sampling"] == plain["sampling"] | {"temperature": 0.6, "top_k": 20}
+
+
+def test_it_says_whether_the_model_reads_images(tmp_path: Path) -> None:
+    async def ask(images: Any) -> Any:
+        async with served(tmp_path) as server:
+            return await server_info(replace(server.context, images=images))
+
+    of_text, of_images = (asyncio.run(ask(images)) for images in (None, object()))
+
+    assert of_text["model"]["input_modalities"] == ["text"]
+    assert of_images["model"]["input_modalities"] == ["text", "image"]
