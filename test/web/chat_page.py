@@ -31,7 +31,7 @@ window.fetch = (url, init) => {
   return fetch(url, init);
 };
 """
-EXPECTED_ERRORS = ("401 (Unauthorized)", "400 (Bad Request)")  # Chromium logs every refused request
+EXPECTED_ERRORS = ("401 (Unauthorized)", "400 (Bad Request)", "404 (Not Found)")  # Chromium logs every refused request
 
 
 class ChatPage:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from test.web.chat_page import ChatPage
 
-WIDE, NARROW = (1300, 900), (420, 800)
+WIDE, NARROW = (1300, 900), (390, 800)
 TABLE = "| a | b |\n|---|---|\n| 1 | 2 |"
-ANSWER = f"# Title\n\nText with `code` and a [link](https://example.com).\n\n```python\nx = 1\n```\n\n{TABLE}"
+FORMULAS = "$x^2$\n\n$$\\frac{a}{b}$$\n\n- [ ] open\n- [x] done\n\n> quoted"
+CODE = "```python\ndef f(x):  # why\n    return 'x' + 1\n```"
+ANSWER = f"# Title\n\nText with `code` and a [link](https://example.com).\n\n{CODE}\n\n{TABLE}\n\n{FORMULAS}"
 BACKGROUND = "return getComputedStyle(document.body).backgroundColor"
 LIGHT_PAGE, DARK_PAGE = "rgb(255, 255, 255)", "rgb(22, 24, 29)"
 
@@ -59,6 +62,24 @@ def test_without_a_choice_the_system_decides(page: ChatPage) -> None:
 def test_axe_finds_nothing_serious_in_a_chat(page: ChatPage) -> None:
     page.will_answer("Render all", f"<think>\nHm.\n</think>\n\n{ANSWER}")
     page.send("Render all")
+    page.run("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+
+    for theme in ("light", "dark"):
+        choose_theme(page, theme)
+        assert serious_findings(page) == []
+
+
+def test_axe_finds_nothing_serious_in_comparisons_files_and_probabilities(page: ChatPage, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("a note")
+    page.set_field("probabilities", "on")
+    page.click("#compare")
+    page.will_answer("Compare all", ANSWER, ANSWER)
+    page.type("#attach-file", str(tmp_path / "notes.txt"))
+    page.wait(lambda: page.all("#attachments li") != [])
+    page.send("Compare all")
+    page.type("#attach-file", str(tmp_path / "notes.txt"))
+    page.wait(lambda: page.all("#attachments li") != [])
+    page.click_button("Probabilities")
     page.run("document.querySelectorAll('details').forEach((one) => (one.open = true))")
 
     for theme in ("light", "dark"):

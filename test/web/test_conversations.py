@@ -28,17 +28,6 @@ def test_a_reload_keeps_conversations_and_settings(page: ChatPage) -> None:
     assert page.run("return document.querySelector('[name=temperature]').value") == "0.5"
 
 
-def test_half_an_answer_survives_a_reload(page: ChatPage) -> None:
-    page.will_answer("Reload me", " ".join(map(str, range(150))), step_s=0.05)
-    page.start("Reload me")
-    page.wait(lambda: "0 1 2" in page.answer)
-
-    page.load()
-
-    assert page.answer.startswith("0 1 2")
-    assert not page.is_generating
-
-
 def test_a_conversation_is_renamed_and_deleted(page: ChatPage) -> None:
     page.will_answer("Name me", "Named.")
     page.send("Name me")

@@ -3,6 +3,9 @@
 
 /** The path of this page. Several servers behind one proxy differ in it, and share the browser's storage. */
 export const BASE = new URL(".", document.baseURI);
+const CHAT = "v1/chat/completions";
+const LAST_ID = "Last-Event-ID";
+const RESUMABLE = "X-Resumable-Stream"; // asks the server to keep the stream for a page that is loaded again
 const KEY_STORAGE = `lightserve:${BASE.pathname}:api_key`;
 
 /** An error that the server reported. */
@@ -10,10 +13,12 @@ export class ApiError extends Error {
   /**
    * @param {number} status
    * @param {string} message
+   * @param {string} [code]
    */
-  constructor(status, message) {
+  constructor(status, message, code = "") {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -46,30 +51,41 @@ export async function getJson(path, { asksForKey = true } = {}) {
 }
 
 /**
- * The chunks of a streamed chat completion.
+ * The chunks of a streamed chat completion, with the ids of their events; undefined if the server gives none.
  *
- * @param {object} body
+ * @param {object | string} from the body of the request, or the id of the event after which the stream goes on
  * @param {AbortSignal} signal ends the stream, and the request on the server
- * @returns {AsyncGenerator<any, void, void>}
+ * @returns {AsyncGenerator<{id: string | undefined, chunk: any}, void, void>}
  */
-export async function* streamChat(body, signal) {
-  const headers = { "Content-Type": "application/json" };
-  const init = { method: "POST", headers, body: JSON.stringify(body), signal };
-  const response = await request("v1/chat/completions", init, true);
+export async function* streamChat(from, signal) {
+  const isNew = typeof from !== "string";
+  const headers = { "Content-Type": "application/json", [RESUMABLE]: "1", ...(isNew ? {} : { [LAST_ID]: from }) };
+  const init = { method: "POST", headers, body: isNew ? JSON.stringify(from) : "{}", signal };
+  let lastId = isNew ? undefined : from;
+  signal.addEventListener("abort", () => stopStream(lastId), { once: true });
+  const response = await request(CHAT, init, true);
   if (response.body === null) {
     throw new ApiError(response.status, "the response has no body");
   }
-  for await (const data of eventData(response.body)) {
+  for await (const { id, data } of eventsOf(response.body)) {
     if (data === "[DONE]") {
       return;
     }
     const chunk = JSON.parse(data);
     if (chunk.error) {
-      throw new ApiError(response.status, String(chunk.error.message));
+      throw new ApiError(response.status, String(chunk.error.message), String(chunk.error.code));
     }
-    yield chunk;
+    lastId = id;
+    yield { id, chunk };
   }
-  throw new ApiError(response.status, "the connection ended before the answer was complete");
+  throw new ApiError(0, "the connection ended before the answer was complete");
+}
+
+/** A stream that can be resumed runs on after its client is gone: end it. @param {string | undefined} lastId */
+function stopStream(lastId) {
+  if (lastId !== undefined) {
+    request(CHAT, { method: "DELETE", headers: { [RESUMABLE]: "1", [LAST_ID]: lastId } }, false).catch(() => {}); // it may have ended
+  }
 }
 
 /**
@@ -137,19 +153,20 @@ async function getNewKey(refused) {
 async function errorOf(response) {
   const text = await response.text();
   try {
-    return new ApiError(response.status, String(JSON.parse(text).error.message));
+    const { message, code } = JSON.parse(text).error;
+    return new ApiError(response.status, String(message), String(code));
   } catch {
     return new ApiError(response.status, `status ${response.status}: ${text.slice(0, 200)}`); // of a proxy
   }
 }
 
 /**
- * The data of each server-sent event.
+ * Server-sent events with data.
  *
  * @param {ReadableStream<Uint8Array>} body
- * @returns {AsyncGenerator<string, void, void>}
+ * @returns {AsyncGenerator<{id: string | undefined, data: string}, void, void>}
  */
-async function* eventData(body) {
+async function* eventsOf(body) {
   const reader = body.pipeThrough(/** @type {any} */ (new TextDecoderStream())).getReader();
   let buffer = "";
   try {
@@ -161,13 +178,24 @@ async function* eventData(body) {
       const events = (buffer + value.replaceAll("\r", "")).split("\n\n");
       buffer = events.pop() ?? "";
       for (const event of events) {
-        const lines = event.split("\n").filter((line) => line.startsWith("data:"));
-        if (lines.length > 0) {
-          yield lines.map((line) => line.slice("data:".length).trimStart()).join("\n");
+        const data = fieldOf(event, "data:");
+        if (data.length > 0) {
+          yield { id: fieldOf(event, "id:")[0], data: data.join("\n") };
         }
       }
     }
   } finally {
     reader.cancel().catch(() => {}); // it may have failed already
   }
+}
+
+/**
+ * The values of a field of an event.
+ *
+ * @param {string} event
+ * @param {string} name with its colon
+ */
+function fieldOf(event, name) {
+  const lines = event.split("\n").filter((line) => line.startsWith(name));
+  return lines.map((line) => line.slice(name.length).trimStart());
 }

@@ -40,6 +40,30 @@ export function switchBranch(messages, index, to) {
   return [...messages.slice(0, index), { ...first, branch: { index: to, others } }, ...rest];
 }
 
+/**
+ * Adds another answer beside the last message of a conversation.
+ *
+ * @param {Message} message
+ * @param {Message} other
+ */
+export function addSibling(message, other) {
+  message.branch ??= { index: 0, others: [] };
+  message.branch.others.push([other]);
+  return other;
+}
+
+/** The answers beside this one that are compared with it. @param {Message} message */
+export function siblings({ branch, comparison }) {
+  const others = (branch?.others ?? []).map((messages) => messages[0]);
+  return comparison === undefined ? [] : others.filter((other) => other.comparison === comparison);
+}
+
+/** The number of the branch that begins with `other`, beside `message`. @param {Message} message @param {Message} other */
+export function branchIndex({ branch }, other) {
+  const index = (branch?.others ?? []).findIndex(([first]) => first === other);
+  return index >= (branch?.index ?? 0) ? index + 1 : index;
+}
+
 /** How many branches begin with this message or beside it. @param {Message} message */
 export function branchCount({ branch }) {
   return (branch?.others.length ?? 0) + 1;

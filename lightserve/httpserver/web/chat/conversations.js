@@ -2,21 +2,27 @@
 /** Conversations, kept in the browser: one entry of localStorage each. */
 
 import { BASE } from "./api.js";
+import { contentOf } from "./attachments.js";
 import { DEFAULT_SETTINGS } from "./settings.js";
 
 /**
  * @typedef {{id: string, name: string, arguments: string}} ToolCall
  *
+ * @typedef {{token: string, logprob: number}} Choice
+ * @typedef {Choice & {others: Choice[]}} Token
+ *
  * @typedef {object} AnswerStats
  * @property {number} promptTokens
  * @property {number} cachedTokens
  * @property {number} outputTokens
+ * @property {number} [earlierTokens] of them: those before the answer was continued
  * @property {number | null} firstTokenMs null until the first token
  * @property {number} totalMs
  *
  * @typedef {object} Message
  * @property {"user" | "assistant" | "tool"} role
  * @property {string} content
+ * @property {import("./attachments.js").Attachment[]} [attachments]
  * @property {string} [reasoning]
  * @property {number} [reasoningMs]
  * @property {ToolCall[]} [toolCalls]
@@ -25,6 +31,10 @@ import { DEFAULT_SETTINGS } from "./settings.js";
  * @property {AnswerStats} [stats]
  * @property {string | null} [finishReason] of the server, or "stopped"
  * @property {string} [error]
+ * @property {string} [eventId] of the last event that has arrived, while the server can send what follows it
+ * @property {Token[]} [tokens] with their probabilities; they are not saved
+ * @property {string} [comparison] the same for two answers that are shown side by side
+ * @property {string} [label] of an answer in a comparison
  * @property {import("./branches.js").Branch} [branch] others beside this message
  *
  * @typedef {object} Conversation
@@ -33,6 +43,7 @@ import { DEFAULT_SETTINGS } from "./settings.js";
  * @property {boolean} isRenamed by the person; else the title is the first message
  * @property {number} updated milliseconds since the epoch
  * @property {import("./settings.js").Settings} settings
+ * @property {import("./settings.js").Settings} [otherSettings] each message is answered with these too
  * @property {Message[]} messages
  */
 
@@ -85,13 +96,14 @@ export class ConversationStore {
    * @param {Conversation} conversation
    */
   save(conversation) {
-    const first = conversation.messages[0]?.content.trim().replace(/\s+/g, " ");
+    const { content = "", attachments = [] } = conversation.messages[0] ?? {};
+    const first = content.trim().replace(/\s+/g, " ") || attachments[0]?.name;
     if (!conversation.isRenamed && first) {
       conversation.title = first.length > TITLE_LENGTH ? `${first.slice(0, TITLE_LENGTH)}…` : first;
     }
     conversation.updated = Date.now();
     this._conversations.set(conversation.id, conversation);
-    localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+    localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation, withoutTokens));
   }
 
   /** @param {string} id */
@@ -99,6 +111,11 @@ export class ConversationStore {
     this._conversations.delete(id);
     localStorage.removeItem(PREFIX + id);
   }
+}
+
+/** Leaves out probabilities: they would fill the storage. @param {string} name @param {unknown} value */
+function withoutTokens(name, value) {
+  return name === "tokens" ? undefined : value;
 }
 
 /**
@@ -147,7 +164,8 @@ function hasOutput(message) {
 }
 
 /** @param {Message} message */
-function openaiMessage({ role, content, reasoning, toolCalls, toolCallId }) {
+function openaiMessage(message) {
+  const { role, reasoning, toolCalls, toolCallId } = message;
   const calls = (toolCalls ?? []).map(({ id, name, arguments: text }) => ({
     id,
     type: "function",
@@ -155,7 +173,7 @@ function openaiMessage({ role, content, reasoning, toolCalls, toolCallId }) {
   }));
   return {
     role,
-    content,
+    content: contentOf(message),
     ...(reasoning ? { reasoning_content: reasoning } : {}),
     ...(calls.length > 0 ? { tool_calls: calls } : {}),
     ...(toolCallId ? { tool_call_id: toolCallId } : {}),
@@ -170,7 +188,12 @@ function parse(text) {
   try {
     const found = JSON.parse(text ?? "null");
     const isValid = typeof found?.id === "string" && typeof found.title === "string" && Array.isArray(found.messages);
-    return isValid ? { ...found, settings: { ...DEFAULT_SETTINGS, ...found.settings } } : null;
+    if (!isValid) {
+      return null;
+    }
+    const { settings, otherSettings } = found;
+    const others = otherSettings ? { otherSettings: { ...DEFAULT_SETTINGS, ...otherSettings } } : {};
+    return { ...found, settings: { ...DEFAULT_SETTINGS, ...settings }, ...others };
   } catch {
     return null;
   }

@@ -1,7 +1,7 @@
 // @ts-check
 /** One answer: the request for a conversation, and the chunks of the response as they arrive. */
 
-import { streamChat } from "./api.js";
+import { ApiError, streamChat } from "./api.js";
 import { openaiMessages } from "./conversations.js";
 import { requestFields } from "./settings.js";
 
@@ -10,16 +10,21 @@ import { requestFields } from "./settings.js";
  * @typedef {import("./conversations.js").Message} Message
  */
 
+const RESUMES = 5; // of a stream whose connection breaks, one after the other
+const RESUME_AFTER_MS = 1000;
+
 /**
  * The body of the request. Throws a SettingsError.
  *
  * @param {Conversation} conversation
+ * @param {{isContinued?: boolean}} [options] whether the last message is the begin of the answer
  */
-export function requestBody(conversation) {
+export function requestBody(conversation, { isContinued = false } = {}) {
   return {
     messages: openaiMessages(conversation),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true }, // counts of a stopped answer too
+    ...(isContinued ? { continue_final_message: true, add_generation_prompt: false } : {}),
     ...requestFields(conversation.settings),
   };
 }
@@ -31,28 +36,69 @@ export function emptyAnswer() {
 }
 
 /**
- * Fills `answer` from a stream, and calls `onChange` after each chunk. Errors and a stop are part of the answer.
+ * Fills `answer` from a stream, and calls `onChange` after each chunk. Errors and a stop are part of the answer. What it
+ * has already stays.
  *
- * @param {object} body
+ * @param {object | null} body null: get the rest of a stream that was begun before the page was loaded
  * @param {Message} answer
  * @param {() => void} onChange
  * @param {AbortSignal} signal
  */
 export async function generate(body, answer, onChange, signal) {
   const clock = new AnswerClock(answer);
-  answer.isJson = "response_format" in body;
-  try {
-    for await (const chunk of streamChat(body, signal)) {
-      addChunk(answer, chunk);
-      clock.update();
-      onChange();
+  if (body !== null) {
+    answer.isJson = "response_format" in body;
+    answer.finishReason = null;
+    delete answer.eventId;
+    delete answer.error;
+  }
+  /** @type {object | string} */
+  let from = body ?? answer.eventId ?? "";
+  for (let tries = 0; ; tries += 1) {
+    try {
+      await readStream(from, answer, clock, onChange, signal);
+      break;
+    } catch (error) {
+      const isBroken = !(error instanceof ApiError) || error.status === 0;
+      if (signal.aborted || !isBroken || answer.eventId === undefined || tries === RESUMES) {
+        addError(answer, error, signal.aborted);
+        break;
+      }
+      from = answer.eventId;
+      await new Promise((resolve) => setTimeout(resolve, RESUME_AFTER_MS));
     }
-  } catch (error) {
-    if (signal.aborted) {
-      answer.finishReason = "stopped";
-    } else {
-      answer.error = error instanceof Error ? error.message : String(error);
-    }
+  }
+  delete answer.eventId;
+}
+
+/**
+ * @param {object | string} from
+ * @param {Message} answer
+ * @param {AnswerClock} clock
+ * @param {() => void} onChange
+ * @param {AbortSignal} signal
+ */
+async function readStream(from, answer, clock, onChange, signal) {
+  for await (const { id, chunk } of streamChat(from, signal)) {
+    addChunk(answer, chunk);
+    answer.eventId = id;
+    clock.update();
+    onChange();
+  }
+}
+
+/**
+ * @param {Message} answer
+ * @param {unknown} error
+ * @param {boolean} isStopped by the person
+ */
+function addError(answer, error, isStopped) {
+  if (isStopped) {
+    answer.finishReason = "stopped";
+  } else if (error instanceof ApiError && error.code === "stream_not_found") {
+    answer.finishReason = "lost";
+  } else {
+    answer.error = error instanceof Error ? error.message : String(error);
   }
 }
 
@@ -61,7 +107,7 @@ class AnswerClock {
   /** @param {Message} answer */
   constructor(answer) {
     this._answer = answer;
-    this._begin = performance.now();
+    this._begin = performance.now() - (answer.stats?.totalMs ?? 0);
   }
 
   update() {
@@ -85,7 +131,7 @@ function addChunk(answer, chunk) {
   const choice = chunk.choices[0];
   if (chunk.usage && answer.stats) {
     answer.stats.promptTokens = chunk.usage.prompt_tokens;
-    answer.stats.outputTokens = chunk.usage.completion_tokens;
+    answer.stats.outputTokens = (answer.stats.earlierTokens ?? 0) + chunk.usage.completion_tokens;
     answer.stats.cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
   }
   if (choice === undefined) {
@@ -98,6 +144,9 @@ function addChunk(answer, chunk) {
   }
   for (const part of delta.tool_calls ?? []) {
     addToolCall(answer, part);
+  }
+  for (const { token, logprob, top_logprobs: others } of choice.logprobs?.content ?? []) {
+    (answer.tokens ??= []).push({ token, logprob, others });
   }
   answer.finishReason = choice.finish_reason ?? answer.finishReason;
 }

@@ -1,6 +1,7 @@
 // @ts-check
 /** Chats from files: those that this page exported, and lists of messages in OpenAI's format. */
 
+import { imagesOf, isAttachment } from "./attachments.js";
 import { DEFAULT_SETTINGS } from "./settings.js";
 
 /**
@@ -62,7 +63,7 @@ function isSystem(role) {
 
 /** Whether it is a message of this page, which shows it without looking at it again. @param {any} message */
 function isMessage(message) {
-  const { role, content, reasoning = "", error = "", stats, toolCalls = [], branch } = message ?? {};
+  const { role, content, reasoning = "", error = "", stats, toolCalls = [], attachments = [], branch } = message ?? {};
   const isCall = (/** @type {any} */ call) => [call?.id, call?.name, call?.arguments].every(isText);
   return (
     ROLES.includes(role) &&
@@ -70,6 +71,8 @@ function isMessage(message) {
     (stats === undefined || isStats(stats)) &&
     Array.isArray(toolCalls) &&
     toolCalls.every(isCall) &&
+    Array.isArray(attachments) &&
+    attachments.every(isAttachment) &&
     (branch === undefined || isBranch(branch))
   );
 }
@@ -102,9 +105,11 @@ function messageOf({ role, content, reasoning_content: reasoning, tool_calls: ca
     name: String(call?.function?.name ?? ""),
     arguments: String(call?.function?.arguments ?? ""),
   }));
+  const images = imagesOf(content);
   return {
     role,
     content: textOf(content),
+    ...(images.length > 0 ? { attachments: images } : {}),
     ...(typeof reasoning === "string" ? { reasoning } : {}),
     ...(toolCalls.length > 0 ? { toolCalls } : {}),
     ...(typeof toolCallId === "string" ? { toolCallId } : {}),

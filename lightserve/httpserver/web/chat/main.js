@@ -1,8 +1,11 @@
 // @ts-check
 /** The chat page: connects the parts with the elements of index.html. */
 
-import { forgetKey, hasKey, setKeyDialog } from "./api.js";
+import { forgetKey, getJson, hasKey, setKeyDialog } from "./api.js";
 import { Chat } from "./chat.js";
+import { Comparison } from "./comparison.js";
+import { Composer } from "./composer.js";
+import { ContextMeter } from "./context_meter.js";
 import { ConversationList } from "./conversation_list.js";
 import { ConversationStore, isConversationChange } from "./conversations.js";
 import { ask } from "./dialogs.js";
@@ -11,27 +14,25 @@ import { connectDrawers } from "./drawers.js";
 import { readConversation } from "./import.js";
 import { MessageList } from "./message_list.js";
 import { ModelCard } from "./model_card.js";
+import { PromptLibrary } from "./prompt_library.js";
 import { DEFAULT_SETTINGS, SettingsError, SettingsForm } from "./settings.js";
 import { connectThemeSelect } from "./theme.js";
 
-const MAX_PROMPT_PX = 240;
-
-const prompt = byId("prompt", HTMLTextAreaElement);
 const sendButton = byId("send", HTMLButtonElement);
 const forgetKeyButton = byId("forget-key", HTMLButtonElement);
 const closeDrawers = connectDrawers();
+const contextMeter = new ContextMeter();
+let servedModel = "";
 
 const store = new ConversationStore();
 const messageList = new MessageList(byId("log", HTMLDivElement), {
   regenerate: (message) => run(() => chat.regenerate(message)),
+  continueAnswer: () => run(() => chat.continueAnswer()),
   edit: (message, text) => run(() => chat.edit(message, text)),
   switchBranch: (message, to) => chat.switchBranch(message, to),
+  choose: (message, to) => chat.choose(message, to),
   sendResults: (message, results) => run(() => chat.sendResults(message, results)),
-  suggest: (text) => {
-    prompt.value = text;
-    fitPrompt();
-    prompt.focus();
-  },
+  suggest: (text) => composer.suggest(text),
 });
 const conversationList = new ConversationList(byId("conversation-list", HTMLUListElement), {
   open: (conversation) => openConversation(conversation),
@@ -39,34 +40,74 @@ const conversationList = new ConversationList(byId("conversation-list", HTMLULis
   remove: removeConversation,
 });
 const chat = new Chat(store, messageList, {
-  changed: () => conversationList.show(store.list(), chat.conversation.id),
+  changed: () => {
+    conversationList.show(store.list(), chat.conversation.id);
+    contextMeter.show(chat.conversation.messages);
+  },
   generating: showGenerating,
   failed: showFailure,
 });
+const composer = new Composer({
+  isGenerating: () => chat.isGenerating,
+  stop: () => chat.stop(),
+  send: (text, attachments) => {
+    const { messages } = chat.conversation;
+    run(() => chat.send(text, attachments));
+    return chat.conversation.messages !== messages;
+  },
+  failed: showFailure,
+});
 const settingsForm = new SettingsForm(byId("settings", HTMLFormElement), (settings) => {
-  chat.conversation.settings = settings;
+  comparison.settings = settings;
+  promptLibrary.show();
+  showServedModel();
+  saveSettings();
+});
+const promptLibrary = new PromptLibrary(settingsForm.systemPrompt);
+const comparison = new Comparison(
+  () => chat.conversation,
+  () => {
+    settingsForm.show(comparison.settings);
+    promptLibrary.show();
+    showServedModel();
+    saveSettings();
+  },
+);
+const modelCard = new ModelCard(async ({ model, sampling, limits }) => {
+  forgetKeyButton.hidden = !hasKey();
+  settingsForm.showDefaults({ ...sampling, max_tokens: limits.max_req_total_len, seed: "random" });
+  composer.seesImages = model.input_modalities.includes("image");
+  contextMeter.limit = limits.max_req_total_len;
+  contextMeter.show(chat.conversation.messages);
+  servedModel = model.name;
+  showServedModel();
+  settingsForm.showModels((await getJson("v1/models")).data);
+});
+
+function showServedModel() {
+  byId("served-model", HTMLSpanElement).textContent = chat.conversation.settings.model || servedModel;
+}
+
+/** An empty chat is not kept. */
+function saveSettings() {
   if (chat.conversation.messages.length > 0) {
     chat.save();
   }
-});
-const modelCard = new ModelCard(({ sampling, limits }) => {
-  forgetKeyButton.hidden = !hasKey();
-  settingsForm.showDefaults({ ...sampling, max_tokens: limits.max_req_total_len, seed: "random" });
-});
+}
 
 /** Lets an answer be written, with the focus on the message field. @param {() => Promise<void>} start */
 function run(start) {
-  prompt.focus(); // before a refused setting takes the focus
+  composer.focus(); // before a refused setting takes the focus
   start().catch(showFailure);
 }
 
 /** @param {import("./conversations.js").Conversation} conversation */
 function openConversation(conversation) {
   chat.open(conversation);
-  settingsForm.show(conversation.settings);
+  comparison.reset();
   closeDrawers();
   if (!matchMedia("(pointer: coarse)").matches) {
-    prompt.focus(); // on a phone it would open the keyboard
+    composer.focus(); // on a phone it would open the keyboard
   }
 }
 
@@ -120,39 +161,6 @@ function showFailure(error) {
   }
 }
 
-function fitPrompt() {
-  prompt.style.height = "auto";
-  const borders = prompt.offsetHeight - prompt.clientHeight;
-  prompt.style.height = `${Math.min(prompt.scrollHeight + borders, MAX_PROMPT_PX)}px`;
-}
-
-function submit() {
-  const text = prompt.value.trim();
-  if (chat.isGenerating) {
-    chat.stop();
-  } else if (text !== "") {
-    const { messages } = chat.conversation;
-    run(() => chat.send(text));
-    if (chat.conversation.messages !== messages) {
-      prompt.value = ""; // it was sent: no setting was refused
-      fitPrompt();
-    }
-  }
-}
-
-byId("composer", HTMLFormElement).addEventListener("submit", (event) => {
-  event.preventDefault();
-  submit();
-});
-prompt.addEventListener("input", fitPrompt);
-prompt.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    if (!chat.isGenerating) {
-      submit();
-    }
-  }
-});
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.isGenerating && !byId("text-dialog", HTMLDialogElement).open) {
     chat.stop();
@@ -177,9 +185,10 @@ window.addEventListener("storage", (event) => {
     openConversation(store.get(chat.conversation.id) ?? chat.conversation);
   }
 });
-window.addEventListener("pagehide", () => {
-  if (chat.isGenerating) {
-    chat.save();
+window.addEventListener("pagehide", () => chat.leave());
+window.addEventListener("pageshow", (event) => {
+  if (event.persisted) {
+    location.reload(); // the browser kept the page, but not its connections
   }
 });
 
@@ -196,3 +205,4 @@ setKeyDialog(async (isWrong) => {
 connectThemeSelect(byId("theme", HTMLSelectElement));
 openConversation(chat.conversation);
 modelCard.start();
+run(() => chat.resume());

@@ -1,7 +1,7 @@
 // @ts-check
-/** The messages of the conversation that is shown. */
+/** The messages of the conversation that is shown. Of a long one, the earlier ones are built when they come into view. */
 
-import { branchCount } from "./branches.js";
+import { branchCount, branchIndex, siblings } from "./branches.js";
 import { announce, button, element } from "./dom.js";
 import { MessageView } from "./message_view.js";
 
@@ -11,8 +11,10 @@ import { MessageView } from "./message_view.js";
  *
  * @typedef {object} ListActions
  * @property {(message: Message) => void} regenerate
+ * @property {() => void} continueAnswer the last one
  * @property {(message: Message, text: string) => void} edit
  * @property {(message: Message, to: number) => void} switchBranch
+ * @property {(message: Message, to: number) => void} choose one of two answers that are compared
  * @property {(message: Message, results: string[]) => void} sendResults
  * @property {(text: string) => void} suggest
  */
@@ -23,6 +25,8 @@ const SUGGESTIONS = [
   "Compare tea and coffee in a table",
 ];
 const AT_END_PX = 40; // closer to the end than this, the list follows a growing answer
+const PAGE = 60; // messages that are built at once
+const BEFORE_VIEW_PX = 1500; // so far above the view, earlier messages are built
 
 export class MessageList {
   /**
@@ -32,60 +36,125 @@ export class MessageList {
   constructor(container, actions) {
     this._container = container;
     this._actions = actions;
+    /** @type {Message[]} */
+    this._messages = [];
+    this._conversationId = "";
+    this._first = 0; // the index of the first message that is built
     /** @type {MessageView[]} */
-    this._views = [];
+    this._views = []; // from that one on
+    /** @type {MessageView[]} */
+    this._compared = []; // answers beside the last one
     this._frame = 0;
+    this._earlier = button("", () => this._showEarlier(), { class: "earlier" });
+    const observer = new IntersectionObserver(([{ isIntersecting }]) => isIntersecting && this._showEarlier(), {
+      root: container,
+      rootMargin: `${BEFORE_VIEW_PX}px 0px 0px`,
+    });
+    observer.observe(this._earlier);
   }
 
   /**
-   * Shows a conversation from its first message on.
+   * Shows the end of a conversation. What is built already stays as it is.
    *
    * @param {Conversation} conversation
-   * @param {Message | null} writing the answer that is being written
+   * @param {Message[]} writing the answers that are being written
    */
   show(conversation, writing) {
-    this._views = conversation.messages.map((message) => this._viewOf(message));
-    const isEmpty = this._views.length === 0;
-    this._container.replaceChildren(...(isEmpty ? [this._emptyNode()] : this._views.map((view) => view.node)));
-    this._views.forEach((view, index) => view.update(this._stateOf(index, writing)));
+    const { id, messages } = conversation;
+    const first = Math.max(0, messages.length - PAGE);
+    this._first = id === this._conversationId ? Math.min(first, this._first) : first;
+    this._conversationId = id;
+    this._messages = messages;
+    const known = new Map(this._views.map((view) => [view.message, view]));
+    this._views = messages.slice(this._first).map((message) => known.get(message) ?? this._viewOf(message));
+    const last = messages[messages.length - 1];
+    this._compared = last === undefined ? [] : siblings(last).map((message) => this._viewOf(message));
+    this._place();
+    this._update(writing);
     this._container.scrollTop = this._container.scrollHeight;
   }
 
-  /** Shows what changed in the last message, at most once a frame. @param {Message | null} writing */
+  /** Shows what changed in the last message, at most once a frame. @param {Message[]} writing */
   updateLast(writing) {
     cancelAnimationFrame(this._frame);
     const update = () => {
       const { scrollHeight, scrollTop, clientHeight } = this._container;
       const isAtEnd = scrollHeight - scrollTop - clientHeight < AT_END_PX;
-      const index = this._views.length - 1;
-      this._views[index]?.update(this._stateOf(index, writing));
+      this._updateViews([...this._views.slice(-1), ...this._compared], writing);
       if (isAtEnd) {
         this._container.scrollTop = this._container.scrollHeight;
       }
     };
-    if (writing === null) {
+    if (writing.length === 0) {
       update();
     } else {
       this._frame = requestAnimationFrame(update);
     }
   }
 
+  _place() {
+    const nodes = this._views.map((view) => view.node);
+    if (this._compared.length > 0) {
+      const pair = [...nodes.splice(-1), ...this._compared.map((view) => view.node)];
+      nodes.push(element("div", { class: "comparison", role: "group", "aria-label": "Compared answers" }, ...pair));
+    }
+    this._earlier.textContent = `Show earlier messages (${this._first.toLocaleString("en")})`;
+    this._earlier.hidden = this._first === 0;
+    this._container.replaceChildren(this._earlier, ...(nodes.length === 0 ? [this._emptyNode()] : nodes));
+  }
+
+  /** Builds some more messages above; the ones that are in view stay where they are. */
+  _showEarlier() {
+    if (this._first === 0) {
+      return;
+    }
+    const begin = Math.max(0, this._first - PAGE);
+    const views = this._messages.slice(begin, this._first).map((message) => this._viewOf(message));
+    this._first = begin;
+    this._views.unshift(...views);
+    this._updateViews(views, []);
+    const { scrollHeight, scrollTop } = this._container;
+    this._earlier.after(...views.map((view) => view.node));
+    this._earlier.textContent = `Show earlier messages (${begin.toLocaleString("en")})`;
+    this._earlier.hidden = begin === 0;
+    this._container.scrollTop = scrollTop + this._container.scrollHeight - scrollHeight;
+  }
+
+  /** Updates views that were not shown like this yet. @param {Message[]} writing */
+  _update(writing) {
+    const last = this._messages[this._messages.length - 1];
+    const isOutdated = (/** @type {MessageView} */ view) => !view.isSettled || view.message === last;
+    this._updateViews([...this._views.filter(isOutdated), ...this._compared], writing);
+  }
+
   /**
-   * @param {number} index
-   * @param {Message | null} writing
+   * @param {MessageView[]} views
+   * @param {Message[]} writing
    */
-  _stateOf(index, writing) {
-    return { isLast: index === this._views.length - 1, isWriting: this._views[index].message === writing };
+  _updateViews(views, writing) {
+    const last = this._messages[this._messages.length - 1];
+    for (const view of views) {
+      view.update({ isLast: view.message === last, isWriting: writing.includes(view.message) });
+    }
   }
 
   /** @param {Message} message */
   _viewOf(message) {
     return new MessageView(message, {
       regenerate: () => this._actions.regenerate(message),
+      continueAnswer: () => this._actions.continueAnswer(),
       edit: (text) => this._actions.edit(message, text),
       switchBranch: (to) => this._switchBranch(message, to),
+      choose: () => this._choose(message),
       sendResults: (results) => this._actions.sendResults(message, results),
     });
+  }
+
+  /** Goes on with one of the answers that are compared. @param {Message} message */
+  _choose(message) {
+    const shown = this._messages[this._messages.length - 1];
+    const to = message === shown ? (shown.branch?.index ?? 0) : branchIndex(shown, message);
+    this._actions.choose(shown, to);
   }
 
   /**
@@ -95,14 +164,15 @@ export class MessageList {
    * @param {number} to
    */
   _switchBranch(message, to) {
-    const index = this._views.findIndex((view) => view.message === message);
+    const index = this._messages.indexOf(message);
     const label = document.activeElement?.getAttribute("aria-label") ?? "";
     const { scrollTop } = this._container;
     this._actions.switchBranch(message, to);
     this._container.scrollTop = scrollTop;
-    this._views[index].focusBranchButton(label);
-    const { branch } = this._views[index].message;
-    announce(`Version ${(branch?.index ?? 0) + 1} of ${branchCount(this._views[index].message)}`);
+    const view = this._views[index - this._first];
+    view.focusBranchButton(label);
+    const { branch } = view.message;
+    announce(`Version ${(branch?.index ?? 0) + 1} of ${branchCount(view.message)}`);
   }
 
   _emptyNode() {

@@ -1,11 +1,13 @@
 // @ts-check
 /** One message on the page: text, thinking, tool calls, error, counts and buttons. */
 
+import { attachmentsNode } from "./attachments_view.js";
 import { branchCount } from "./branches.js";
 import { jsonNode } from "./code_view.js";
 import { button, copyButton, element } from "./dom.js";
 import { statsText } from "./generation.js";
 import { MarkdownView } from "./markdown.js";
+import { TokenView } from "./token_view.js";
 import { ToolCallsView } from "./tool_calls_view.js";
 
 /**
@@ -14,8 +16,10 @@ import { ToolCallsView } from "./tool_calls_view.js";
  * What the buttons of a message do.
  * @typedef {object} MessageActions
  * @property {() => void} regenerate
+ * @property {() => void} continueAnswer
  * @property {(text: string) => void} edit
  * @property {(to: number) => void} switchBranch
+ * @property {() => void} choose this one of two answers that are compared
  * @property {(results: string[]) => void} sendResults of the tool calls, in their order
  */
 
@@ -23,7 +27,9 @@ const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 const FINISH_TEXTS = new Map([
   ["length", "The answer reached the token limit."],
   ["stopped", "Stopped."],
+  ["lost", "The rest is lost: the page was away for too long."],
 ]);
+const UNFINISHED = ["length", "stopped", "lost"];
 
 export class MessageView {
   /**
@@ -32,7 +38,9 @@ export class MessageView {
    */
   constructor(message, actions) {
     this.message = message;
+    this.isSettled = false; // shown, not the last message, and complete
     this._actions = actions;
+    this._showsTokens = false;
     this._thinking = new ThinkingView();
     this._content = element("div", { class: "content" });
     this._markdown = new MarkdownView(this._content);
@@ -42,10 +50,12 @@ export class MessageView {
     this._stats = element("span", { class: "stats" });
     this._buttons = element("span", { class: "message-buttons" });
     const name = NAMES[message.role];
+    const { attachments = [], label } = message;
     this.node = element(
       "article",
       { class: `message ${message.role}`, "aria-label": name },
-      element("h2", { class: "author" }, name),
+      element("h2", { class: "author" }, label ? `${name} · ${label}` : name),
+      ...(attachments.length > 0 ? [attachmentsNode(attachments)] : []),
       this._thinking.node,
       this._content,
       this._toolCalls.node,
@@ -61,6 +71,7 @@ export class MessageView {
    */
   update({ isWriting, isLast }) {
     const { message } = this;
+    this.isSettled = !isLast && !isWriting;
     this.node.classList.toggle("writing", isWriting);
     this.node.setAttribute("aria-busy", String(isWriting));
     this._thinking.update(message, isWriting);
@@ -69,12 +80,14 @@ export class MessageView {
     this._error.hidden = message.error === undefined;
     this._error.textContent = message.error ?? "";
     this._stats.textContent = this._statsText();
-    this._buttons.replaceChildren(...(isWriting ? [] : this._makeButtons()));
+    this._buttons.replaceChildren(...(isWriting ? [] : this._makeButtons(isLast)));
   }
 
   _showContent() {
-    const { role, content, isJson } = this.message;
-    if (isJson && content !== "") {
+    const { role, content, isJson, tokens } = this.message;
+    if (this._showsTokens && tokens !== undefined) {
+      this._content.replaceChildren(new TokenView(tokens).node);
+    } else if (isJson && content !== "") {
       this._content.replaceChildren(jsonNode(content));
     } else if (role === "assistant") {
       this._markdown.show(content);
@@ -95,16 +108,41 @@ export class MessageView {
     (enabled.find((one) => one.getAttribute("aria-label") === label) ?? enabled[0])?.focus();
   }
 
-  _makeButtons() {
-    const { role, content } = this.message;
+  /** @param {boolean} isLast */
+  _makeButtons(isLast) {
+    const { role, content, comparison, tokens } = this.message;
     const buttons = content === "" ? [] : [copyButton(() => this.message.content)];
     if (role === "user") {
       buttons.push(button("Edit", () => this._edit()));
     }
+    if (role === "assistant" && tokens !== undefined) {
+      const attributes = { "aria-pressed": String(this._showsTokens) };
+      buttons.push(button("Probabilities", () => this._toggleTokens(isLast), attributes));
+    }
+    if (role === "assistant" && comparison !== undefined && (isLast || this.message.branch === undefined)) {
+      return [...buttons, button("Go on with this one", this._actions.choose)];
+    }
     if (role === "assistant") {
+      buttons.push(...(isLast && this._canContinue ? [button("Continue", this._actions.continueAnswer)] : []));
       buttons.push(button("Regenerate", this._actions.regenerate));
     }
     return buttons;
+  }
+
+  /** Whether the model can go on with this text: JSON that follows a schema would begin again. */
+  get _canContinue() {
+    const { content, finishReason, error, isJson, toolCalls = [] } = this.message;
+    const isUnfinished = UNFINISHED.includes(finishReason ?? "") || error !== undefined;
+    return isUnfinished && content !== "" && !isJson && toolCalls.length === 0;
+  }
+
+  /** @param {boolean} isLast */
+  _toggleTokens(isLast) {
+    this._showsTokens = !this._showsTokens;
+    this._content.replaceChildren();
+    this._markdown = new MarkdownView(this._content);
+    this.update({ isWriting: false, isLast });
+    [...this._buttons.querySelectorAll("button")].find((one) => one.textContent === "Probabilities")?.focus();
   }
 
   /** Replaces the text by a field. Saving it asks again from here. */

@@ -57,7 +57,6 @@ export class ModelCard {
   /** @param {ServerInfo} info */
   _show(info) {
     this._showStatus(info.unhealthy_reason ?? `Ready · LightServe ${info.version}`, info.unhealthy_reason === null);
-    byId("served-model", HTMLSpanElement).textContent = info.model.name;
     byId("model-facts", HTMLDListElement).replaceChildren(...rows(factsOf(info)));
     this._showLoad(info);
     if (!this._hasInfo) {
