@@ -67,10 +67,9 @@ class ChatPage:
     def start(self, text: str) -> None:
         from selenium.webdriver.common.keys import Keys
 
-        before = len(self.all(".message"))
         self.type("#prompt", text)
         self.type("#prompt", Keys.ENTER)
-        self.wait(lambda: len(self.all(".message")) >= before + 2)
+        self.wait(lambda: self.run("return document.getElementById('prompt').value") == "")
 
     def type(self, selector: str, text: str) -> None:
         self.one(selector).send_keys(text)

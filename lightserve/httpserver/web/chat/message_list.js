@@ -25,7 +25,8 @@ const SUGGESTIONS = [
   "Compare tea and coffee in a table",
 ];
 const AT_END_PX = 40; // closer to the end than this, the list follows a growing answer
-const PAGE = 60; // messages that are built at once
+const PAGE = 60; // messages that are built at once; more with each step up
+const MAX_PAGE = 240;
 const BEFORE_VIEW_PX = 1500; // so far above the view, earlier messages are built
 
 export class MessageList {
@@ -38,7 +39,8 @@ export class MessageList {
     this._actions = actions;
     /** @type {Message[]} */
     this._messages = [];
-    this._conversationId = "";
+    this._keepsPlace = false;
+    this._page = PAGE;
     this._first = 0; // the index of the first message that is built
     /** @type {MessageView[]} */
     this._views = []; // from that one on
@@ -46,24 +48,24 @@ export class MessageList {
     this._compared = []; // answers beside the last one
     this._frame = 0;
     this._earlier = button("", () => this._showEarlier(), { class: "earlier" });
-    const observer = new IntersectionObserver(([{ isIntersecting }]) => isIntersecting && this._showEarlier(), {
+    this._observer = new IntersectionObserver(([{ isIntersecting }]) => isIntersecting && this._showEarlier(), {
       root: container,
       rootMargin: `${BEFORE_VIEW_PX}px 0px 0px`,
     });
-    observer.observe(this._earlier);
+    this._observer.observe(this._earlier);
   }
 
   /**
-   * Shows the end of a conversation. What is built already stays as it is.
+   * Shows the end of a conversation. Of what is built already, the messages there stay as they are.
    *
    * @param {Conversation} conversation
    * @param {Message[]} writing the answers that are being written
    */
   show(conversation, writing) {
-    const { id, messages } = conversation;
+    const { messages } = conversation;
     const first = Math.max(0, messages.length - PAGE);
-    this._first = id === this._conversationId ? Math.min(first, this._first) : first;
-    this._conversationId = id;
+    this._first = this._keepsPlace ? Math.min(first, this._first) : first;
+    this._page = PAGE;
     this._messages = messages;
     const known = new Map(this._views.map((view) => [view.message, view]));
     this._views = messages.slice(this._first).map((message) => known.get(message) ?? this._viewOf(message));
@@ -108,7 +110,8 @@ export class MessageList {
     if (this._first === 0) {
       return;
     }
-    const begin = Math.max(0, this._first - PAGE);
+    this._page = Math.min(2 * this._page, MAX_PAGE);
+    const begin = Math.max(0, this._first - this._page);
     const views = this._messages.slice(begin, this._first).map((message) => this._viewOf(message));
     this._first = begin;
     this._views.unshift(...views);
@@ -118,6 +121,8 @@ export class MessageList {
     this._earlier.textContent = `Show earlier messages (${begin.toLocaleString("en")})`;
     this._earlier.hidden = begin === 0;
     this._container.scrollTop = scrollTop + this._container.scrollHeight - scrollHeight;
+    this._observer.unobserve(this._earlier); // so that it tells again if there is still room above
+    this._observer.observe(this._earlier);
   }
 
   /** Updates views that were not shown like this yet. @param {Message[]} writing */
@@ -167,7 +172,9 @@ export class MessageList {
     const index = this._messages.indexOf(message);
     const label = document.activeElement?.getAttribute("aria-label") ?? "";
     const { scrollTop } = this._container;
+    this._keepsPlace = true; // that may be far from the end
     this._actions.switchBranch(message, to);
+    this._keepsPlace = false;
     this._container.scrollTop = scrollTop;
     const view = this._views[index - this._first];
     view.focusBranchButton(label);
