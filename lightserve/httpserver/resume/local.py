@@ -32,6 +32,7 @@ class LocalStreams:
     def __init__(self, folder: Path, ttl_s: float) -> None:
         self.ttl_s = ttl_s  # how long a client can come back
         self._folder = folder
+        self._seen: dict[str, tuple[tuple[int, int], float]] = {}  # the times of files, and since when they are so
 
     def path_of(self, stream_id: bytes) -> Path:
         return self._folder / f"stream-{stream_id.decode()}"
@@ -43,15 +44,20 @@ class LocalStreams:
         self.path_of(parse_event_id(event_id)[0]).unlink(missing_ok=True)
 
     def has_room(self) -> bool:
-        """Removes what expired first."""
-        size = 0
+        """Removes what expired first: what has not changed for so long, and nobody writes."""
+        size, now_s = 0, time.monotonic()
+        seen, self._seen = self._seen, {}
         for path in self._folder.iterdir():
             if _NAME.fullmatch(path.name):
                 with suppress(FileNotFoundError):  # another process removed it
                     status = path.stat()
-                    size += status.st_size
-                    if time.time() - max(status.st_mtime, status.st_atime) > self.ttl_s and not _is_written(path):
+                    times = (status.st_mtime_ns, status.st_atime_ns)
+                    state, since_s = seen.get(path.name, (times, now_s))
+                    if state == times and now_s - since_s > self.ttl_s and not _is_written(path):
                         path.unlink()
+                        continue
+                    self._seen[path.name] = (times, since_s if state == times else now_s)
+                    size += status.st_size
         return size < MAX_BYTES
 
 
@@ -96,15 +102,17 @@ class LocalRecorder(StreamRecorder):
             self._file = -1
 
     async def wait_for_reconnect(self, sending: asyncio.Future[Any]) -> None:
-        """Readers set the time of their last read; a client that stops the stream removes the file."""
-        alone_since_s = time.time()
+        """Readers change the access time of the file; a client that stops the stream removes it."""
+        alone_since_s, read_ns = time.monotonic(), -1
         while self._file >= 0 and not sending.done():
             await asyncio.wait((sending,), timeout=CHECK_S)
             try:
-                alone_since_s = max(alone_since_s, self._path.stat().st_atime)
+                last_ns = self._path.stat().st_atime_ns
             except FileNotFoundError:
                 return
-            if time.time() - alone_since_s > self._streams.ttl_s:
+            if last_ns != read_ns:
+                alone_since_s, read_ns = time.monotonic(), last_ns
+            if time.monotonic() - alone_since_s > self._streams.ttl_s:
                 self._path.unlink(missing_ok=True)
                 return
 
@@ -165,7 +173,7 @@ class LocalReplay(EventSource):
 
     def _read(self) -> bytes:
         with suppress(FileNotFoundError):
-            os.utime(self._path, (time.time(), self._path.stat().st_mtime))
+            os.utime(self._path, ns=(time.monotonic_ns(), self._path.stat().st_mtime_ns))
         return os.read(self._file, MAX_STREAM_BYTES)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lightserve.httpserver.resume import local
 from lightserve.httpserver.resume.local import LocalRecorder, LocalReplay, LocalStreams
 from test.httpserver.app_client import Served, served
 from test.httpserver.fake_engine import spell
-from test.waiting import until
+from test.waiting import until, wait_until
 
 PATH = "/v1/completions"
 BODY = {"prompt": [1, 2], "stream": True}
@@ -173,15 +172,13 @@ def test_a_client_that_does_not_come_back_ends_its_stream(tmp_path: Path) -> Non
 
 
 def test_streams_that_expired_are_removed_and_running_ones_stay(tmp_path: Path) -> None:
-    streams = LocalStreams(tmp_path, 60)
+    streams = LocalStreams(tmp_path, 0.01)
     ended, running = recorder(streams), recorder(streams)
     ended.close()
-    for name in files(tmp_path):
-        os.utime(tmp_path / name, (time.time() - 100, time.time() - 100))
 
-    assert streams.has_room()
+    wait_until(lambda: streams.has_room() and len(files(tmp_path)) == 1)
 
-    assert len(files(tmp_path)) == 1
+    assert running.add([], EVENT) != EVENT
     running.close()
 
 
