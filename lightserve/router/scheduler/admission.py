@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.int_arrays import Int64Array
-from lightserve.router.images.image_waits import ImageWaits
+from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.router.kv.source import KvSource, LoadContext
 from lightserve.router.policy import LOOK_AHEAD
 from lightserve.router.req import Req
@@ -56,7 +55,7 @@ class AdmissionControl:
         self._head: HeadOfLine | None = None
         self._prefetched_at = 0, 0, 0
         self._sources = sources
-        self.images: ImageWaits | None = None  # None: requests have none
+        self.further_waits: list[Callable[[Req], Wait | None]] = []  # what a request must have besides KV
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -173,9 +172,7 @@ class AdmissionControl:
         """What a request must wait for before it can run; None: nothing but room."""
         wait = self._adapters.wait_of(req) or self.prefixes.wait_of(req, prefilling)
         wait = wait or self._wait_for_kv(req, context)
-        if wait is None and req.images and self.images is not None:
-            return self.images.wait_of(req, self._pool.cached_len(req))
-        return wait
+        return wait or next(filter(None, (wait_of(req) for wait_of in self.further_waits)), None)
 
     def _wait_for_kv(self, req: Req, context: LoadContext) -> Wait | None:
         for source in self._sources:
@@ -222,7 +219,7 @@ class AdmissionControl:
         return False
 
     def _fits_groups(self, req: Req) -> bool:
-        return self._pool.fits_groups(req, self._limits.batch_max_tokens)
+        return self._pool.groups.fits(req, self._limits.batch_max_tokens)
 
     def _fits_without_output(self, req: Req) -> bool:
         """Whether the tokens of all prompts fit. A text that is pooled holds its own tokens, and no output follows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.messages.control import PoolingLimits, StepLimits
@@ -49,7 +50,20 @@ def make_limits(
         has_synthetic_drafts=worker.speculation is not None and worker.speculation.is_synthetic,
         weight_read_tokens=device.weight_read_tokens,
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
+        **_draft_limits(worker),
     )
+
+
+def _draft_limits(worker: WorkerConfig) -> dict[str, Any]:
+    config = worker.speculation
+    if config is None:
+        return {}
+    return {
+        "num_drafts": config.num_speculative_tokens,
+        "kv_lookahead": int(config.has_head),
+        "past_outputs": config.past_outputs,
+        "has_synthetic_drafts": config.is_synthetic,
+    }
 
 
 def _long_prompt_step_s(router: RouterConfig, device: StepLimits) -> float:

@@ -89,7 +89,7 @@ class StepPlanner:
         batch, columns, begin = self._batch, self._batch.columns, decodes.num_slots
         slots = self._pool.alloc(begin + sum(count for _, count in chunks))
         of_prompts = batch.at(decodes.rows[columns.planned_len[decodes.rows] < columns.prompt_len[decodes.rows]])
-        group_slots = self._pool.alloc_groups(decodes.rows, decodes.slot_counts, chunks)
+        group_slots = self._pool.groups.alloc(decodes.rows, decodes.slot_counts, chunks)
         batch.plan_decodes(decodes, slots[:begin])
         prefills = [self._cache_prompt(req, 1) for req in of_prompts]
         for req, count in chunks:
@@ -102,7 +102,7 @@ class StepPlanner:
         counts = np.array([1] * len(decodes.rows) + [count for _, count in chunks], dtype=np.int64)
         if len(decodes.draft_counts):
             counts[: len(decodes.rows)] += decodes.draft_counts
-        self._pool.end_step(decodes.rows, chunks)
+        self._pool.groups.end_step(decodes.rows, chunks)
         self.num_planned += 1
         columns.planned_step[rows] = self.num_planned
         return PlannedStep(
