@@ -1,7 +1,11 @@
-"""How many prompt tokens a step computes in addition to its decodes."""
+"""How many prompt tokens a step computes in addition to its decodes.
+
+``decodes`` are their tokens: with drafts, a stream computes several.
+"""
 
 from __future__ import annotations
 
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.step_cost import StepCost
 
@@ -46,18 +50,19 @@ def prompt_tokens(limits: SchedulerLimits, decodes: int, waiting: int, context: 
     return max(min(room, tokens), 1)
 
 
-def long_prompt_tokens(limits: SchedulerLimits, cost: StepCost, decodes: int, context: float, usual: int) -> int:
+def long_prompt_tokens(limits: SchedulerLimits, cost: StepCost, decodes: Decodes, context: float, usual: int) -> int:
     """Prompt tokens of a step with a long prompt: as many as ``long_prompt_step_s`` allows, ``usual`` at least.
 
     Small chunks are inefficient, and a long prompt has many of them. Few streams do not mind if their steps are longer
     for a while: it ends sooner. Many would wait longer in sum than the prompt gains.
     """
-    share = min(max((MANY_STREAMS - decodes) / (MANY_STREAMS - FEW_STREAMS), 0), 1)
+    streams, beside = len(decodes.rows), decodes.num_tokens
+    share = min(max((MANY_STREAMS - streams) / (MANY_STREAMS - FEW_STREAMS), 0), 1)
     tokens = cost.tokens_within(limits.long_prompt_step_s, context)
-    if not decodes or not share or tokens is None:
+    if not streams or not share or tokens is None:
         return usual
-    longer = _size_within(limits, round(usual + (tokens - decodes - usual) * share) + decodes) - decodes
-    return max(usual, min(longer, limits.batch_max_tokens - decodes))
+    longer = _size_within(limits, round(usual + (tokens - beside - usual) * share) + beside) - beside
+    return max(usual, min(longer, limits.batch_max_tokens - beside))
 
 
 def bounded_tokens(limits: SchedulerLimits, cost: StepCost, decodes: int, context: float, tokens: int) -> int:

@@ -7,6 +7,7 @@ import math
 from lightserve.router.policy import Policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler.chunk_sizing import bounded_tokens, long_prompt_tokens, prompt_tokens
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.step_cost import StepCost
 
@@ -31,22 +32,23 @@ class Chunking:
         """The most tokens that must not be divided: what the workers have memory for, and the KV pool."""
         return min(self._limits.batch_max_tokens, self._max_chunk)
 
-    def budget(self, prompts: list[Req], decodes: int, num_waiting: int, context: float = 0.0) -> int:
-        """Prompt tokens of the next step, in which ``prompts`` prefill beside ``decodes`` others.
+    def budget(self, prompts: list[Req], decodes: Decodes, num_waiting: int, context: float = 0.0) -> int:
+        """Prompt tokens of the next step, in which ``prompts`` prefill beside decodes.
 
         Waiting requests make a step longer. A long prompt does so only beside few streams, because it takes long.
         """
+        beside = decodes.num_tokens
         short = sum(req.unplanned <= SHORT_PROMPT for req in prompts)
-        tokens = prompt_tokens(self._limits, decodes, max(short + num_waiting, 1), context)
+        tokens = prompt_tokens(self._limits, beside, max(short + num_waiting, 1), context)
         if self._limits.long_prompt_step_s and short < len(prompts):
             tokens = long_prompt_tokens(self._limits, self.cost, decodes, context, tokens)
-        return bounded_tokens(self._limits, self.cost, decodes, context, tokens)
+        return bounded_tokens(self._limits, self.cost, beside, context, tokens)
 
     def reserved(self, budget: int) -> int:
         """How much of the budget one prompt is sure to get, so that admission counts it as taken."""
         return budget if self._limits.chunk_size is None else math.ceil(budget * SHARE_OF_OLDEST)
 
-    def divide(self, prompts: list[Req], decodes: int, num_waiting: int, available: int) -> list[Chunk]:
+    def divide(self, prompts: list[Req], decodes: Decodes, num_waiting: int, available: int) -> list[Chunk]:
         """``available``: slots of the KV pool for these prompts."""
         budget = self.budget(prompts, decodes, num_waiting)
         if self._limits.chunk_size is None:

@@ -34,7 +34,7 @@ def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, 
     A request has the slots of drafts that were rejected, and gets only those that are missing. If memory is short,
     there are no drafts, and requests use up the slots that they have.
     """
-    if not limits.num_drafts or limits.num_stages > 1 or not len(rows):
+    if not limits.has_drafts or not len(rows):
         return Decodes(rows)
     most = min(limits.num_drafts, limits.batch_max_tokens // len(rows) - 1)
     draft_counts = columns.max_drafts(rows, max(most, 0))

@@ -25,6 +25,10 @@ class SchedulerLimits:
     has_synthetic_drafts: bool = False  # a schedule accepts them
     weight_read_tokens: float = 0.0  # what a draft costs: see draft_policy.py; 0: nothing
 
+    @property
+    def has_drafts(self) -> bool:
+        return self.num_drafts > 0 and self.num_stages == 1
+
 
 def make_limits(
     worker: WorkerConfig, router: RouterConfig, device: StepLimits, pooling: PoolingLimits | None = None
@@ -44,10 +48,6 @@ def make_limits(
         num_stages=worker.pp,
         token_ratio=router.router_token_ratio,
         long_prompt_step_s=_long_prompt_step_s(router, device) / worker.pp,
-        num_drafts=0 if worker.speculation is None else worker.speculation.num_speculative_tokens,
-        kv_lookahead=1 if worker.speculation is not None and worker.speculation.has_head else 0,
-        past_outputs=0 if worker.speculation is None else worker.speculation.past_outputs,
-        has_synthetic_drafts=worker.speculation is not None and worker.speculation.is_synthetic,
         weight_read_tokens=device.weight_read_tokens,
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
         **_draft_limits(worker),

@@ -144,12 +144,13 @@ class StepPlanner:
         decoding = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
         if self._pool.loading_tokens:  # loads hold slots that no preemption frees
-            decoding = decoding[: self._pool.available]
+            missing = self._batch.columns.missing_slots(decoding, np.zeros_like(decoding))
+            decoding = decoding[np.cumsum(missing) <= self._pool.available]
         decodes = plan_drafts(decoding, self._batch.columns, self._limits, self._pool.available)
         if not prompts:
             return decodes, []
         available = self._pool.available - decodes.num_slots
-        return decodes, self._chunking.divide(prompts, decodes.num_tokens, len(self._queue), available)
+        return decodes, self._chunking.divide(prompts, decodes, len(self._queue), available)
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.
