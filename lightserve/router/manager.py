@@ -358,7 +358,7 @@ class RouterManager:
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
         return Req(
             message.req_id,
-            with_image_ids(message.prompt_ids, message.images),
+            with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids,
             message.params,
             message.params.stopping.max_new_tokens,
             self._eos_token_ids,

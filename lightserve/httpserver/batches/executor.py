@@ -17,8 +17,8 @@ from lightserve.batches.line import LineError, NumberedLine, check_file, parse_l
 from lightserve.batches.records import Batch, Status
 from lightserve.batches.store import BatchStore
 from lightserve.errors import UnavailableError
-from lightserve.httpserver.batches.open_batch import OpenBatch
 from lightserve.httpserver.batches.concurrency import ConcurrencyLimit
+from lightserve.httpserver.batches.open_batch import OpenBatch
 from lightserve.httpserver.batches.results import finish_batch
 from lightserve.httpserver.batches.runner import LineResponse, LineRunner
 from lightserve.httpserver.engine_client import EngineState, HttpServerManager

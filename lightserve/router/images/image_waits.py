@@ -189,8 +189,6 @@ class ImageWaits(StepPart):
 
 def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32Array:
     """The prompt with ids by which the prefix cache tells images apart."""
-    if not images:
-        return prompt_ids
     ids = np.array(prompt_ids, dtype=np.int32)
     for image in images:
         ids[image.start : image.end] = ids_of(image.digest, image.tokens)

@@ -13,7 +13,7 @@ from lightserve.messages.control import PoolingLimits, StepLimits
 class SchedulerLimits:
     max_running: int  # requests
     batch_max_tokens: int  # tokens of a step
-    chunk_size: int | None  # prompt tokens of a step with decodes, scaled by chunk_sizing.py; None: whole prompts
+    chunk_size: int | None  # prompt tokens of a step with decodes, scaled by chunking.py; None: whole prompts
     preferred_step_tokens: tuple[int, ...] = ()  # step sizes that the device computes efficiently; (): any
     num_stages: int = 1  # of the pipeline; if several, steps in flight compute different requests
     token_ratio: float = 0.0  # share of the pool up to which output lengths are estimated; above it the maximum counts
@@ -24,10 +24,6 @@ class SchedulerLimits:
     past_outputs: int = 0  # from which drafts may come: how many are kept of a salt
     has_synthetic_drafts: bool = False  # a schedule accepts them
     weight_read_tokens: float = 0.0  # what a draft costs: see draft_policy.py; 0: nothing
-
-    @property
-    def has_drafts(self) -> bool:
-        return self.num_drafts > 0 and self.num_stages == 1
 
 
 def make_limits(

@@ -10,7 +10,7 @@ import pytest
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.messages.control import StepLimits
 from lightserve.messages.int_arrays import NO_INT32, int32s
-from lightserve.router.scheduler.chunk_sizing import bounded_tokens, long_prompt_tokens
+from lightserve.router.scheduler.chunking import bounded_tokens, long_prompt_tokens
 from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import make_limits
 from lightserve.router.scheduler.step_cost import MIN_STEPS, StepCost
