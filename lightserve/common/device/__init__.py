@@ -16,10 +16,9 @@ from lightserve.common.device.base import (
     check_head_dim,
     in_host_memory,
 )
-from lightserve.common.device.copies import copy_to_host, host_memory, to_device
 from lightserve.common.device.memory import explain_out_of_memory
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
-from lightserve.common.device.registry import device_named, device_of, pick_device
+from lightserve.common.device.registry import copy_to_host, device_named, device_of, host_memory, pick_device, to_device
 from lightserve.common.ops import DeviceTraits
 
 __all__ = [
