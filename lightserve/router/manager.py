@@ -180,7 +180,7 @@ class RouterManager:
             self.profiles.put(message)
 
     def _handle_encoder(self, message: EncoderStarted | ImageEncoded) -> None:
-        images = self._scheduler.only_group.admission.images
+        images = self._scheduler.only_group.images
         if images is None:
             raise TypeError(f"there is no encoder, but it sent {type(message).__name__}")
         if isinstance(message, EncoderStarted):
@@ -200,7 +200,7 @@ class RouterManager:
         """Why a request cannot run with its images; empty: it can, or has none."""
         if not message.images:
             return ""
-        images = self._scheduler.only_group.admission.images
+        images = self._scheduler.only_group.images
         return "this server reads no images" if images is None else images.why_refused(message.images)
 
     def _release_parents(self, message: ReleaseParents) -> None:
@@ -333,8 +333,8 @@ class RouterManager:
         """
         if req.images:
             group = self._scheduler.only_group
-            if group.admission.images is not None:
-                group.admission.images.enter(req, group.pool.cached_len(req))
+            if group.images is not None:
+                group.images.enter(req, group.pool.cached_len(req))
         self._scheduler.defer(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
@@ -358,7 +358,7 @@ class RouterManager:
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
         return Req(
             message.req_id,
-            with_image_ids(message.prompt_ids, message.images),
+            with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids,
             message.params,
             message.params.stopping.max_new_tokens,
             self._eos_token_ids,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
-from lightserve.common.device import Device, GraphRanges, Graphs, to_device
+from lightserve.common.device import Device, GraphRanges, Graphs, in_host_memory, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -139,7 +139,7 @@ class StepRunner:
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
         """A step that is captured."""
         assert self._graphs is not None
-        return self._graphs.replay(shape, self._device.in_host_memory(inputs))
+        return self._graphs.replay(shape, in_host_memory(self._device, inputs))
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:

@@ -110,7 +110,9 @@ class ImageWaits(StepPart):
             self.pool.remove(image)
 
     def as_new(self, req: Req, new: NewReq) -> NewReq:
-        """The request as the workers get it: its images, and token ids that are in the vocabulary."""
+        """With its images, and with token ids that are in the vocabulary."""
+        if not req.images:
+            return new
         token_ids = np.where(new.token_ids >= FIRST_ID, req.images[0].placeholder, new.token_ids).astype(np.int32)
         return msgspec.structs.replace(new, token_ids=token_ids, images=[self._rows_of(req, i) for i in req.images])
 
@@ -187,8 +189,6 @@ class ImageWaits(StepPart):
 
 def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32Array:
     """The prompt with ids by which the prefix cache tells images apart."""
-    if not images:
-        return prompt_ids
     ids = np.array(prompt_ids, dtype=np.int32)
     for image in images:
         ids[image.start : image.end] = ids_of(image.digest, image.tokens)
