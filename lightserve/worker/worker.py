@@ -188,7 +188,7 @@ class ModelWorker:
     ) -> TpPartBaseModel:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
-        of_model = partial(without_head, config.speculation, self.model_config.num_layers)
+        of_model = partial(without_head, config.speculation, self.model_config)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,

@@ -13,7 +13,9 @@ from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
 from lightserve.config import WorkerConfig
 from lightserve.config.speculation import SpeculativeConfig
 from lightserve.errors import CheckpointError
-from lightserve.model_files.draft_head import Eagle3Config, check_mtp
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.draft_head import Eagle3Config
+from lightserve.model_files.mtp import check_mtp, mtp_format
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.worker.speculation.heads.eagle3 import Eagle3Head
 from lightserve.worker.speculation.heads.head import DraftHead
@@ -43,12 +45,13 @@ def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBase
 
 
 def without_head(
-    speculation: SpeculativeConfig | None, num_layers: int, tensors: Iterable[CheckpointTensor]
+    speculation: SpeculativeConfig | None, model: ModelConfig, tensors: Iterable[CheckpointTensor]
 ) -> Iterable[CheckpointTensor]:
     """The tensors of a model's checkpoint without those that its MTP head reads."""
     if speculation is None or speculation.method != "mtp":
         return tensors
-    return (tensor for tensor in tensors if not tensor.name.startswith(f"model.layers.{num_layers}."))
+    prefix = mtp_format(model).prefix
+    return (tensor for tensor in tensors if not tensor.name.startswith(prefix))
 
 
 def _make(
