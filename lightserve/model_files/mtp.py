@@ -53,24 +53,24 @@ FORMATS = {
 
 def mtp_format(target: ModelConfig) -> MtpFormat:
     """With the names as they are in the checkpoint of ``target``. Raises an OptionError if its layer cannot draft."""
-    found = FORMATS.get(target.model_type)
-    if found is None:
+    mtp = FORMATS.get(target.model_type)
+    if mtp is None:
         supported = ", ".join(FORMATS)
         problem = f"method mtp is not supported for {target.model_type}, only for {supported}"
         raise OptionError(f"speculative_config: {problem}; use ngram or eagle3")
-    names = found.layer, found.prefix, found.embedding_norm, found.hidden_norm, found.projection, found.norm
+    names = mtp.layer, mtp.prefix, mtp.embedding_norm, mtp.hidden_norm, mtp.projection, mtp.norm
     numbered = (name.format(target.num_layers) for name in names)
-    return MtpFormat(*numbered, found.count_field, found.is_always_promised)
+    return MtpFormat(*numbered, mtp.count_field, mtp.is_always_promised)
 
 
 def promises_mtp(target: ModelConfig) -> bool:
     """Whether config.json says that the checkpoint has an MTP layer. Some lack it nevertheless."""
-    found = FORMATS.get(target.model_type)
-    if found is None:
+    mtp = FORMATS.get(target.model_type)
+    if mtp is None:
         return False
-    if target.hf.get(found.count_field) is None:
-        return found.is_always_promised
-    return target.count_or_0(found.count_field) > 0
+    if target.hf.get(mtp.count_field) is None:
+        return mtp.is_always_promised
+    return target.count_or_0(mtp.count_field) > 0
 
 
 def check_mtp(target: ModelConfig) -> None:

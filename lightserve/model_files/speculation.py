@@ -12,6 +12,7 @@ from lightserve.config.speculation import DEFAULT_HEAD_DRAFTS, MAX_DRAFTS, Specu
 from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.draft_head import SPECULATORS_TYPE, Eagle3Config
+from lightserve.model_files.draft_model import draft_model_path
 from lightserve.model_files.folder import read_json_if_exists
 from lightserve.model_files.mtp import check_mtp, mtp_format, promises_mtp
 from lightserve.model_files.safetensors_header import read_header
@@ -32,6 +33,9 @@ def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: Model
         check_mtp(model)
     if config.method == "eagle3":
         config = msgspec.structs.replace(config, model=_head_folder(config, model, worker.load_format == "auto"))
+    if config.method == "draft_model":
+        path = draft_model_path(config.model, source, model, worker.load_format == "auto")
+        config = msgspec.structs.replace(config, model=path)
     return replace(worker, speculative_config=config.text)
 
 

@@ -50,11 +50,12 @@ MODELS = list(NAMES)
 class Mtp:
     """The definition: a layer of transformers over whole texts."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **fields: Any) -> None:
+        """``fields``: of config.json, instead of those of the case."""
         case = CASES[name]
         self.name = name
         torch.manual_seed(0)
-        config = AutoConfig.for_model(case.model_type, **case.fields)
+        config = AutoConfig.for_model(case.model_type, **{**case.fields, **fields})
         self.model = AutoModelForCausalLM.from_config(config).float().eval()
         self.config = deepcopy(config)
         is_mimo = name == "mimo_v2_flash"
@@ -64,6 +65,11 @@ class Mtp:
         self.layer = MtpLayer(self.config, type(decoder.layers[0]), type(decoder.norm), 0).float().eval()
         for parameter in [*self.model.parameters(), *self.layer.parameters()]:
             parameter.data.normal_(std=0.15)
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        file = folder / "model.safetensors"
+        save_file({**load_file(file), **self.tensors()}, file, {"format": "pt"})
 
     def tensors(self) -> dict[str, Tensor]:
         """As checkpoints store them."""
@@ -114,9 +120,7 @@ def mtp(request: pytest.FixtureRequest) -> Mtp:
 @pytest.fixture(scope="module")
 def folder(mtp: Mtp, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mtp")
-    mtp.model.save_pretrained(folder)
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), **mtp.tensors()}, file, {"format": "pt"})
+    mtp.save(folder)
     return folder
 
 

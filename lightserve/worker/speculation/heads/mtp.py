@@ -26,7 +26,7 @@ from lightserve.common.basemodel import (
     norm_weight,
 )
 from lightserve.model_files.mtp import mtp_format
-from lightserve.worker.speculation.heads.head import DraftHead, HeadWeight, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
 
 OF_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 
@@ -43,7 +43,7 @@ class MtpWeight(HeadWeight):
         self.norm = norm_weight(spec.norm, names.norm, *size)
 
 
-class MtpHead(DraftHead):
+class MtpHead(LayerHead):
     weights: MtpWeight
 
     def __init__(self, model: TpPartBaseModel) -> None:
@@ -54,10 +54,10 @@ class MtpHead(DraftHead):
     def new_weights(self, device: torch.device) -> MtpWeight:
         weights = MtpWeight(self.model, self.spec, self.model.weight_context(device))
         if self.model.args.kv_dtype == "fp8":
-            weights.layer.kv_scales = torch.ones(2 * self.kv_group().num_heads, device=device)
+            weights.layer.kv_scales = torch.ones(2 * self.kv_groups()[0].num_heads, device=device)
         return weights
 
-    def kv_group(self) -> KvGroup:
+    def kv_groups(self) -> tuple[KvGroup, ...]:
         """As that of a layer of the model, in the pool of all tokens: drafts have slots there."""
         specs, layout = self.model.layer_specs, self.model.model_kv_layout
         like = next(
@@ -65,7 +65,7 @@ class MtpHead(DraftHead):
         )
         group = layout.group_of(like.layer_num)
         assert group is not None
-        return replace(group, layers=(self.spec.layer_num,), window=None)
+        return (replace(group, layers=(self.spec.layer_num,), window=None),)
 
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         """Of several MTP layers those of the first one."""
@@ -91,7 +91,7 @@ class MtpHead(DraftHead):
         normed = weights.embedding_norm.norm(embedded), weights.hidden_norm.norm(hidden)
         return weights.projection.mm(torch.cat(normed, dim=-1))
 
-    def recycled(self, summed: Tensor, normed: Tensor) -> Tensor:
+    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
         return normed
 
     def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
