@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightserve.errors import OptionError
 from lightserve.model_files.config.model_config import ModelConfig
@@ -58,9 +58,16 @@ def mtp_format(target: ModelConfig) -> MtpFormat:
         supported = ", ".join(FORMATS)
         problem = f"method mtp is not supported for {target.model_type}, only for {supported}"
         raise OptionError(f"speculative_config: {problem}; use ngram or eagle3")
-    names = mtp.layer, mtp.prefix, mtp.embedding_norm, mtp.hidden_norm, mtp.projection, mtp.norm
-    numbered = (name.format(target.num_layers) for name in names)
-    return MtpFormat(*numbered, mtp.count_field, mtp.is_always_promised)
+    number = target.num_layers
+    return replace(
+        mtp,
+        layer=mtp.layer.format(number),
+        prefix=mtp.prefix.format(number),
+        embedding_norm=mtp.embedding_norm.format(number),
+        hidden_norm=mtp.hidden_norm.format(number),
+        projection=mtp.projection.format(number),
+        norm=mtp.norm.format(number),
+    )
 
 
 def promises_mtp(target: ModelConfig) -> bool:

@@ -31,6 +31,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "guided_regex": "(ab|[0-9]){2,30}"},
 ]
 
+OPTIONS_OF_IDS: list[dict[str, Any]] = [
+    {"temperature": 0, "frequency_penalty": 0.3, "logit_bias": {"5": 2}},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0, "no_repeat_ngram_size": 4, "logprobs": 2},
+]  # of models that need not have a tokenizer
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
@@ -104,6 +110,10 @@ def test_two_ranks_draft_the_same(tmp_path: Path, save: Callable[[Path], tuple[s
             response = ask(server, {"prompt": prompt, "return_token_ids": True, **sampling})
             assert response["choices"][0]["token_ids"] == generation.token_ids
             accepted += drafts_of(response)[0]
+            for options in OPTIONS_OF_IDS:
+                body = {"prompt": prompt, "return_token_ids": True, **options}
+                ids = [ask(server, body | {"speculative": speculative})["choices"] for speculative in (True, False)]
+                assert ids[0][0]["token_ids"] == ids[1][0]["token_ids"], options
     assert accepted > 0
 
 

@@ -89,8 +89,7 @@ class DraftModelHead(DraftHead):
 
     def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
         """The states after the last norm; ``hidden`` is not read."""
-        step = replace(step, logit_rows=None, kv_groups=(), states=None)
-        return self.draft.final_states(self.draft.hidden_states(step))
+        return self.draft.final_states(self.draft.hidden_states(replace(step, kv_groups=(), states=None)))
 
     def normed(self, output: Tensor) -> Tensor:
         return output
