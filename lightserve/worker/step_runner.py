@@ -22,6 +22,7 @@ from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_o
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.speculation.draft_input import DraftRows, draft_padding
+from lightserve.worker.speculation.state_replay import StateReplay
 
 MANY_DRAFTING = 32  # requests: more of them, each with all its drafts, take longer than the weights
 SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
@@ -43,6 +44,7 @@ class StepOut(NamedTuple):
     columns: StepColumns  # of the input
     drafts: DraftRows | None = None  # of a step with drafts, whose rows are tokens and not requests
     for_head: HeadInput | None = None  # if the model has a draft head
+    replay: StateReplay | None = None  # if states of recurrent layers have not seen the tokens with drafts yet
 
 
 ComputeDrafts = Callable[[Tensor, StepShape], StepOut]
@@ -268,6 +270,8 @@ class StepRunner:
 def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
     if columns.states is None:
         return None
+    if shape.num_drafts:
+        return ops.StateBatch(*columns.states, max_tokens=shape.num_drafts + 1)
     return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
 
 

@@ -40,6 +40,7 @@ from lightserve.common.basemodel.layer_weights.norms import (
     NormWeight,
     RmsNormWeight,
     SplitNormWeight,
+    norm_weight,
 )
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
@@ -180,6 +181,7 @@ __all__ = [
     "float_method_factory",
     "in_blocks",
     "in_kv_groups",
+    "norm_weight",
     "num_experts_of",
     "pairs_to_halves",
     "replaces",

@@ -65,6 +65,7 @@ class MiMoLayerInfer(bm.DecoderLayerInferTpl[MiMoLayerWeight]):
 class MiMoV2FlashTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = MiMoLayerWeight
     transformer_layer_infer_class = MiMoLayerInfer
+    unused_prefixes = ("model.mtp.",)
 
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         config, is_windowed = self.config, self.config.is_windowed(layer_num)
@@ -78,6 +79,13 @@ class MiMoV2FlashTpPartModel(bm.TpPartBaseModel):
             qkv_bias=config.flag("attention_bias"),
             moe=deepseek_v3_moe(config) if is_sparse(config, layer_num) else None,
         )
+
+    def mtp_layer_spec(self, prefix: str) -> bm.LayerSpec:
+        """With a window, and without experts."""
+        windowed = (spec for spec in reversed(self.layer_specs) if spec.window is not None)
+        like = next(windowed, self.layer_specs[-1])
+        names = replace(LAYER_NAMES, layers=prefix, has_numbers=False, ffn_norm="pre_mlp_layernorm")
+        return replace(like, layer_num=self.config.num_layers, names=names, moe=None)
 
     def _verify_params(self) -> None:
         config = self.config

@@ -133,7 +133,7 @@ class HeadProposer:
         table[places] = slots = self._scratch_slots(b_row)
         drafts = []
         for number in range(self._num_drafts):
-            normed = self._head.weights.norm.norm(summed)
+            normed = self._head.normed(summed)
             # the draft follows the token that was sampled, which follows the last one that is computed
             ids = self._head.sample(normed, at._replace(positions=positions + number + 2), self._sample_local)
             drafts.append(ids)
