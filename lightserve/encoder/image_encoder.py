@@ -32,6 +32,11 @@ class ImageEncoder:
         self.max_patches = max(GPU_PATCHES, images.most_tokens * images.merge**2) if device.type != "cpu" else 1
 
     @property
+    def images(self) -> QwenImages:
+        """How the model reads an image."""
+        return self._images
+
+    @property
     def num_rows(self) -> int:
         return len(self._arena)
 
@@ -63,10 +68,10 @@ class ImageEncoder:
             self.encode([(pixels, torch.arange(rows, dtype=torch.int32).numpy())])
 
 
-def load_encoder(config: ServerConfig, arena: mmap) -> ImageEncoder:
+def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> ImageEncoder:
     worker = config.worker
     platform = pick_device(worker.device)
-    device = platform.torch_device(0)
+    device = platform.torch_device(device_index)
     platform.bind(device, worker.deterministic)
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto", trusts_code=worker.trust_remote_code)
     images = QwenImages.read(*read_image_files(source), config.http.max_image_tokens)
