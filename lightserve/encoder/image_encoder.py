@@ -17,6 +17,7 @@ from lightserve.model_files.source import ModelSource, resolve
 from lightserve.vision.load import load_tower
 from lightserve.vision.qwen import QwenTower, patches_of
 
+GIB = 2**30
 GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
 
 
@@ -42,6 +43,16 @@ class ImageEncoder:
 
     def patches_of(self, height: int, width: int) -> int:
         return height * width // self._images.patch**2
+
+    @property
+    def summary(self) -> str:
+        """For the operator."""
+        weights = sum(parameter.nbytes for parameter in self._tower.parameters()) / GIB
+        memory = self._arena.nbytes / GIB
+        return (
+            f"{weights:.2f} GiB of vision weights on {self._device.type}; embeddings of {self.num_rows:,} tokens in "
+            f"{memory:.2f} GiB of host memory"
+        )
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[tuple[Pixels, Int32Array]]) -> list[bool]:

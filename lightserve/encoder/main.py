@@ -28,7 +28,8 @@ logger = init_logger(__name__)
 
 class Decoded(NamedTuple):
     pixels: Pixels | None  # None: it could not be decoded
-    seconds: float
+    decode_s: float
+    resize_s: float = 0.0
     status: int = 200
     message: str = ""
 
@@ -40,7 +41,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     encoder = await asyncio.to_thread(_load, child_config)
     launcher.send(StartupPhase("load", time.monotonic() - begin_s))
     to_router.send(EncoderStarted(child_config.generation, encoder.num_rows))
-    launcher.send(Ready())
+    launcher.send(Ready(encoder.summary))
     await EncoderLoop(encoder, inbox, to_router, child_config.generation).run()
 
 
@@ -120,7 +121,15 @@ class EncoderLoop:
 
     def _report(self, message: EncodeImage, decoded: Decoded, encode_s: float = 0.0) -> None:
         self._to_router.send(
-            ImageEncoded(self._generation, message.digest, decoded.status, decoded.message, decoded.seconds, encode_s)
+            ImageEncoded(
+                self._generation,
+                message.digest,
+                decoded.status,
+                decoded.message,
+                decoded.decode_s,
+                decoded.resize_s,
+                encode_s,
+            )
         )
 
 
@@ -131,10 +140,12 @@ def decode_image(message: EncodeImage) -> Decoded:
 
     begin_s = time.monotonic()
     try:
-        pixels = resized(decode(message.data), message.height, message.width, BICUBIC)
+        picture = decode(message.data)
+        decoded_s = time.monotonic()
+        pixels = resized(picture, message.height, message.width, BICUBIC)
     except RequestError as error:
-        return Decoded(None, time.monotonic() - begin_s, error.status, str(error))
-    return Decoded(pixels, time.monotonic() - begin_s)
+        return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
+    return Decoded(pixels, decoded_s - begin_s, time.monotonic() - decoded_s)
 
 
 if __name__ == "__main__":

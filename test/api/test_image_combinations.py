@@ -54,9 +54,7 @@ def prompt_of(number: int) -> tuple[list[str | Image.Image], list[int | Image.Im
     return [image, " ".join(f"w{word}" for word in words), other], [1, image, *words, other, 2]
 
 
-def texts_of(
-    server: ServerProcess, numbers: Sequence[int], predicted: Sequence[str] = (), **fields: Any
-) -> list[str]:
+def texts_of(server: ServerProcess, numbers: Sequence[int], predicted: Sequence[str] = (), **fields: Any) -> list[str]:
     """``predicted``: texts from which drafts come."""
 
     def text_of(number: int) -> str:
