@@ -281,7 +281,7 @@ def test_a_request_sets_the_pixels_of_its_images(vision_server: ServerProcess) -
 
     def image_tokens(**limits: int) -> int:
         _, usage = ask(vision_server, [user(image, "w40")], mm_processor_kwargs=limits)
-        return usage["prompt_tokens_details"]["image_tokens"]
+        return int(usage["prompt_tokens_details"]["image_tokens"])
 
     assert image_tokens() == 36
     assert image_tokens(max_pixels=9 * 28 * 28) == 9
