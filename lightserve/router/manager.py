@@ -198,7 +198,7 @@ class RouterManager:
 
     def _image_queue_full_reason(self, message: GenerateReq) -> str:
         """Why its images may not wait for the encoder; empty: they may."""
-        images, limit = self._scheduler.groups[0].admission.images, self._config.max_queue_size
+        images, limit = self._scheduler.groups[0].images, self._config.max_queue_size
         if not message.images or images is None:
             return ""
         waiting = sum(images.num_waiting.values())
