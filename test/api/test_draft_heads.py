@@ -32,7 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
 OPTIONS_OF_IDS: list[dict[str, Any]] = [
     {"temperature": 0, "frequency_penalty": 0.3, "logit_bias": {"5": 2}},
     {"temperature": 1.0, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
-    {"temperature": 0, "no_repeat_ngram_size": 4, "logprobs": 2},
+    {"temperature": 0, "no_repeat_ngram_size": 4},
 ]  # of models that need not have a tokenizer
 
 
