@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from test.api.scripted import ScriptedEngine
+from test.api.server import ServerProcess
 from test.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ EXPECTED_ERRORS = ("401 (Unauthorized)", "400 (Bad Request)", "404 (Not Found)")
 
 
 class ChatPage:
-    def __init__(self, browser: Chrome, engine: ScriptedEngine) -> None:
+    def __init__(self, browser: Chrome, engine: ScriptedEngine | ServerProcess, root_path: str = ROOT_PATH) -> None:
         self.browser = browser
         self.engine = engine
-        self.url = f"{engine.url}{ROOT_PATH}/"
+        self.url = f"{engine.url}{root_path}/"
 
     def open_new(self, key: str | None = KEY) -> None:
         """Load the page with empty storage, and with an API key unless it is None."""
@@ -55,6 +56,7 @@ class ChatPage:
 
     def will_answer(self, prompt: str, *texts: str, step_s: float = 0.0) -> None:
         """Let the model answer with these texts, one after the other, when the conversation has this prompt."""
+        assert isinstance(self.engine, ScriptedEngine)
         self.engine.will_write(*texts, when=re.escape(prompt), step_s=step_s)
 
     # what a person does
