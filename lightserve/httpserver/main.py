@@ -109,14 +109,14 @@ def _image_reader(config: ServerConfig, source: ModelSource) -> ImageReader | No
     """None: requests have no images, and Pillow is not needed."""
     if not config.http.max_images:
         return None
-    from lightserve.media.fetch.fetcher import Fetcher
-    from lightserve.media.fetch.urls import UrlRules
+    from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
     from lightserve.media.qwen import QwenImages
     from lightserve.media.reader import MB, ImageReader
+    from lightserve.outbound.urls import UrlRules
 
     http = config.http
     images = QwenImages.read(*read_image_files(source), http.max_image_tokens)
-    rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+    rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
     return ImageReader(images, placeholder_of(source), http.max_images, http.max_image_mb * MB, fetcher)
 

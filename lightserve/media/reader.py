@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
-from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
 from lightserve.media.qwen import QwenImages
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.tokens import digest_of, expand, locate
 from lightserve.messages.media import ImageItem
+from lightserve.outbound.urls import is_fetched
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
 MB = 10**6
