@@ -23,6 +23,7 @@ LightserveError
 │   ├── MediaTypeError             415
 │   ├── WebSocketError             426: the client must use HTTP
 │   ├── OverloadedError            429
+│   ├── McpError                   424: an MCP server that the request names cannot be used
 │   ├── HeadersTooLargeError       431
 │   ├── AbortedError               499: by /abort_request
 │   └── ClientDisconnectedError    499, for the log only
@@ -40,6 +41,8 @@ LightserveError
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class LightserveError(Exception):
@@ -201,6 +204,16 @@ class WebSocketError(RequestError):
 class OverloadedError(RequestError):
     status = 429
     code = "rate_limit_exceeded"
+
+
+class McpError(RequestError):
+    status = 424
+    code = "mcp_server_error"
+
+    def __init__(self, message: str, details: dict[str, Any] | None = None, param: str | None = None) -> None:
+        """``details``: the error as an mcp_call item of OpenAI has it; None: there is only the message."""
+        super().__init__(message, param)
+        self.details = details
 
 
 class HeadersTooLargeError(RequestError):

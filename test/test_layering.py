@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "messages", "ipc"}
 HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http", "httpserver.prompt_request"}
-HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
+HTTP_API = {*HTTP_GROUND, "mcp", "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
@@ -41,6 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "media.reader": {"errors", "media", "messages", "outbound"},
     "media.fetch": {"errors", "outbound"},
     "outbound": {"errors"},
+    "mcp": {"errors", "outbound", "utils"},
     "media.sources": {"media.sizes"},
     "media.sizes": set(),
     "media.tokens": {"errors", "messages"},
@@ -120,9 +121,11 @@ LAYERS: dict[str, set[str]] = {
         "httpserver.tracing",
         "httpserver.rl.settings",
         "httpserver.http",
+        "mcp",
         "media.reader",
         "messages",
         "model_files",
+        "outbound",
     },
     "httpserver.rl.settings": {"config"},
     "text.beam_search": {"errors", "messages"},
@@ -141,6 +144,7 @@ LAYERS: dict[str, set[str]] = {
         "errors",
         "text.grammar",
         "httpserver.fields",
+        "mcp",
         "media.reader",
         "media.sources",
         "messages",
