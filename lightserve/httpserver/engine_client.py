@@ -347,12 +347,13 @@ class Generation:
         Their parents are among those that have finished, so the parents of those are not needed any more.
         """
         unneeded, self.parent_ids, self.req_ids = self.parent_ids, self.req_ids, []
-        self.prompt_requests = list(prompt_requests)
+        grammars, self.prompt_requests = self.grammars, list(prompt_requests)
+        self._manager._grammars.replace(grammars, self.grammars)
         self._unfinished = set(range(len(self.prompt_requests)))
         self._manager._send(self)
         for req_id in self.parent_ids:
             self._manager._close(req_id, is_finished=True)
-        if unneeded:
+        if unneeded and self._is_open:
             self._manager._release_parents(unneeded)
 
     @property
