@@ -23,6 +23,7 @@ LightserveError
 │   ├── MediaTypeError             415
 │   ├── WebSocketError             426: the client must use HTTP
 │   ├── OverloadedError            429
+│   │   └── KeyLimitError              the limits of an API key
 │   ├── McpError                   424: an MCP server that the request names cannot be used
 │   ├── HeadersTooLargeError       431
 │   ├── AbortedError               499: by /abort_request
@@ -204,6 +205,13 @@ class WebSocketError(RequestError):
 class OverloadedError(RequestError):
     status = 429
     code = "rate_limit_exceeded"
+    retry_after_s = 1  # a step takes milliseconds, so the queue is shorter after a second
+
+
+class KeyLimitError(OverloadedError):
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class McpError(RequestError):

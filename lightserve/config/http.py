@@ -76,7 +76,10 @@ class HttpConfig:
     )
     api_key: list[str] = option([], "keys that clients may use; default: no key is needed", group=FlagGroup.COMMON)
     api_key_file: str | None = option(
-        None, "file with API keys, one per line; unlike --api_key, ps does not show them", group=FlagGroup.KEYS
+        None,
+        "file with API keys, one per line, each with a name and limits of its own if you like; unlike --api_key, ps "
+        "does not show them",
+        group=FlagGroup.KEYS,
     )
     admin_key: list[str] = option(
         [],
@@ -84,6 +87,20 @@ class HttpConfig:
         group=FlagGroup.KEYS,
     )
     admin_key_file: str | None = option(None, "file with admin keys, one per line", group=FlagGroup.KEYS)
+    key_requests_per_minute: int | None = option(
+        None,
+        "requests of an API key in a minute at most, then 429; a line of --api_key_file may have another number; "
+        "default: no limit",
+        group=FlagGroup.KEYS,
+        at_least=1,
+    )
+    key_concurrency: int | None = option(
+        None,
+        "requests of an API key at once at most, then 429; a line of --api_key_file may have another number; "
+        "default: no limit",
+        group=FlagGroup.KEYS,
+        at_least=1,
+    )
     ssl_keyfile: str | None = option(
         None, "private key for HTTPS, PEM; default: contained in --ssl_certfile", group=FlagGroup.KEYS
     )

@@ -17,6 +17,8 @@ from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import Body, read_json, validate
+from lightserve.httpserver.http.key_limits import KeyLimiter, KeyLimits
+from lightserve.httpserver.http.key_usage import KeyUsage
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
@@ -72,7 +74,9 @@ class ServerContext:
 
     def __post_init__(self) -> None:
         config = self.config
-        object.__setattr__(self, "keys", ApiKeys(config.api_key, config.admin_key))
+        usage = KeyUsage(self.run_dir, self.http_index, config.num_processes) if config.api_key else None
+        limiter = KeyLimiter(KeyLimits(config.key_requests_per_minute, config.key_concurrency), usage)
+        object.__setattr__(self, "keys", ApiKeys(config.api_key, config.admin_key, limiter))
         rules = UrlRules(MCP_FLAGS, config.allowed_mcp_domains, config.mcp_private_hosts, config.allow_http_mcp)
         connector = McpConnector(rules, config.mcp_timeout, config.tool_servers, not config.no_mcp_urls)
         object.__setattr__(self, "mcp", connector)
@@ -143,6 +147,7 @@ class ServerContext:
         is_written = not self.config.disable_log_requests
         log = AccessLog(request.state.request_id, request.scope["path"], is_written, request.state.record)
         log.owner = self.owner(request)
+        log.on_tokens = self.keys.limiter.count_tokens
         trace = request.scope["state"].get("trace")
         if trace is not None:
             trace.watch(log)
