@@ -26,7 +26,7 @@ def config() -> ServerConfig:
 
 def mounts(service: str) -> list[tuple[str, str]]:
     """What is mounted, and where."""
-    return [tuple(text.split(":")[:2]) for text in SERVICES[service].get("volumes", ())]  # type: ignore[misc]
+    return [tuple(text.split(":")[:2]) for text in SERVICES[service].get("volumes", ())]
 
 
 def test_there_are_the_server_its_monitoring_and_a_chat() -> None:
