@@ -70,7 +70,9 @@ class HttpServerManager:
         http_process: int,
         to_router: Sender[ToRouter],
         from_detokenization: Receiver[ToHttpserver],
+        sends_every_file: bool = False,
     ) -> None:
+        """``sends_every_file``: other engines may get other choices of a prompt, so each has its images."""
         self.state = EngineState.LOADING
         self.stats: RouterStats | None = None
         self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
@@ -81,6 +83,7 @@ class HttpServerManager:
         self._last_heartbeat_s = 0.0
         self._ids = itertools.count(http_process << REQ_ID_BITS)
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
+        self._sends_every_file = sends_every_file
         self._grammars = GrammarMemory()
         self._drained = asyncio.Event()
         self._has_stats = asyncio.Event()
@@ -252,7 +255,9 @@ class HttpServerManager:
                 request_id=generation.log.request_id,
                 parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
-                images=prompt_request.images_to_send(generation._unfinished.isdisjoint(range(first_index, index))),
+                images=prompt_request.images_to_send(
+                    self._sends_every_file or generation._unfinished.isdisjoint(range(first_index, index))
+                ),
             )
             sent_ids = generation.sent_token_ids.get(index)
             self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))
@@ -277,12 +282,6 @@ class HttpServerManager:
             self._to_router.send(AbortReq(req_id))
         if self.state is not EngineState.READY:
             self._check_drained()
-
-    def _end(self, generation: Generation) -> None:
-        self._grammars.remove(generation.grammars)
-
-    def _release_parents(self, req_ids: list[int]) -> None:
-        self._to_router.send(ReleaseParents(req_ids))
 
     def _check_drained(self) -> None:
         if not self._running:
@@ -334,11 +333,11 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._manager._end(self)
+        self._manager._grammars.remove(self.grammars)
         for index, req_id in enumerate(self.req_ids):
             self._manager._close(req_id, is_finished=index not in self._unfinished)
         if self._is_open:
-            self._manager._release_parents([*self.parent_ids, *self.req_ids])
+            self._manager._to_router.send(ReleaseParents([*self.parent_ids, *self.req_ids]))
         self.log.close(error)
 
     def continue_with(self, prompt_requests: Sequence[PromptRequest]) -> None:
@@ -354,7 +353,7 @@ class Generation:
         for req_id in self.parent_ids:
             self._manager._close(req_id, is_finished=True)
         if unneeded and self._is_open:
-            self._manager._release_parents(unneeded)
+            self._manager._to_router.send(ReleaseParents(unneeded))
 
     @property
     def _is_open(self) -> bool:

@@ -74,7 +74,7 @@ class Continuation:
         if value.get("max_output_tokens") is not None:
             value["max_output_tokens"] = max(value["max_output_tokens"] - log.generated_tokens, 1)
         body = validate_responses(value)
-        chat = translate_responses(body, self.toolbox).chat
+        chat = translate_responses(body, self.context.images is not None, self.toolbox).chat
         return await prepare_chat(self.context, self.request, chat, body.logprobs, log=log)
 
     def _tool_choice(self) -> str | JsonObject:

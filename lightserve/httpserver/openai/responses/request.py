@@ -122,8 +122,11 @@ def validate_responses(value: JsonObject) -> ResponsesBody:
     return body
 
 
-def translate_responses(body: ResponsesBody, toolbox: Toolbox | None = None) -> ResponsesTranslation:
-    builder = _build_messages(body)
+def translate_responses(
+    body: ResponsesBody, reads_images: bool = False, toolbox: Toolbox | None = None
+) -> ResponsesTranslation:
+    """``reads_images``: the model does. ``toolbox``: of the MCP servers among the tools."""
+    builder = _build_messages(body, reads_images)
     allowed = body.tool_choice if isinstance(body.tool_choice, AllowedTools) else None
     tools = offered_tools(body.all_tools, allowed, toolbox)
     text_format = None if body.text is None else body.text.format
@@ -157,8 +160,8 @@ def _ignored_items(builder: MessageBuilder) -> list[JsonObject]:
     return [{"param": f"input[{index}]", "type": kind, "reason": reason} for index, kind in builder.left_out]
 
 
-def _build_messages(body: ResponsesBody) -> MessageBuilder:
-    builder = MessageBuilder()
+def _build_messages(body: ResponsesBody, reads_images: bool) -> MessageBuilder:
+    builder = MessageBuilder(reads_images)
     if body.instructions:
         builder.append("system", body.instructions)
     builder.add_all(body.input)

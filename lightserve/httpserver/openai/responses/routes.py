@@ -62,7 +62,7 @@ def routes(context: ServerContext) -> APIRouter:
         toolbox = None if hosted is None else hosted.toolbox
         with closing_on_error(toolbox):
             prompted = body if hosted is None else hosted.with_approved(value, body)
-            translation = translate_responses(prompted, toolbox)
+            translation = translate_responses(prompted, context.images is not None, toolbox)
             chat = await prepare_chat(context, request, translation.chat, body.logprobs)
             spec = _spec(context, _response_id(request), echoed, body, translation, is_stored)
             spec = spec if hosted is None else hosted.describe(spec)
