@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 
 
 class Decoded(NamedTuple):
-    pixels: Pixels | None  # None: it could not be decoded
+    tiles: list[Pixels] | None  # None: it could not be decoded
     seconds: float
     status: int = 200
     message: str = ""
@@ -76,7 +76,7 @@ class EncoderLoop:
         loop = asyncio.get_running_loop()
         while True:
             message = await self._inbox.recv()
-            decoding = loop.run_in_executor(self._threads, _decode, message)
+            decoding = loop.run_in_executor(self._threads, _decode, self._encoder, message)
             self._waiting.append((message, decoding))
             self._has_waiting.set()
 
@@ -91,24 +91,24 @@ class EncoderLoop:
         """The first image that waits, and those behind it that are decoded, up to the encoder's budget."""
         await self._waiting[0][1]
         batch: list[tuple[EncodeImage, Decoded]] = []
-        patches = 0
+        tokens = 0
         while self._waiting and self._waiting[0][1].done():
             message, decoding = self._waiting[0]
-            patches += self._encoder.patches_of(message.height, message.width)
-            if batch and patches > self._encoder.max_patches:
+            tokens += len(message.arena_rows)
+            if batch and tokens > self._encoder.max_tokens:
                 break
             self._waiting.popleft()
             batch.append((message, decoding.result()))
-        usable = [(message, decoded) for message, decoded in batch if decoded.pixels is not None]
+        usable = [(message, decoded) for message, decoded in batch if decoded.tiles is not None]
         for message, decoded in batch:
-            if decoded.pixels is None:
+            if decoded.tiles is None:
                 self._report(message, decoded)
         if usable:
             await self._encode(usable)
 
     async def _encode(self, batch: Sequence[tuple[EncodeImage, Decoded]]) -> None:
         begin_s = time.monotonic()
-        parts: list[tuple[Any, Any]] = [(decoded.pixels, message.arena_rows) for message, decoded in batch]
+        parts: list[tuple[Any, Any]] = [(decoded.tiles, message.arena_rows) for message, decoded in batch]
         are_finite = await asyncio.to_thread(self._encoder.encode, parts)
         seconds = (time.monotonic() - begin_s) / len(batch)
         for (message, decoded), is_finite in zip(batch, are_finite, strict=True):
@@ -124,16 +124,13 @@ class EncoderLoop:
         )
 
 
-def _decode(message: EncodeImage) -> Decoded:
-    from lightserve.media.image_file import decode, resized
-    from lightserve.media.qwen import BICUBIC
-
+def _decode(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     begin_s = time.monotonic()
     try:
-        pixels = resized(decode(message.data), message.height, message.width, BICUBIC)
+        tiles = encoder.decode(message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, error.status, str(error))
-    return Decoded(pixels, time.monotonic() - begin_s)
+    return Decoded(tiles, time.monotonic() - begin_s)
 
 
 if __name__ == "__main__":

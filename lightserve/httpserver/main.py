@@ -36,7 +36,7 @@ from lightserve.model_files.config.sampling_defaults import read_sampling_defaul
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
-from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         has_adapters=config.worker.num_loras > 0,
-        images=_image_reader(config, source),
+        images=_image_reader(config, source, tokenizer),
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
         batches=None if config.http.batch_dir is None else BatchStore(config.http.batch_dir),
         rl=settings_of(config),
@@ -105,20 +105,22 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
 
 
-def _image_reader(config: ServerConfig, source: ModelSource) -> ImageReader | None:
+def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenizer | None) -> ImageReader | None:
     """None: requests have no images, and Pillow is not needed."""
     if not config.http.max_images:
         return None
     from lightserve.media.fetch.fetcher import Fetcher
     from lightserve.media.fetch.urls import UrlRules
-    from lightserve.media.qwen import QwenImages
+    from lightserve.media.layout import read_layout
     from lightserve.media.reader import MB, ImageReader
 
     http = config.http
-    images = QwenImages.read(*read_image_files(source), http.max_image_tokens)
+    layout = read_layout(read_image_files(source), http.max_image_tokens)
     rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
-    return ImageReader(images, placeholder_of(source), http.max_images, http.max_image_mb * MB, fetcher)
+    placeholder = placeholder_of(source)
+    text = None if tokenizer is None else tokenizer.id_to_token(placeholder)
+    return ImageReader(layout, placeholder, text or "", http.max_images, http.max_image_mb * MB, fetcher)
 
 
 def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:

@@ -12,9 +12,9 @@ from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layout import ImageLayout
 from lightserve.media.sources import ImageSource, ReadImage
-from lightserve.media.tokens import digest_of, expand, locate
+from lightserve.media.tokens import check_places, digest_of, expand, locate
 from lightserve.messages.media import ImageItem
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
@@ -23,8 +23,9 @@ MB = 10**6
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    images: QwenImages
+    layout: ImageLayout
     placeholder: int  # the token id that stands for an image in a prompt
+    placeholder_text: str
     max_images: int  # of a request
     max_bytes: int  # of an image
     fetcher: Fetcher | None = None  # None: images of other servers are refused
@@ -71,7 +72,7 @@ class ImageReader:
     def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
         try:
             data = files[source.url] if source.url in files else self._bytes_of(source.url)
-            size = self.images.size_of(read_header(data), source.is_low)
+            size = self.layout.size_of(read_header(data), source.is_low)
         except InvalidRequestError as error:
             raise _of_image(number, source, error) from error
         return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt), size, data)
@@ -92,20 +93,38 @@ class ImageReader:
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequestError("its data is not base64") from error
 
+    def write(self, prompt: str, images: Sequence[ReadImage]) -> str:
+        """The prompt with the texts of images, and a placeholder for each run of their tokens.
+
+        It is done before the prompt becomes tokens: a text may become one token with what stands beside it.
+        """
+        marker = self.layout.marker or self.placeholder_text
+        if not any(image.size.texts for image in images):
+            return prompt
+        pieces = prompt.split(marker)
+        check_places(len(pieces) - 1, len(images))
+        shown = [self.placeholder_text.join(image.size.texts or ("", "")) for image in images]
+        return "".join(piece for pair in zip(pieces, [*shown, ""], strict=True) for piece in pair)
+
     def expand(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
-        """The prompt with a placeholder for each token of an image, in place of one for each image."""
-        return expand(prompt_ids, self.placeholder, [image.size.tokens for image in images])
+        """The prompt with a placeholder for each token of an image, in place of one for each run of them."""
+        return expand(prompt_ids, self.placeholder, _runs(images))
 
     def locate(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[ImageItem, ...]:
         """The images of a prompt that ``expand`` has made longer, and which may have other tokens around it."""
-        starts = locate(prompt_ids, self.placeholder, [image.size.tokens for image in images])
-        return tuple(self._item(image, start) for image, start in zip(images, starts, strict=True))
+        starts = iter(locate(prompt_ids, self.placeholder, _runs(images)))
+        return tuple(self._item(image, [next(starts) for _ in image.size.runs]) for image in images)
 
-    def _item(self, image: ReadImage, start: int) -> ImageItem:
+    def _item(self, image: ReadImage, starts: Sequence[int]) -> ImageItem:
         size = image.size
+        spans = tuple(zip(starts, size.runs, strict=True))
         return ImageItem(
-            image.digest, start, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
+            image.digest, spans, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
         )
+
+
+def _runs(images: Sequence[ReadImage]) -> list[int]:
+    return [count for image in images for count in image.size.runs]
 
 
 def _of_image(number: int, source: ImageSource, problem: object) -> InvalidRequestError:

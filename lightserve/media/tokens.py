@@ -31,9 +31,9 @@ def ids_of(digest: bytes, count: int) -> Int32Array:
 
 
 def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
-    """The prompt with as many placeholders for each image as it has tokens."""
+    """The prompt with as many placeholders in place of each as its run of tokens has."""
     places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
-    _check_places(len(places), len(counts))
+    check_places(len(places), len(counts))
     ids: list[int] = []
     before = 0
     for index, count in zip(places, counts, strict=True):
@@ -45,7 +45,7 @@ def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -
 
 
 def locate(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
-    """Where each image begins in a prompt that was expanded."""
+    """Where each run begins in a prompt that was expanded."""
     places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
     firsts = [sum(counts[:number]) for number in range(len(counts))]
     if len(places) != sum(counts):
@@ -61,7 +61,8 @@ def locate(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -
     return starts
 
 
-def _check_places(places: int, images: int) -> None:
+def check_places(places: int, images: int) -> None:
+    """``images``: or runs of their tokens."""
     if places != images:
         raise InvalidRequestError(
             f"the prompt has {places} places for {images} images: the text must not spell the token that stands for "

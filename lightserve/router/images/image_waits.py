@@ -118,7 +118,7 @@ class ImageWaits(StepPart):
         image = self.pool.find(item.digest)
         is_held = image is not None and image.is_ready and req.req_id in image.req_ids
         arena_rows = image.arena_rows if image is not None and is_held else NO_INT32
-        return ImageRows(item.start, item.rows, item.columns, arena_rows)
+        return ImageRows(item.spans, item.rows, item.columns, arena_rows)
 
     def start_encoder(self, started: EncoderStarted) -> list[ImageFailed]:
         """A new encoder waits for images. Returns the requests whose images two encoders died of."""
@@ -191,5 +191,8 @@ def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32
         return prompt_ids
     ids = np.array(prompt_ids, dtype=np.int32)
     for image in images:
-        ids[image.start : image.end] = ids_of(image.digest, image.tokens)
+        image_ids, used = ids_of(image.digest, image.tokens), 0
+        for start, count in image.spans:
+            ids[start : start + count] = image_ids[used : used + count]
+            used += count
     return ids
