@@ -22,14 +22,17 @@ class VisionFamily(NamedTuple):
 
 _QWEN = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
 _QWEN3 = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
+_TILED = VisionFamily("lightserve.media.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
+    "idefics3": _TILED,
     "qwen2_5_vl": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "smolvlm": _TILED,
 }
 
 
