@@ -53,6 +53,45 @@ class Idefics3Vision:
         )
 
 
+class TileEmbeddings(nn.Module):
+    def __init__(self, config: Idefics3Vision) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Linear(COLORS * config.patch**2, config.size)
+        self.position_embedding = nn.Embedding(config.positions**2, config.size)
+
+    def forward(self, patches: Tensor, places: Tensor) -> Tensor:
+        out: Tensor = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
+        out = out + self.position_embedding(places)
+        return out
+
+
+class TileTransformer(nn.Module):
+    """SigLIP. The patches of a tile attend to one another."""
+
+    def __init__(self, config: Idefics3Vision) -> None:
+        super().__init__()
+        layers = [SiglipLayer(config.size, config.inside, config.heads, config.eps) for _ in range(config.depth)]
+        self.embeddings = TileEmbeddings(config)
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.post_layernorm = nn.LayerNorm(config.size, eps=config.eps)
+
+    def forward(self, patches: Tensor, places: Tensor) -> Tensor:
+        """``[tiles * patches, size]``, from ``[tiles, patches, pixels]``."""
+        groups = segment_groups([patches.shape[1]] * len(patches), patches.device)
+        x = self.embeddings(patches, places).flatten(0, 1)
+        for layer in self.encoder["layers"].children():
+            x = layer(x, groups)
+        out: Tensor = self.post_layernorm(x)
+        return out
+
+
+class Connector(nn.Module):
+    def __init__(self, config: Idefics3Vision, patches: int) -> None:
+        super().__init__()
+        proj = nn.Linear(config.size * patches, config.out_size, bias=False)
+        self.modality_projection = nn.ModuleDict({"proj": proj})
+
+
 class Idefics3Tower(VisionTower):
     prefixes = ("model.", "")
 
@@ -60,24 +99,8 @@ class Idefics3Tower(VisionTower):
         super().__init__()
         self.config = config
         self.images = images
-        self.vision_model = nn.ModuleDict(
-            {
-                "embeddings": nn.ModuleDict(
-                    {
-                        "patch_embedding": nn.Linear(COLORS * config.patch**2, config.size),
-                        "position_embedding": nn.Embedding(config.positions**2, config.size),
-                    }
-                ),
-                "encoder": nn.ModuleDict({"layers": nn.ModuleList([self._layer() for _ in range(config.depth)])}),
-                "post_layernorm": nn.LayerNorm(config.size, eps=config.eps),
-            }
-        )
-        projection = nn.Linear(config.size * images.scale**2, config.out_size, bias=False)
-        self.connector = nn.ModuleDict({"modality_projection": nn.ModuleDict({"proj": projection})})
-
-    def _layer(self) -> SiglipLayer:
-        config = self.config
-        return SiglipLayer(config.size, config.inside, config.heads, config.eps)
+        self.vision_model = TileTransformer(config)
+        self.connector = Connector(config, images.scale**2)
 
     @classmethod
     def read(cls, files: ImageFiles, layout: ImageLayout) -> Idefics3Tower:
@@ -99,16 +122,12 @@ class Idefics3Tower(VisionTower):
     @torch.inference_mode()
     def forward(self, tiles: Tensor) -> Tensor:
         """``[tiles, tokens, out_size]``, from pixels ``[tiles, side, side, 3]`` uint8."""
-        parts, side = self.vision_model, tiles.shape[1] // self.config.patch
-        patches, positions = parts["embeddings"].values()
-        x = patches(self._patches(tiles).to(patches.weight.dtype))
-        x = (x + positions(_places(side, self.config.positions).to(x.device))).flatten(0, 1)
-        groups = segment_groups([side**2] * len(tiles), x.device)
-        for layer in parts["encoder"]["layers"]:
-            x = layer(x, groups)
-        squares = self._squares(parts["post_layernorm"](x).view(len(tiles), side, side, -1))
-        out: Tensor = self.connector["modality_projection"]["proj"](squares)
-        return out
+        side = tiles.shape[1] // self.config.patch
+        x = self.vision_model(self._patches(tiles), _places(side, self.config.positions).to(tiles.device))
+        projected: Tensor = self.connector.modality_projection["proj"](
+            self._squares(x.view(len(tiles), side, side, -1))
+        )
+        return projected
 
     def _patches(self, tiles: Tensor) -> Tensor:
         """``[tiles, patches, colors * patch * patch]`` float32, normalised."""

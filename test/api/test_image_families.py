@@ -42,12 +42,23 @@ SAVE: dict[str, Callable[[Path, str], tuple[str, Callable[[Prompt], str]]]] = {
     "qwen3_5_moe": save_qwen,
     "qwen3_vl_moe": save_qwen,
 }
+FLAGS = {"qwen3_vl_moe": ("--tp", "2")}
 
 
 @pytest.fixture(scope="module", params=["smolvlm", "qwen3_5_moe", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path, text_of = SAVE[request.param](tmp_path_factory.mktemp(request.param), request.param)
-    flags = ("--model_dir", path, "--device", "cpu", "--max_total_token_num", "2000", "--embed_cache_gb", "0.01")
+    flags = (
+        *FLAGS.get(request.param, ()),
+        "--model_dir",
+        path,
+        "--device",
+        "cpu",
+        "--max_total_token_num",
+        "2000",
+        "--embed_cache_gb",
+        "0.01",
+    )
     with running_server(tmp_path_factory.mktemp("server") / "log", *flags) as server:
         yield Served(server, text_of)
 
@@ -64,7 +75,8 @@ def test_text_after_images_is_that_of_transformers(served: Served) -> None:
 def test_later_turns_take_the_image_from_the_prefix_cache(served: Served) -> None:
     image = picture(150, 140, 3)
     # recurrent layers keep no state before a prompt is so long
-    chat, prompt = [user("w5 " * 30, image, "w6")], [1, *[5] * 30, image, 6, 2]
+    chat = [user("w5 " * 30, image, "w6")]
+    prompt: Prompt = [1, *[5] * 30, image, 6, 2]
     encoded = served.server.settled_metrics()["images_encoded_total"]
     cached = []
 

@@ -108,7 +108,10 @@ PARTS_ONLY = (
 
 def test_a_template_that_shows_only_parts_gets_plain_text_as_a_part() -> None:
     """As that of SmolVLM, which goes through the characters of a text and shows none of them."""
-    messages = [*USER, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    messages: list[dict[str, Any]] = [
+        *USER,
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+    ]
 
     assert tokenizer(PARTS_ONLY).apply_chat_template(messages) == "Hi;<image>What?;"
 

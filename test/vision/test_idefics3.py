@@ -93,8 +93,14 @@ def oracle_of(model_type: str, vision: dict[str, Any]) -> Any:
     return model
 
 
-# 18 of 26 positions: rounding decides which one a patch gets
-@pytest.mark.parametrize(("tile", "vision"), [(32, VISION), (72, {**VISION, "image_size": 104, "patch_size": 4})])
+SHAPES = [
+    (32, VISION),
+    (72, {**VISION, "image_size": 104, "patch_size": 4}),  # 18 of 26 positions: rounding decides which a patch gets
+    (38, {**VISION, "image_size": 38, "patch_size": 6}),  # patches do not fill a tile
+]
+
+
+@pytest.mark.parametrize(("tile", "vision"), SHAPES)
 @pytest.mark.parametrize("model_type", PROCESSORS)
 def test_embeddings_are_those_of_transformers_in_any_batch(model_type: str, tile: int, vision: dict[str, Any]) -> None:
     oracle = oracle_of(model_type, vision)
