@@ -26,7 +26,7 @@ GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
 class ImageEncoder:
     def __init__(self, tower: VisionTower, layout: ImageLayout, arena: mmap, device: torch.device) -> None:
         self._tower = tower
-        self._layout = layout
+        self.layout = layout  # how the model reads an image
         self._device = device
         values = torch.frombuffer(arena, dtype=next(tower.parameters()).dtype)
         width = tower.row_width
@@ -41,7 +41,7 @@ class ImageEncoder:
 
     def decode(self, message: EncodeImage) -> list[Pixels]:
         """From any thread. The tiles of an image."""
-        return self._layout.pixels(decode(message.data), message.height, message.width)
+        return self.layout.pixels(decode(message.data), message.height, message.width)
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[tuple[Sequence[Pixels], Int32Array]]) -> list[bool]:
@@ -56,19 +56,19 @@ class ImageEncoder:
 
     def warm_up(self) -> None:
         """Run the largest batch once, so that its memory is taken before the KV pool is sized."""
-        largest = self._layout.largest
+        largest = self.layout.largest
         blank = Image.new("RGB", (largest.width, largest.height))
-        tiles = self._layout.pixels(blank, largest.height, largest.width)
+        tiles = self.layout.pixels(blank, largest.height, largest.width)
         count = max(self.max_tokens // largest.tokens, 1)
         if count * largest.tokens <= self.num_rows:
             rows = np.arange(count * largest.tokens, dtype=np.int32).reshape(count, -1)
             self.encode([(tiles, of_image) for of_image in rows])
 
 
-def load_encoder(config: ServerConfig, arena: mmap) -> ImageEncoder:
+def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> ImageEncoder:
     worker = config.worker
     platform = pick_device(worker.device)
-    device = platform.torch_device(0)
+    device = platform.torch_device(device_index)
     platform.bind(device, worker.deterministic)
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto", trusts_code=worker.trust_remote_code)
     layout = read_layout(read_image_files(source), config.http.max_image_tokens)

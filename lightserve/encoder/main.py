@@ -36,7 +36,7 @@ class Decoded(NamedTuple):
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     begin_s = time.monotonic()
     inbox: Receiver[ToEncoder] = Receiver(child_config.encoder_address(child_config.generation), ToEncoder)
-    to_router: Sender[FromEncoder] = Sender(child_config.address("router"))
+    to_router: Sender[FromEncoder] = Sender(child_config.router_address)
     encoder = await asyncio.to_thread(_load, child_config)
     launcher.send(StartupPhase("load", time.monotonic() - begin_s))
     to_router.send(EncoderStarted(child_config.generation, encoder.num_rows))
@@ -50,7 +50,7 @@ def _load(child_config: ChildConfig) -> ImageEncoder:
     if child_config.arena_fd is None:
         raise TypeError("the launcher starts an encoder with an arena")
     arena = mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size)
-    return load_encoder(child_config.config, arena)
+    return load_encoder(child_config.config, arena, child_config.device)
 
 
 class EncoderLoop:
@@ -76,7 +76,7 @@ class EncoderLoop:
         loop = asyncio.get_running_loop()
         while True:
             message = await self._inbox.recv()
-            decoding = loop.run_in_executor(self._threads, _decode, self._encoder, message)
+            decoding = loop.run_in_executor(self._threads, decode_image, self._encoder, message)
             self._waiting.append((message, decoding))
             self._has_waiting.set()
 
@@ -124,7 +124,8 @@ class EncoderLoop:
         )
 
 
-def _decode(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
+def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
+    """In any thread."""
     begin_s = time.monotonic()
     try:
         tiles = encoder.decode(message)

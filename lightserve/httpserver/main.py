@@ -31,7 +31,7 @@ from lightserve.links.tls import server_context
 from lightserve.messages.control import CertificateRenewed, Drain, Drained, EngineDied, EngineInfo, Keys, Ready
 from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
-from lightserve.model_files.config.images import placeholder_of, read_image_files
+from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
@@ -58,7 +58,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         child_config.address(f"http-{child_config.index}"), ToHttpserver
     )
     to_router: Sender[ToRouter] = Sender(child_config.address("router"))
-    manager = HttpServerManager(child_config.http_process, to_router, from_detokenization)
+    has_engines = config.cluster.has_dispatcher
+    manager = HttpServerManager(child_config.http_process, to_router, from_detokenization, has_engines)
     if config.cluster.is_gateway:
         flag = "--engines" if config.cluster.engines else "--engines_file"
         manager.no_workers_reason = f"no engine of {flag} can be reached; requests wait for one"
@@ -112,15 +113,15 @@ def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenize
     from lightserve.media.fetch.fetcher import Fetcher
     from lightserve.media.fetch.urls import UrlRules
     from lightserve.media.layout import read_layout
-    from lightserve.media.reader import MB, ImageReader
+    from lightserve.media.make_reader import make_reader
+    from lightserve.media.reader import MB
 
     http = config.http
     layout = read_layout(read_image_files(source), http.max_image_tokens)
     rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
-    placeholder = placeholder_of(source)
-    text = None if tokenizer is None else tokenizer.id_to_token(placeholder)
-    return ImageReader(layout, placeholder, text or "", http.max_images, http.max_image_mb * MB, fetcher)
+    limits = http.max_images, http.max_image_mb * MB
+    return make_reader(source, layout, tokenizer, limits, fetcher)
 
 
 def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:

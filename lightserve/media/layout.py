@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightserve.media.sizes import ImageHeader, ImageSize
+from lightserve.errors import InvalidRequestError
+from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits
 from lightserve.model_files.config.images import ImageFiles
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ class ImageLayout(ABC):
     @abstractmethod
     def size_of(self, header: ImageHeader, is_low: bool = False) -> ImageSize:
         """``is_low``: the client wants few tokens (OpenAI's ``detail: low``)."""
+
+    def within(self, limits: PixelLimits) -> ImageLayout:
+        """For a request that wants its images between these sizes."""
+        raise InvalidRequestError(
+            "mm_processor_kwargs: the images of this model have no min_pixels and max_pixels; leave them out",
+            "mm_processor_kwargs",
+        )
 
     @abstractmethod
     def pixels(self, image: Image, height: int, width: int) -> list[Pixels]:

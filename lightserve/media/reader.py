@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import binascii
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
 from lightserve.media.layout import ImageLayout
+from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
-from lightserve.media.tokens import check_places, digest_of, expand, locate
+from lightserve.media.tokens import check_places, digest_of, expand, fill_pairs, locate
 from lightserve.messages.media import ImageItem
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
 MB = 10**6
+
+
+def _no_tokenizer(text: str) -> list[int]:
+    raise InvalidRequestError("images of this model need its tokenizer, and the server has none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,17 @@ class ImageReader:
     max_images: int  # of a request
     max_bytes: int  # of an image
     fetcher: Fetcher | None = None  # None: images of other servers are refused
+    pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
+    encode: Callable[[str], list[int]] = _no_tokenizer
 
-    async def read_all(self, sources: Sequence[ImageSource], salt: str) -> list[ReadImage]:
+    async def read_all(
+        self, sources: Sequence[ImageSource], salt: str, limits: PixelLimits = NO_LIMITS
+    ) -> list[ReadImage]:
         """``salt``: only requests of the same salt share embeddings."""
         self._check_number(sources)
+        reader = self if limits.is_empty else replace(self, layout=self.layout.within(limits))
         files = await self._fetch_all(sources)
-        return await asyncio.to_thread(self._read_all, sources, salt, files)
+        return await asyncio.to_thread(reader._read_all, sources, salt, files)
 
     def _check_number(self, sources: Sequence[ImageSource]) -> None:
         if len(sources) > self.max_images:
@@ -98,13 +108,45 @@ class ImageReader:
 
         It is done before the prompt becomes tokens: a text may become one token with what stands beside it.
         """
-        marker = self.layout.marker or self.placeholder_text
         if not any(image.size.texts for image in images):
             return prompt
-        pieces = prompt.split(marker)
+        pieces = prompt.split(self.marker)
         check_places(len(pieces) - 1, len(images))
-        shown = [self.placeholder_text.join(image.size.texts or ("", "")) for image in images]
-        return "".join(piece for pair in zip(pieces, [*shown, ""], strict=True) for piece in pair)
+        shown = [*map(self._shown, images), ""]
+        return "".join(piece for pair in zip(pieces, shown, strict=True) for piece in pair)
+
+    def write_ids(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
+        """As ``write``, in a prompt that a client has made tokens of."""
+        if not any(image.size.texts for image in images):
+            return list(prompt_ids)
+        (marker,) = self.encode(self.marker)
+        check_places(sum(token_id == marker for token_id in prompt_ids), len(images))
+        shown = iter(images)
+        pieces = [self.encode(self._shown(next(shown))) if each == marker else [each] for each in prompt_ids]
+        return [token_id for piece in pieces for token_id in piece]
+
+    @property
+    def marker(self) -> str:
+        """What stands in a prompt for an image, before ``write``."""
+        return self.layout.marker or self.placeholder_text
+
+    def _shown(self, image: ReadImage) -> str:
+        return self.placeholder_text.join(image.size.texts or ("", ""))
+
+    def image_of_size(self, header: ImageHeader) -> ReadImage:
+        """To count its tokens."""
+        return ReadImage(b"", self.layout.size_of(header), b"")
+
+    @property
+    def image_ids(self) -> list[int]:
+        """What a prompt has in place of an image, before ``write_ids`` and ``expand``."""
+        if self.pair is None:
+            return [self.placeholder] if self.layout.marker is None else self.encode(self.layout.marker)
+        return [self.pair[0], self.placeholder, self.pair[1]]
+
+    def fill_pairs(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt with a placeholder in each empty pair, as clients of LightLLM write an image."""
+        return list(prompt_ids) if self.pair is None else fill_pairs(prompt_ids, self.pair, self.placeholder)
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
         """The prompt with a placeholder for each token of an image, in place of one for each run of them."""

@@ -19,6 +19,7 @@ from lightserve.config import RouterConfig
 from lightserve.errors import LightserveError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.media.tokens import with_image_ids
 from lightserve.messages.cluster import DispatchedReq, KvCacheEvents, KvCancel, MovedReqs, ToEngine
 from lightserve.messages.control import EngineInfo, HttpProcessLost
 from lightserve.messages.media import EncoderStarted, ImageEncoded
@@ -43,7 +44,7 @@ from lightserve.messages.request import (
 )
 from lightserve.messages.rl import RlQuery
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
-from lightserve.router.images.image_waits import ImageFailed, with_image_ids
+from lightserve.router.images.image_waits import ImageFailed
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.lora.control import AdapterControl
 from lightserve.router.lora.registry import RegisteredAdapter

@@ -60,9 +60,8 @@ class TileEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(config.positions**2, config.size)
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        out: Tensor = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
-        out = out + self.position_embedding(places)
-        return out
+        embedded: Tensor = self.patch_embedding(patches.to(self.patch_embedding.weight.dtype))
+        return embedded.add_(self.position_embedding(places))
 
 
 class TileTransformer(nn.Module):

@@ -16,7 +16,9 @@ class SiglipAttention(nn.Module):
         self.out_proj = nn.Linear(size, size)
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        query, key, value = (part(x).view(len(x), self.heads, -1) for part in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            projection(x).view(len(x), self.heads, -1) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out: Tensor = self.out_proj(segment_attention(query, key, value, groups).flatten(1))
         return out
 

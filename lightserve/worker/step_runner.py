@@ -157,10 +157,7 @@ class StepRunner:
         images: PackedImages | None = None,
     ) -> tuple[Tensor, StepColumns]:
         columns = self.columns(inputs, shape)
-        step = self.model_input(columns, shape)
-        if images is not None and self._batch.images is not None:
-            step = replace(step, images=self._batch.images.of_step(images))
-        return self.logits(step, prompts), columns
+        return self.logits(self.model_input(columns, shape, images), prompts), columns
 
     def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:
         """Of this rank's tokens. ``prompts`` gets those that it wants."""
@@ -196,7 +193,7 @@ class StepRunner:
     def columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
         return columns_of(inputs, shape, has_states=self._batch.states is not None)
 
-    def model_input(self, columns: StepColumns, shape: StepShape) -> ModelInput:
+    def model_input(self, columns: StepColumns, shape: StepShape, images: PackedImages | None = None) -> ModelInput:
         """Write the slots of the step's tokens to ``req_to_token``, and find the tokens that were sampled last."""
         token_columns, reqs = columns.tokens, columns.reqs
         tokens = ops.StepTokens(
@@ -212,6 +209,8 @@ class StepRunner:
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
+        rotary_positions = self._rotary_positions(tokens)
+        of_images = self._batch.images
         return ModelInput(
             input_ids,
             tokens.positions,
@@ -222,7 +221,8 @@ class StepRunner:
             lora=_lora_rows(columns, shape),
             states=_state_batch(columns, shape),
             group_tokens=shape.group_tokens,
-            rotary_positions=self._rotary_positions(tokens),
+            rotary_positions=rotary_positions,
+            images=None if images is None or of_images is None else of_images.of_step(images, rotary_positions),
         )
 
     def _rotary_positions(self, tokens: ops.StepTokens) -> Tensor | None:

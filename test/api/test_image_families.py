@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from test import tiled_model
+from test.api.image_chats import NEW_TOKENS, ask, expected, user
 from test.api.server import ServerProcess, running_server
-from test.api.test_images import NEW_TOKENS, ask, expected, user
 from test.vision_model import picture, save_vision_model
 
 Prompt = Sequence[int | Image.Image]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 from starlette.requests import Request
 
-from lightserve.httpserver.chat.images import with_images
 from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_tools, output_formats, output_plan
 from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt, generation_prompt_len
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
+from lightserve.httpserver.fields.images import with_images
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.messages.params import MAX_PREDICTION
@@ -50,7 +50,7 @@ async def prepare_chat(
     output = output_plan(context, body, await generation_prompt(context, body, prompt, tags))
     grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
-    prompt_requests = [with_images(context, body, prompt_request) for prompt_request in prompt_requests]
+    prompt_requests = [with_images(context, body.read_images, prompt_request) for prompt_request in prompt_requests]
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
     if num_tokens := generation_prompt_len(context, body, prompt):
         prompt_requests = [_with_generation_prompt(prompt_request, num_tokens) for prompt_request in prompt_requests]

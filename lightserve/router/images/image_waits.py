@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from lightserve.media.tokens import FIRST_ID, ids_of
+from lightserve.media.tokens import FIRST_ID
 from lightserve.messages.int_arrays import NO_INT32, Int32Array
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem, ImageRows, ToEncoder
 from lightserve.messages.step import NewReq
@@ -111,7 +111,7 @@ class ImageWaits(StepPart):
 
     def as_new(self, req: Req, new: NewReq) -> NewReq:
         """The request as the workers get it: its images, and token ids that are in the vocabulary."""
-        token_ids = np.where(new.token_ids >= FIRST_ID, req.images[0].placeholder, new.token_ids).astype(np.int32)
+        token_ids = _with_placeholder(new.token_ids, req.images[0].placeholder)
         return msgspec.structs.replace(new, token_ids=token_ids, images=[self._rows_of(req, i) for i in req.images])
 
     def _rows_of(self, req: Req, item: ImageItem) -> ImageRows:
@@ -185,14 +185,10 @@ class ImageWaits(StepPart):
         )
 
 
-def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32Array:
-    """The prompt with ids by which the prefix cache tells images apart."""
-    if not images:
-        return prompt_ids
-    ids = np.array(prompt_ids, dtype=np.int32)
-    for image in images:
-        image_ids, used = ids_of(image.digest, image.tokens), 0
-        for start, count in image.spans:
-            ids[start : start + count] = image_ids[used : used + count]
-            used += count
-    return ids
+def without_image_ids(req: Req) -> Int32Array:
+    """Its prompt with the ids that the vocabulary has."""
+    return _with_placeholder(req.prompt_ids, req.images[0].placeholder) if req.images else req.prompt_ids
+
+
+def _with_placeholder(token_ids: Int32Array, placeholder: int) -> Int32Array:
+    return np.where(token_ids >= FIRST_ID, placeholder, token_ids).astype(np.int32)

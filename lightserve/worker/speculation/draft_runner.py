@@ -21,6 +21,7 @@ from lightserve.config.speculation import SpeculativeConfig
 from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.step import Step
 from lightserve.worker.batch.drafted_req import DraftedReq
+from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -177,7 +178,8 @@ class DraftRunner:
         on_device = to_device(inputs, self._model.device)
         columns = columns_of(on_device[: len(packed.inputs)], shape, self._batch.states is not None)
         tensors = DraftTensors.of(on_device[len(packed.inputs) :], shape, packed.drafts.num_rows)
-        return self._compute(columns, shape, (tensors, draft_ids, packed.drafts.max_drafts), prompts)
+        of_drafts = tensors, draft_ids, packed.drafts.max_drafts
+        return self._compute(columns, shape, of_drafts, prompts, packed.images)
 
     @torch.inference_mode()
     def masked(self, out: StepOut, masks: StepMasks) -> StepOut:
@@ -242,6 +244,7 @@ class DraftRunner:
         shape: StepShape,
         of_drafts: tuple[DraftTensors, Tensor, int],
         prompts: StepPromptLogprobs | None = None,
+        images: PackedImages | None = None,
     ) -> StepOut:
         """``of_drafts``: where they are, their ids, and the most of a request."""
         tensors, draft_ids, max_drafts = of_drafts
@@ -249,7 +252,7 @@ class DraftRunner:
         token_ids = columns.tokens["token_id"]
         token_ids.copy_(torch.where(draft_ids != NO_DRAFT, draft_ids.int(), token_ids))
         rows, reqs = tensors.logit_tokens.long(), tensors.logit_reqs.long()
-        step = replace(self._runner.model_input(columns, shape), logit_rows=rows)
+        step = replace(self._runner.model_input(columns, shape, images), logit_rows=rows)
         is_split = shape.num_drafts > 0 and shape.tokens <= MAX_SPLIT_TOKENS
         logits = self._runner.logits(_as_decodes(step, columns) if is_split else step, prompts)
         b_position = columns.tokens["position"][rows] + 1
