@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +13,14 @@ from PIL import Image
 from test import tiled_model
 from test.api.image_chats import NEW_TOKENS, ask, expected, user
 from test.api.server import ServerProcess, running_server
-from test.vision_model import picture, save_vision_model
+from test.vision_model import picture, png, save_vision_model
 
 Prompt = Sequence[int | Image.Image]
 
 
 class Served(NamedTuple):
     server: ServerProcess
+    place: str  # of an image in a prompt
     expected: Callable[[Prompt], str]
 
 
@@ -60,7 +62,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "0.01",
     )
     with running_server(tmp_path_factory.mktemp("server") / "log", *flags) as server:
-        yield Served(server, text_of)
+        yield Served(
+            server, "<image>" if SAVE[request.param] is save_tiled else "<|vision_start|><|vision_end|>", text_of
+        )
 
 
 def test_text_after_images_is_that_of_transformers(served: Served) -> None:
@@ -101,3 +105,21 @@ def test_images_that_share_no_tokens_share_no_cache(served: Served) -> None:
 
         assert text == served.expected([1, 5, 5, 5, image, 6, 2])
         assert usage["prompt_tokens_details"]["cached_tokens"] < 10
+
+
+def test_prompts_of_generate_have_the_text_of_chats(served: Served) -> None:
+    image = picture(91, 203, 6)
+    data = base64.b64encode(png(image)).decode()
+    wanted = served.expected([1, 5, image, 6, 2])
+    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    lightllm = {"inputs": f"w1 w5 {served.place} w6 w2", "parameters": parameters}
+    inputs = f"w1 w5 ![](data:image/png;base64,{data}) w6 w2"
+    tgi = {"inputs": inputs, "parameters": {"max_new_tokens": NEW_TOKENS, "ignore_eos_token": True}}
+
+    _, response = served.server.post(
+        "/generate", {**lightllm, "multimodal_params": {"images": [{"type": "base64", "data": data}]}}
+    )
+    _, of_tgi = served.server.post("/generate", tgi)
+
+    assert response["generated_text"] == [wanted]
+    assert of_tgi["generated_text"] == wanted
