@@ -37,7 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "model_files.config.text_part": {"errors"},
     "model_files.lora": {"errors", "model_files.config.text_part", "model_files.safetensors_header"},
     "model_files.safetensors_header": {"errors"},
-    "media": {"errors", "messages"},
+    "media": {"errors", "messages", "model_files"},
     "media.reader": {"errors", "media", "messages"},
     "media.fetch": {"errors"},
     "media.sources": {"media.sizes"},

@@ -120,7 +120,7 @@ class LLM(PoolingMethods):
             logger.warning(NO_TOKENIZER, source.path)
         elif self._tokenizer.note:
             logger.info(self._tokenizer.note)
-        self._images = open_images(self.config, source, limit_mm_per_prompt)
+        self._images = open_images(self.config, source, self._tokenizer, limit_mm_per_prompt)
         self.worker = worker_class(self.config, source)(self.config, source, Parallel())
         if self._images is not None:
             self._images.use_worker(self.worker)

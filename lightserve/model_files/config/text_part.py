@@ -13,6 +13,7 @@ TEXT_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "idefics3": "llama",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "mistral3": "mistral",
@@ -22,6 +23,7 @@ TEXT_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_vl_moe",
+    "smolvlm": "llama",
 }
 # model_type of text_config: as which model_type it is served; others are served as what they are
 SERVED_AS = {
@@ -34,7 +36,7 @@ SERVED_AS = {
 # prefixes of the tensors of the other parts, with or without ``model.`` before them
 OTHER_PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
-    *("multi_modal_projector.", "mm_projector."),
+    *("multi_modal_projector.", "mm_projector.", "connector."),
 )
 
 
@@ -62,9 +64,10 @@ def is_of_other_part(name: str) -> bool:
 def text_name(name: str) -> str:
     """The name that a tensor or module of the language model has in a checkpoint of that model alone.
 
-    Files name it ``model.language_model.layers`` as transformers does today, ``language_model.model.layers``, or as the
-    model alone.
+    Files name it ``model.language_model.layers`` as transformers does today, ``model.text_model.layers``,
+    ``language_model.model.layers``, or as the model alone.
     """
-    if name.startswith("model.language_model."):
-        return name.replace("language_model.", "", 1)
+    for text_part in ("language_model.", "text_model."):
+        if name.startswith(f"model.{text_part}"):
+            return name.replace(text_part, "", 1)
     return name.removeprefix("language_model.")

@@ -56,17 +56,22 @@ def positions_of(images: Sequence[ImageRows]) -> Int64Array:
     parts: list[Int64Array] = []
     length = position = 0
     for image in images:
-        text = np.arange(image.start - length) + position
-        position += len(text)
-        rows, columns = np.divmod(np.arange(image.rows * image.columns), image.columns)
-        parts += [np.stack((text, text, text)), np.stack((np.zeros_like(rows), rows, columns)) + position]
-        length, position = image.start + len(rows), position + max(image.rows, image.columns)
+        for start, count in image.spans:
+            if not image.rows:
+                start += count  # its tokens have positions as text has
+            text = np.arange(start - length) + position
+            parts.append(np.stack((text, text, text)))
+            length, position = start, position + len(text)
+            if image.rows:
+                rows, columns = np.divmod(np.arange(count), image.columns)
+                parts.append(np.stack((np.zeros_like(rows), rows, columns)) + position)
+                length, position = start + count, position + max(image.rows, image.columns)
     return np.concatenate(parts, axis=1)
 
 
 def req_images(images: Sequence[ImageRows]) -> ReqImages:
-    counts = [image.rows * image.columns for image in images]
-    places = [np.arange(image.start, image.start + count) for image, count in zip(images, counts, strict=True)]
+    places = [np.arange(start, start + count) for image in images for start, count in image.spans]
+    counts = [sum(count for _, count in image.spans) for image in images]
     arena_rows = [
         int32s(image.arena_rows) if len(image.arena_rows) else np.full(count, NOT_ENCODED, dtype=np.int32)
         for image, count in zip(images, counts, strict=True)
@@ -76,7 +81,7 @@ def req_images(images: Sequence[ImageRows]) -> ReqImages:
 
 class BatchImages:
     def __init__(self, arena: Tensor, max_reqs: int, device: torch.device, has_axes: bool) -> None:
-        """``arena``: the embeddings of all images, ``[rows, hidden]``, in shared memory."""
+        """``arena``: what the encoder computed of all images, ``[rows, vectors, hidden]``, in shared memory."""
         self._arena = arena
         self._device = device
         self._reqs: dict[int, ReqImages] = {}  # by row of the batch
