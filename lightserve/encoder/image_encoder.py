@@ -11,7 +11,7 @@ from PIL import Image
 
 from lightserve.common.device import Device, pick_device
 from lightserve.config import ServerConfig, WorkerConfig
-from lightserve.media.image_file import Pixels, decode
+from lightserve.media.image_file import Pixels
 from lightserve.media.layout import ImageLayout, read_layout
 from lightserve.messages.int_arrays import Int32Array
 from lightserve.messages.media import EncodeImage
@@ -20,6 +20,7 @@ from lightserve.model_files.source import ModelSource, resolve
 from lightserve.vision.load import load_tower
 from lightserve.vision.tower import VisionTower
 
+GIB = 2**30
 GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
 
 
@@ -39,9 +40,19 @@ class ImageEncoder:
     def num_rows(self) -> int:
         return len(self._arena)
 
-    def decode(self, message: EncodeImage) -> list[Pixels]:
-        """From any thread. The tiles of an image."""
-        return self.layout.pixels(decode(message.data), message.height, message.width)
+    def tiles_of(self, picture: Image.Image, message: EncodeImage) -> list[Pixels]:
+        """From any thread."""
+        return self.layout.pixels(picture, message.height, message.width)
+
+    @property
+    def summary(self) -> str:
+        """For the operator."""
+        weights = sum(parameter.nbytes for parameter in self._tower.parameters()) / GIB
+        memory = self._arena.nbytes / GIB
+        return (
+            f"{weights:.2f} GiB of vision weights on {self._device.type}; embeddings of {self.num_rows:,} tokens in "
+            f"{memory:.2f} GiB of host memory"
+        )
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[tuple[Sequence[Pixels], Int32Array]]) -> list[bool]:

@@ -28,7 +28,8 @@ logger = init_logger(__name__)
 
 class Decoded(NamedTuple):
     tiles: list[Pixels] | None  # None: it could not be decoded
-    seconds: float
+    decode_s: float
+    resize_s: float = 0.0
     status: int = 200
     message: str = ""
 
@@ -40,7 +41,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     encoder = await asyncio.to_thread(_load, child_config)
     launcher.send(StartupPhase("load", time.monotonic() - begin_s))
     to_router.send(EncoderStarted(child_config.generation, encoder.num_rows))
-    launcher.send(Ready())
+    launcher.send(Ready(encoder.summary))
     await EncoderLoop(encoder, inbox, to_router, child_config.generation).run()
 
 
@@ -120,18 +121,30 @@ class EncoderLoop:
 
     def _report(self, message: EncodeImage, decoded: Decoded, encode_s: float = 0.0) -> None:
         self._to_router.send(
-            ImageEncoded(self._generation, message.digest, decoded.status, decoded.message, decoded.seconds, encode_s)
+            ImageEncoded(
+                self._generation,
+                message.digest,
+                decoded.status,
+                decoded.message,
+                decoded.decode_s,
+                decoded.resize_s,
+                encode_s,
+            )
         )
 
 
 def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     """In any thread."""
+    from lightserve.media.image_file import decode
+
     begin_s = time.monotonic()
     try:
-        tiles = encoder.decode(message)
+        picture = decode(message.data)
+        decoded_s = time.monotonic()
+        tiles = encoder.tiles_of(picture, message)
     except RequestError as error:
-        return Decoded(None, time.monotonic() - begin_s, error.status, str(error))
-    return Decoded(tiles, time.monotonic() - begin_s)
+        return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
+    return Decoded(tiles, decoded_s - begin_s, time.monotonic() - decoded_s)
 
 
 if __name__ == "__main__":

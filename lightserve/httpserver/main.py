@@ -50,6 +50,7 @@ KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that t
 # event loop, 215 to 470 with 32, 165 to 280 with 64, 133 to 173 with 128. An iteration without a connection costs
 # nothing, one with a connection some 50 us.
 ACCEPTS_PER_ITERATION = 128
+REPORT_S = 1.0  # between two messages about images
 
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
@@ -98,6 +99,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, context, exporter, tls))
         if exporter is not None:
             tasks.create_task(report_counts(exporter, to_router))
+        if context.images is not None:
+            tasks.create_task(_report_images(context.images, child_config.http_process, to_router))
         if context.stream_log is not None:
             tasks.create_task(context.stream_log.run())
             tasks.create_task(report_stream_log(context.stream_log, to_router))
@@ -122,6 +125,14 @@ def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenize
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
     limits = http.max_images, http.max_image_mb * MB
     return make_reader(source, layout, tokenizer, limits, fetcher)
+
+
+async def _report_images(images: ImageReader, process: int, to_router: Sender[ToRouter]) -> None:
+    """The router adds up what the HTTP processes have counted."""
+    while True:
+        await asyncio.sleep(REPORT_S)
+        if counts := images.stats.take(process):
+            to_router.send(counts)
 
 
 def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:

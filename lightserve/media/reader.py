@@ -6,7 +6,7 @@ import asyncio
 import binascii
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
@@ -15,6 +15,7 @@ from lightserve.media.image_file import read_header
 from lightserve.media.layout import ImageLayout
 from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
+from lightserve.media.stats import ImageStats
 from lightserve.media.tokens import check_places, digest_of, expand, fill_pairs, locate
 from lightserve.messages.media import ImageItem
 
@@ -36,6 +37,7 @@ class ImageReader:
     fetcher: Fetcher | None = None  # None: images of other servers are refused
     pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
     encode: Callable[[str], list[int]] = _no_tokenizer
+    stats: ImageStats = field(default_factory=ImageStats)
 
     async def read_all(
         self, sources: Sequence[ImageSource], salt: str, limits: PixelLimits = NO_LIMITS
@@ -43,11 +45,13 @@ class ImageReader:
         """``salt``: only requests of the same salt share embeddings."""
         self._check_number(sources)
         reader = self if limits.is_empty else replace(self, layout=self.layout.within(limits))
-        files = await self._fetch_all(sources)
-        return await asyncio.to_thread(reader._read_all, sources, salt, files)
+        with self.stats.reading():
+            files = await self._fetch_all(sources)
+            return await asyncio.to_thread(reader._read_all, sources, salt, files)
 
     def _check_number(self, sources: Sequence[ImageSource]) -> None:
         if len(sources) > self.max_images:
+            self.stats.refused("number")
             raise InvalidRequestError(
                 f"the request has {len(sources)} images; the limit is {self.max_images} (--limit_mm_per_prompt)",
                 sources[0].param,
@@ -70,9 +74,11 @@ class ImageReader:
 
     async def _fetch(self, number: int, source: ImageSource) -> bytes:
         if self.fetcher is None:
+            self.stats.refused("fetch")
             raise _of_image(number, source, "this server fetches no URLs (--no_media_urls); send it as a data: URL")
         try:
-            return await self.fetcher.fetch(source.url)
+            with self.stats.fetching():
+                return await self.fetcher.fetch(source.url)
         except InvalidRequestError as error:
             raise _of_image(number, source, error) from error
 
@@ -84,6 +90,7 @@ class ImageReader:
             data = files[source.url] if source.url in files else self._bytes_of(source.url)
             size = self.layout.size_of(read_header(data), source.is_low)
         except InvalidRequestError as error:
+            self.stats.refused("file")
             raise _of_image(number, source, error) from error
         return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt), size, data)
 

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import InvalidRequestError
+from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
 from lightserve.model_files.source import ModelSource
@@ -48,7 +50,7 @@ class OfflineImages:
         self._encoder: ImageEncoder = load_encoder(config, self._arena)
         http = config.http
         rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
-        self._fetch = lambda: Fetcher(rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
+        self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
         self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
         self._waits = ImageWaits(lambda generation: self._to_encode.append)
@@ -66,11 +68,16 @@ class OfflineImages:
         sources = [source_of(image) for image in images]
         reader = self._reader
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            read = thread.submit(lambda: asyncio.run(replace(reader, fetcher=self._fetch()).read_all(sources, "")))
-            found = read.result()
+            found = thread.submit(self._read, sources).result()
         prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), found), found))
         prompt.images = reader.locate(prompt, found)
         return prompt
+
+    def _read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:
+        async def read() -> list[ReadImage]:
+            return await replace(self._reader, fetcher=self._new_fetcher()).read_all(sources, "")
+
+        return asyncio.run(read())
 
     def enter(self, req: Req, cached_len: int) -> None:
         """Before the request is queued."""
@@ -100,11 +107,16 @@ class OfflineImages:
         return ImageEncoded(0, message.digest)
 
 
+def is_of(failed: ImageFailed, req: Req) -> bool:
+    return req.req_id in failed.req_ids
+
+
 def plain_ids(req: Req) -> list[int]:
     """Of a prompt for a beam search."""
     if req.images:
         raise InvalidRequestError("a beam search takes no images; use generate or chat")
-    return req.prompt_ids.tolist()
+    ids: list[int] = req.prompt_ids.tolist()
+    return ids
 
 
 def open_images(

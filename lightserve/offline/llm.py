@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from numbers import Integral
 from types import TracebackType
@@ -32,7 +33,7 @@ from lightserve.offline.chat import Conversation, check_conversation, is_convers
 from lightserve.offline.checks import checked_model
 from lightserve.offline.fields import check_n, known_fields, repeated
 from lightserve.offline.image_parts import for_template
-from lightserve.offline.images import ImagePrompt, open_images, plain_ids
+from lightserve.offline.images import ImagePrompt, is_of, open_images, plain_ids
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.images.image_waits import ImageFailed, without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
@@ -396,7 +397,7 @@ class LLM(PoolingMethods):
     def _fail_images(self, failures: Sequence[ImageFailed]) -> bool:
         """Returns whether requests ended."""
         for failed in failures:
-            for req in self._scheduler.drop(lambda req, ids=failed.req_ids: req.req_id in ids):
+            for req in self._scheduler.drop(partial(is_of, failed)):
                 self._fail(ReqFailed(req.req_id, failed.status, failed.message))
         return bool(failures)
 

@@ -177,7 +177,11 @@ class Launcher:
         ]
         config = self._config
         phases = {child.role: child.phases for child in self._processes.children} | {"start": start_phases}
-        print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster))
+        rows = banner(url, self._model, engine, config.http, phases, config.cluster)
+        encoder = self._processes.engines[0].encoder if self._processes.engines else None
+        if encoder is not None:
+            rows["images"] = f"up to {config.http.max_images} of a request; {encoder.summary}"
+        print_banner(url, rows)
 
 
 if __name__ == "__main__":

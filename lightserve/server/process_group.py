@@ -167,11 +167,14 @@ class ProcessGroup:
         if has_gpu(self._config.worker.device):
             encoders = [engine.encoder for engine in self.engines if engine.encoder is not None]
             watching = [asyncio.create_task(encoder.watch()) for encoder in encoders]
-            loading = asyncio.gather(*(encoder.ready.wait() for encoder in encoders))
-            await asyncio.wait({*watching, loading}, return_when=asyncio.FIRST_COMPLETED)
+            for encoder in encoders:
+                loading = asyncio.create_task(encoder.ready.wait())
+                await asyncio.wait({*watching, loading}, return_when=asyncio.FIRST_COMPLETED)
+                loading.cancel()
+                for task in watching:
+                    if task.done():
+                        task.result()  # it raises
             for task in watching:
-                if task.done():
-                    task.result()  # it raises
                 task.cancel()
 
     async def _start_httpserver(self, index: int) -> ChildProcess:

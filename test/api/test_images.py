@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,13 @@ def vision_server(vision_model: tuple[str, Any], tmp_path_factory: pytest.TempPa
         yield server
 
 
+def test_the_banner_shows_the_memory_of_images(vision_server: ServerProcess) -> None:
+    assert re.search(
+        r"images +up to 16 of a request; \S+ GiB of vision weights on cpu; embeddings of [\d,]+ tokens in 0.01 GiB",
+        vision_server.log_path.read_text(),
+    )
+
+
 def test_text_after_images_is_that_of_transformers(vision_server: ServerProcess, vision_model: tuple[str, Any]) -> None:
     first, second = picture(90, 200, 1), picture(150, 60, 2)
 
@@ -56,6 +64,27 @@ def test_the_same_image_in_a_later_turn_is_taken_from_the_prefix_cache(
     answer_ids = [int(word[1:]) for word in answer.split()]
     assert text == expected(vision_model[1], [1, 5, 6, image, 1, *answer_ids, 1, 9, 2])
     assert usage["prompt_tokens_details"]["cached_tokens"] == length - 1  # all but w2, which begins the answer
+
+
+def test_a_chat_about_an_image_is_cached_as_a_chat_about_a_text(vision_server: ServerProcess) -> None:
+    def cached_share(about: str | Image.Image) -> float:
+        """Of the prompts of five turns."""
+        messages = [user(about, "w50 w51")]
+        cached = total = 0
+        for turn in range(5):
+            answer, usage = ask(vision_server, messages)
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+            total += usage["prompt_tokens"]
+            messages += [{"role": "assistant", "content": answer}, user(f"w{60 + turn} w52")]
+        return cached / total
+
+    image = picture(140, 168, 30)  # 30 tokens between two
+    text = " ".join(f"w{60 + number}" for number in range(32))
+
+    of_image, of_text = cached_share(image), cached_share(text)
+
+    assert of_text > 0.5
+    assert abs(of_image - of_text) < 0.02
 
 
 def test_an_image_at_another_place_is_not_encoded_again(
@@ -133,7 +162,29 @@ def test_a_truncated_image_is_refused_and_the_next_one_is_read(vision_server: Se
 def test_nothing_waits_or_is_held_when_all_requests_have_ended(vision_server: ServerProcess) -> None:
     vision_server.wait_until_idle()
 
-    wait_until(lambda: vision_server.metrics()["images_waiting"] == 0)
+    stages = ("fetch", "queue", "encoder")
+    wait_until(lambda: not any(vision_server.metrics()[f"images_waiting/{stage}"] for stage in stages))
+
+
+def test_metrics_tell_the_stages_of_images_and_refusals(vision_server: ServerProcess) -> None:
+    before = vision_server.settled_metrics()
+    file = png(Image.effect_noise((200, 200), 60))
+    with image_host_in_thread(lambda target: answer(file) if target == "/cat" else answer(b"", status=404)) as host:
+        for path in ("/cat", "/none"):
+            content = [{"type": "image_url", "image_url": host.url(path)}]
+            messages = [{"role": "user", "content": content}]
+            vision_server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    refusal(vision_server, [part_of(picture(60, 60))] * 17)
+    for data in (b"no image", file[: len(file) // 2]):
+        url = f"data:;base64,{base64.b64encode(data).decode()}"
+        refusal(vision_server, [{"type": "image_url", "image_url": url}])
+
+    after = vision_server.settled_metrics()
+    added = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    stages = {stage: added[f"image_{stage}_seconds_count"] for stage in ("fetch", "decode", "resize", "encode")}
+    assert stages == {"fetch": 1, "decode": 2, "resize": 1, "encode": 1}
+    refusals = {reason: added[f"image_refused_total/{reason}"] for reason in ("number", "fetch", "file", "decode")}
+    assert refusals == {"number": 1, "fetch": 1, "file": 1, "decode": 1}
 
 
 PROMPT = "w1 <|vision_start|>{}<|vision_end|> w40 w2"  # what the chat template writes
@@ -230,7 +281,7 @@ def test_a_request_sets_the_pixels_of_its_images(vision_server: ServerProcess) -
 
     def image_tokens(**limits: int) -> int:
         _, usage = ask(vision_server, [user(image, "w40")], mm_processor_kwargs=limits)
-        return usage["prompt_tokens_details"]["image_tokens"]
+        return int(usage["prompt_tokens_details"]["image_tokens"])
 
     assert image_tokens() == 36
     assert image_tokens(max_pixels=9 * 28 * 28) == 9

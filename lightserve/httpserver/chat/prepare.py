@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 from starlette.requests import Request
 
+from lightserve.httpserver.chat.images import read_images
 from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_tools, output_formats, output_plan
 from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt, generation_prompt_len
 from lightserve.httpserver.chat.request import ChatBody
@@ -44,6 +46,7 @@ async def prepare_chat(
     check_choices(context, 1, body.beam_width or body.choices)
     log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)
+    await _read_images(context, body, log)
     prompt, ids = await render(context, body)
     reasoning = output_formats(context).reasoning
     tags = () if reasoning is None else (reasoning.begin, reasoning.end)
@@ -58,6 +61,13 @@ async def prepare_chat(
     predicted = await _prediction_ids(context, body)
     prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
     return PreparedChat(prompt, prompt_requests, output, log)
+
+
+async def _read_images(context: ServerContext, body: ChatBody, log: AccessLog) -> None:
+    begin_s = time.monotonic()
+    await read_images(context, body)
+    if body.read_images:
+        log.images_read_s = begin_s, time.monotonic()
 
 
 def _with_generation_prompt(prompt_request: PromptRequest, num_tokens: int) -> PromptRequest:

@@ -44,7 +44,7 @@ class ImageWaits(StepPart):
         self._files: dict[bytes, tuple[bytes, set[int]]] = {}  # by digest: of the requests with these ids
         self._room = Wait()  # until rows are released
         self.hits = {"kv": 0, "embedding": 0, "none": 0}
-        self.seconds = {"decode": 0.0, "encode": 0.0}
+        self.num_refused = {"decode": 0}  # images, by reason
         self.num_encoded = 0
 
     def why_refused(self, images: Sequence[ImageItem]) -> str:
@@ -143,9 +143,8 @@ class ImageWaits(StepPart):
         image = self.pool.find(done.digest)
         if done.generation != self._generation or image is None:  # of an encoder that has died
             return None
-        self.seconds["decode"] += done.decode_s
-        self.seconds["encode"] += done.encode_s
         if done.status != 200:
+            self.num_refused["decode"] += done.status == 400
             failed = self._fail(image, done.status, done.message)
             self._send_pending()
             return failed
@@ -178,11 +177,17 @@ class ImageWaits(StepPart):
             under_way.append(image)
 
     def report(self, metrics: RouterMetrics) -> None:
-        pool = self.pool
-        waiting = len(pool.pending())
+        pool, waiting = self.pool, self.num_waiting
         metrics.set_images(
-            ImageFigures(self.hits, self.seconds, self.num_encoded, pool.num_evicted, waiting, pool.used_rows)
+            ImageFigures(self.hits, self.num_refused, waiting, self.num_encoded, pool.num_evicted, pool.used_rows)
         )
+
+    @property
+    def num_waiting(self) -> dict[str, int]:
+        """Images that are not encoded, by stage."""
+        pending = self.pool.pending()
+        sent = sum(image.is_sent for image in pending)
+        return {"queue": len(pending) - sent, "encoder": sent}
 
 
 def without_image_ids(req: Req) -> Int32Array:
