@@ -160,6 +160,8 @@ class StepRunner:
         step = self.model_input(columns, shape)
         if images is not None and self._batch.images is not None:
             step = replace(step, images=self._batch.images.of_step(images))
+            if images.see_until is not None:
+                step = step.seeing_until(to_device(images.see_until, self._model.device))
         return self.logits(step, prompts), columns
 
     def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:

@@ -58,6 +58,11 @@ class ModelInput:
     rotary_positions: Tensor | None = None  # [tokens] int32, if they differ from position_ids: after images
     images: StepImages | None = None  # None: no row computes tokens of images, or before them
 
+    def seeing_until(self, see_until: Tensor) -> ModelInput:
+        """With rows that see later tokens: see ``AttnBatch.see_until``."""
+        groups = (replace(group, attn=replace(group.attn, see_until=see_until)) for group in self.kv_groups)
+        return replace(self, attn=replace(self.attn, see_until=see_until), kv_groups=tuple(groups))
+
 
 class Observer(Protocol):
     """Receives the intermediate values of a forward pass; see hooks.py for their names."""

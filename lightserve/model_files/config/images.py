@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
+from lightserve.messages.media import Sight
 from lightserve.model_files.folder import read_json
 from lightserve.model_files.source import FolderSource, ModelSource
 
@@ -18,6 +19,7 @@ class VisionFamily(NamedTuple):
 
     layout: str  # an ImageLayout
     tower: str  # a VisionTower
+    sight: Sight = Sight.NONE  # of the tokens of prompts
 
 
 _QWEN = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
@@ -60,6 +62,11 @@ class ImageFiles:
 
 def reads_images(hf: Mapping[str, Any]) -> bool:
     return hf.get("multimodal_type") in FAMILIES
+
+
+def sight_of(hf: Mapping[str, Any]) -> Sight:
+    """Of the tokens of prompts."""
+    return FAMILIES[hf["multimodal_type"]].sight if reads_images(hf) else Sight.NONE
 
 
 def read_image_files(source: ModelSource) -> ImageFiles:
