@@ -6,7 +6,7 @@ import asyncio
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
@@ -67,6 +67,8 @@ class ImageReader:
             raise _of_image(number, source, error) from error
 
     def _read_all(self, sources: Sequence[ImageSource], salt: str, files: Mapping[str, bytes]) -> list[ReadImage]:
+        if len(sources) > 1 and self.layout.shows_wholes_of_several:
+            sources = [replace(source, is_low=True) for source in sources]
         return [self._read(source, salt, files, number) for number, source in enumerate(sources, start=1)]
 
     def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
