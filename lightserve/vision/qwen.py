@@ -82,7 +82,7 @@ class QwenTower(VisionTower):
 
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
         patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
-        rows = self(patches.to(self.patch_embed["proj"].weight.dtype), grids)
+        rows = self(patches.to(next(self.parameters()).dtype), grids)
         return split_rows(rows, [height * width // self.config.merge**2 for height, width in grids])
 
     def _norm(self) -> nn.Module:

@@ -141,11 +141,11 @@ class Qwen3Tower(VisionTower):
         sides = places.new_tensor([max(length - 1, 1) for length in grid])
         at = places.float() * last / sides
         first = at.floor()
-        near, weights = first.long(), (at - first).to(self.pos_embed.weight.dtype)
-        out = torch.zeros((), device=places.device, dtype=weights.dtype)
+        near, weights = first.long(), at - first
+        out = torch.zeros((), device=places.device)  # in float32
         for down in (0, 1):
             for right in (0, 1):
                 row, column = (near + near.new_tensor([down, right])).clamp(max=last).unbind(1)
                 share = (weights - weights.new_tensor([1 - down, 1 - right])).abs().prod(1, keepdim=True)
                 out = out + self.pos_embed(row * (last + 1) + column) * share
-        return out
+        return out.to(self.pos_embed.weight.dtype)

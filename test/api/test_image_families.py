@@ -1,84 +1,103 @@
-"""Images of other families than Qwen's through a real server on a CPU. The oracle is transformers."""
+"""Images through real servers, of models that differ from Qwen2.5-VL. The oracle is transformers."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from PIL import Image
 
+from test import tiled_model
 from test.api.server import ServerProcess, running_server
-from test.vision_families import PAD, START, VOCAB_SIZE, greedy, save_family
-from test.vision_model import picture, png
+from test.api.test_images import NEW_TOKENS, ask, expected, user
+from test.vision_model import picture, save_vision_model
 
-NEW_TOKENS = 6
-# the others differ in their layout and tower alone: see test/worker/test_image_families.py
-SERVED = ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llava_onevision", "mistral3"))]
-Model = tuple[str, Any, ServerProcess]
+Prompt = Sequence[int | Image.Image]
 
 
-def start(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = tmp_path_factory.mktemp(name)
-    model = save_family(folder, name)
-    flags = ("--model_dir", str(folder), "--device", "cpu", "--max_total_token_num", "2000")
-    # a span of an image is longer than the rest of most chunks
-    limits = ("--embed_cache_gb", "0.01", "--chunked_prefill_size", "11", "--limit_mm_per_prompt", "image=16")
-    with running_server(tmp_path_factory.mktemp("server") / "log", *flags, *limits) as server:
-        yield name, model, server
+class Served(NamedTuple):
+    server: ServerProcess
+    expected: Callable[[Prompt], str]
 
 
-@pytest.fixture(scope="module", params=SERVED)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    yield from start(request.param, tmp_path_factory)
+def save_qwen(folder: Path, model_type: str) -> tuple[str, Callable[[Prompt], str]]:
+    path, model = save_vision_model(folder, model_type)
+    return path, lambda prompt: expected(model, prompt)
 
 
-@pytest.fixture(scope="module")
-def paligemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    yield from start("paligemma", tmp_path_factory)
+def save_tiled(folder: Path, model_type: str) -> tuple[str, Callable[[Prompt], str]]:
+    path, model, tokenizer = tiled_model.save_tiled_model(folder, model_type)
+
+    def text_of(prompt: Prompt) -> str:
+        ids = tiled_model.greedy(model, tokenizer, prompt, NEW_TOKENS)[0]
+        return " ".join(f"w{token_id}" for token_id in ids if token_id < tiled_model.WORDS)  # others have no text
+
+    return path, text_of
 
 
-def part_of(each: str | Image.Image) -> dict[str, Any]:
-    if isinstance(each, str):
-        return {"type": "text", "text": each}
-    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png(each)).decode()}}
+SAVE: dict[str, Callable[[Path, str], tuple[str, Callable[[Prompt], str]]]] = {
+    "smolvlm": save_tiled,
+    "qwen3_5_moe": save_qwen,
+    "qwen3_vl_moe": save_qwen,
+}
+FLAGS = {"qwen3_vl_moe": ("--tp", "2")}
 
 
-def ask(server: ServerProcess, *parts: str | Image.Image) -> tuple[str, dict[str, Any]]:
-    messages = [{"role": "user", "content": [part_of(each) for each in parts]}]
-    body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    status, response = server.post("/v1/chat/completions", body)
-    assert status == 200, response
-    return response["choices"][0]["message"]["content"], response["usage"]
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_5_moe", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path, text_of = SAVE[request.param](tmp_path_factory.mktemp(request.param), request.param)
+    flags = (
+        *FLAGS.get(request.param, ()),
+        "--model_dir",
+        path,
+        "--device",
+        "cpu",
+        "--max_total_token_num",
+        "2000",
+        "--embed_cache_gb",
+        "0.01",
+    )
+    with running_server(tmp_path_factory.mktemp("server") / "log", *flags) as server:
+        yield Served(server, text_of)
 
 
-def expected(model: Any, name: str, prompt: Sequence[int], images: Sequence[Image.Image]) -> str:
-    text = greedy(model, name, prompt, images, NEW_TOKENS)
-    return " ".join(f"w{token_id}" for token_id in text if token_id < VOCAB_SIZE)
+def test_text_after_images_is_that_of_transformers(served: Served) -> None:
+    first, second = picture(91, 203, 1), picture(157, 60, 2)
+
+    text, usage = ask(served.server, [user("w5", first, "w7 w8", second, "w9")])
+
+    assert text == served.expected([1, 5, first, 7, 8, second, 9, 2])
+    assert usage["prompt_tokens_details"]["image_tokens"] > 10
 
 
-def test_text_after_images_is_that_of_transformers(served: Model) -> None:
-    name, model, server = served
-    first, second = picture(90, 200, 1), picture(150, 60, 2)
+def test_later_turns_take_the_image_from_the_prefix_cache(served: Served) -> None:
+    image = picture(150, 140, 3)
+    # recurrent layers keep no state before a prompt is so long
+    chat = [user("w5 " * 30, image, "w6")]
+    prompt: Prompt = [1, *[5] * 30, image, 6, 2]
+    encoded = served.server.settled_metrics()["images_encoded_total"]
+    cached = []
 
-    alone, usage = ask(server, "w5", first, "w9")
-    both, _ = ask(server, "w5", first, "w7 w8", second, "w9")
-    again, cached = ask(server, "w5", first, "w9")
+    for word in (9, 10, 11):
+        text, usage = ask(served.server, chat)
+        assert text == served.expected(prompt)
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        chat += [{"role": "assistant", "content": "w3"}, user(f"w{word}")]
+        prompt = [*prompt[:-1], 1, 3, 1, word, 2]
 
-    assert alone == again == expected(model, name, [1, 5, PAD, 9, 2], [first])
-    assert both == expected(model, name, [1, 5, PAD, 7, 8, PAD, 9, 2], [first, second])
-    assert cached["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    assert cached[1] > 45  # of the image too
+    assert cached[2] >= cached[1]
+    assert served.server.settled_metrics()["images_encoded_total"] == encoded + 1
 
 
-@pytest.mark.long
-def test_a_prompt_of_paligemma_sees_itself(paligemma: Model) -> None:
-    name, model, server = paligemma
-    first = picture(90, 200, 1)
+def test_images_that_share_no_tokens_share_no_cache(served: Served) -> None:
+    texts = []
+    for seed in (4, 5):
+        image = picture(120, 120, seed)
+        text, usage = ask(served.server, [user("w5 w5 w5", image, "w6")])
+        texts.append(text)
 
-    texts = [ask(server, "w5 w6", first)[0], ask(server, "w5 w6 w7", first)[0]]
-    again, usage = ask(server, "w5 w6", first)
-
-    assert texts[0] == again == expected(model, name, [PAD, START, 5, 6], [first])
-    assert texts[1] == expected(model, name, [PAD, START, 5, 6, 7], [first])
-    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+        assert text == served.expected([1, 5, 5, 5, image, 6, 2])
+        assert usage["prompt_tokens_details"]["cached_tokens"] < 10

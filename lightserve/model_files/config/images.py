@@ -31,9 +31,11 @@ _PALIGEMMA = VisionFamily(
 )
 _QWEN = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
 _QWEN3 = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
+_TILED = VisionFamily("lightserve.media.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
     "gemma3": _GEMMA3,
+    "idefics3": _TILED,
     "internvl": VisionFamily("lightserve.media.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"),
     "llava": _LLAVA,
     "llava_next": _ANYRES,
@@ -46,6 +48,7 @@ FAMILIES = {
     "qwen3_5_moe": _QWEN3,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "smolvlm": _TILED,
 }
 
 

@@ -331,7 +331,9 @@ def _axes(rope: Mapping[str, Any], is_interleaved: bool) -> tuple[int, ...]:
     values = rope.get("mrope_section") or []
     if not isinstance(values, list) or len(values) not in (0, 3):
         raise _bad_value(("mrope_section",), values, "a list of three numbers")
-    counts = [_count({"mrope_section": value}, "mrope_section", most=MAX_PAIRS) for value in values]
+    counts = [
+        0 if value == 0 else _count({"mrope_section": value}, "mrope_section", most=MAX_PAIRS) for value in values
+    ]
     if not is_interleaved:
         return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
     # rows and columns take turns with time, until they have their pairs

@@ -13,6 +13,7 @@ TEXT_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
@@ -27,6 +28,7 @@ TEXT_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_vl_moe",
+    "smolvlm": "llama",
 }
 # model_type of text_config: as which model_type it is served; others are served as what they are
 SERVED_AS = {
@@ -52,7 +54,7 @@ TEXT_DEFAULTS = {
 # prefixes of the tensors of the other parts, with or without ``model.`` before them
 OTHER_PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
-    *("multi_modal_projector.", "mm_projector.", "image_newline"),
+    *("multi_modal_projector.", "mm_projector.", "connector.", "image_newline"),
 )
 
 
@@ -91,9 +93,10 @@ def is_of_other_part(name: str) -> bool:
 def text_name(name: str) -> str:
     """The name that a tensor or module of the language model has in a checkpoint of that model alone.
 
-    Files name it ``model.language_model.layers`` as transformers does today, ``language_model.model.layers``, or as the
-    model alone.
+    Files name it ``model.language_model.layers`` as transformers does today, ``model.text_model.layers``,
+    ``language_model.model.layers``, or as the model alone.
     """
-    if name.startswith("model.language_model."):
-        return name.replace("language_model.", "", 1)
+    for text_part in ("language_model.", "text_model."):
+        if name.startswith(f"model.{text_part}"):
+            return name.replace(text_part, "", 1)
     return name.removeprefix("language_model.")

@@ -30,6 +30,8 @@ PIXTRAL = {
 }
 SQUARE_VISION = {**PIXTRAL, "model_type": "siglip_vision_model", "image_size": 32, "vision_use_head": False}
 INTERN_VISION = {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}
+SIGLIP = {**PIXTRAL, "image_size": 32, "patch_size": 8}
+del SIGLIP["model_type"]
 KIMI_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS = {"head_dim": 16, "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
@@ -82,6 +84,8 @@ CASES = {
     "qwen3_vl": Case(*_case("qwen3_vl", {"head_dim": 16, "rope_parameters": INTERLEAVED}, QWEN_VISION)),
     "qwen3_vl_moe": Case(*_case("qwen3_vl_moe", EXPERTS, QWEN_VISION), _transposed_experts),
     "qwen3_vl_moe-stacked": Case(*_case("qwen3_vl_moe", {**EXPERTS, "mlp_only_layers": [1]}, QWEN_VISION)),
+    "smolvlm": Case(*_case("smolvlm", {"model_type": "llama"}, SIGLIP)),
+    "idefics3": Case(*_case("idefics3", {"model_type": "llama"}, SIGLIP)),
     "mistral3": Case(*_case("mistral3", {"model_type": "mistral", "sliding_window": 24}, PIXTRAL), _as_saved_today),
     "mistral3-ministral3": Case(
         *_case("mistral3", {"model_type": "ministral3", "head_dim": 16, "rope_parameters": QUERY_SCALE}, PIXTRAL)
