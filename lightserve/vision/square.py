@@ -25,8 +25,11 @@ LAYER_NAME = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.")
 
 
 class Colors(Protocol):
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    @property
+    def mean(self) -> tuple[float, ...]: ...
+
+    @property
+    def std(self) -> tuple[float, ...]: ...
 
 
 class VitTower(VisionTower):
@@ -128,12 +131,13 @@ class Gemma3Projector(nn.Module):
         self._pooled = self._side // tokens_per_side
 
     def forward(self, x: Tensor) -> Tensor:
-        grid = x.transpose(1, 2).unflatten(-1, (self._side, self._side))
+        grid = x.transpose(1, 2).reshape(len(x), -1, self._side, self._side)
         means = F.avg_pool2d(grid, self._pooled, self._pooled).flatten(2).transpose(1, 2)
         wide = means.float()
         wide = wide * (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt()
         normed = wide * (1 + self.mm_soft_emb_norm["weight"].float())
-        return normed.to(x.dtype) @ self.mm_input_projection_weight
+        out: Tensor = normed.to(x.dtype) @ self.mm_input_projection_weight
+        return out
 
 
 class Gemma3Tower(VitTower):

@@ -97,6 +97,14 @@ CASES = {
     "mistral-llava_next": Case(*_case("llava_next", {"model_type": "mistral", "sliding_window": None}, SQUARE_VISION)),
     "qwen2-llava_onevision": Case(*_case("llava_onevision", {"model_type": "qwen2"}, SQUARE_VISION), _as_saved_today),
     "qwen2-internvl": Case(*_case("internvl", {"model_type": "qwen2"}, INTERN_VISION)),
+    "gemma-paligemma": Case(
+        *_case(
+            "paligemma",
+            {"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": False},
+            SQUARE_VISION,
+            hidden_size=SMALL["hidden_size"],
+        )
+    ),
     "kimi_k25": Case(*_case("kimi_k25", {**LATENT, **GROUPS, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi),
     "kimi_k25-k2": Case(
         *_case("kimi_k25", {**LATENT, **ONE_GROUP, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi_k2
