@@ -205,6 +205,7 @@ LAYERS: dict[str, set[str]] = {
         "cluster.nodes",
         "cluster.routing",
         "links",
+        "media",
         "model_files",
         "models.registry",
         "models.served_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from mmap import mmap
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +15,20 @@ from lightserve.config import ServerConfig, WorkerConfig
 from lightserve.media.image_file import Pixels
 from lightserve.media.layout import ImageLayout, read_layout
 from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.media import EncodeImage
 from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.vision.load import load_tower
-from lightserve.vision.tower import VisionTower
+from lightserve.vision.tower import ImageTiles, VisionTower
 
 GIB = 2**30
 GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
+
+
+class DecodedImage(NamedTuple):
+    tiles: list[Pixels]
+    height: int  # of its ImageSize
+    width: int
 
 
 class ImageEncoder:
@@ -39,6 +47,11 @@ class ImageEncoder:
     def num_rows(self) -> int:
         return len(self._arena)
 
+    def resized(self, picture: Image.Image, message: EncodeImage) -> DecodedImage:
+        """From any thread."""
+        tiles = self.layout.pixels(picture, message.height, message.width)
+        return DecodedImage(tiles, message.height, message.width)
+
     @property
     def summary(self) -> str:
         """For the operator."""
@@ -50,15 +63,18 @@ class ImageEncoder:
         )
 
     @torch.inference_mode()
-    def encode(self, batch: Sequence[tuple[Sequence[Pixels], Int32Array]]) -> list[bool]:
-        """Tiles of images, and rows for their embeddings. Returns which are finite."""
-        images = [[torch.tensor(tile, device=self._device) for tile in tiles] for tiles, _ in batch]
+    def encode(self, batch: Sequence[tuple[DecodedImage, Int32Array]]) -> list[bool]:
+        """Images, and rows for their embeddings. Returns which are finite."""
+        images = [self._on_device(image) for image, _ in batch]
         are_finite: list[bool] = []
         for embeddings, (_, arena_rows) in zip(self._tower.encode(images), batch, strict=True):
             rows = embeddings.to("cpu", self._arena.dtype)
             self._arena[torch.from_numpy(arena_rows.astype("int64"))] = rows
             are_finite.append(bool(rows.isfinite().all()))
         return are_finite
+
+    def _on_device(self, image: DecodedImage) -> ImageTiles:
+        return ImageTiles([torch.tensor(tile, device=self._device) for tile in image.tiles], image.height, image.width)
 
     def warm_up(self) -> None:
         """Run the largest batch once, so that its memory is taken before the KV pool is sized."""
@@ -68,7 +84,8 @@ class ImageEncoder:
         count = max(self.max_tokens // largest.tokens, 1)
         if count * largest.tokens <= self.num_rows:
             rows = np.arange(count * largest.tokens, dtype=np.int32).reshape(count, -1)
-            self.encode([(tiles, of_image) for of_image in rows])
+            image = DecodedImage(tiles, largest.height, largest.width)
+            self.encode([(image, of_image) for of_image in rows])
 
 
 def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> ImageEncoder:

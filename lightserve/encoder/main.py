@@ -20,14 +20,13 @@ from lightserve.utils.cpu import available_cores
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
-    from lightserve.encoder.image_encoder import ImageEncoder
-    from lightserve.media.image_file import Pixels
+    from lightserve.encoder.image_encoder import DecodedImage, ImageEncoder
 
 logger = init_logger(__name__)
 
 
 class Decoded(NamedTuple):
-    tiles: list[Pixels] | None  # None: it could not be decoded
+    image: DecodedImage | None  # None: it could not be decoded
     decode_s: float
     resize_s: float = 0.0
     status: int = 200
@@ -100,16 +99,16 @@ class EncoderLoop:
                 break
             self._waiting.popleft()
             batch.append((message, decoding.result()))
-        usable = [(message, decoded) for message, decoded in batch if decoded.tiles is not None]
+        usable = [(message, decoded) for message, decoded in batch if decoded.image is not None]
         for message, decoded in batch:
-            if decoded.tiles is None:
+            if decoded.image is None:
                 self._report(message, decoded)
         if usable:
             await self._encode(usable)
 
     async def _encode(self, batch: Sequence[tuple[EncodeImage, Decoded]]) -> None:
         begin_s = time.monotonic()
-        parts: list[tuple[Any, Any]] = [(decoded.tiles, message.arena_rows) for message, decoded in batch]
+        parts: list[tuple[Any, Any]] = [(decoded.image, message.arena_rows) for message, decoded in batch]
         are_finite = await asyncio.to_thread(self._encoder.encode, parts)
         seconds = (time.monotonic() - begin_s) / len(batch)
         for (message, decoded), is_finite in zip(batch, are_finite, strict=True):
@@ -141,10 +140,10 @@ def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     try:
         picture = decode(message.data)
         decoded_s = time.monotonic()
-        tiles = encoder.layout.pixels(picture, message.height, message.width)
+        image = encoder.resized(picture, message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
-    return Decoded(tiles, decoded_s - begin_s, time.monotonic() - decoded_s)
+    return Decoded(image, decoded_s - begin_s, time.monotonic() - decoded_s)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class ImageReader:
             raise _of_image(number, source, error) from error
 
     def _read_all(self, sources: Sequence[ImageSource], salt: str, files: Mapping[str, bytes]) -> list[ReadImage]:
+        if len(sources) > 1 and self.layout.shows_wholes_of_several:
+            sources = [replace(source, is_low=True) for source in sources]
         return [self._read(source, salt, files, number) for number, source in enumerate(sources, start=1)]
 
     def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
 from lightserve.messages.int_arrays import Int32s
 
 Span = tuple[int, int]  # the first of some tokens in the prompt, and how many they are
+
+
+class Sight(Enum):
+    """Which later tokens of its prompt a token sees."""
+
+    NONE = ""
+    IMAGE = "image"  # a token of an image those of the same span: Gemma 3
+    PROMPT = "prompt"  # all of them: PaliGemma
 
 
 class ImageItem(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +61,11 @@ class ImageRows(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     columns: int
     arena_rows: Int32s  # of its embeddings; empty: its KV was cached when the request was admitted
+
+    @property
+    def end(self) -> int:
+        start, count = self.spans[-1]
+        return start + count
 
 
 class EncodeImage(msgspec.Struct, frozen=True, tag=True):

@@ -99,9 +99,9 @@ class OfflineImages:
         from lightserve.encoder.main import decode_image
 
         decoded = decode_image(self._encoder, message)
-        if decoded.tiles is None:
+        if decoded.image is None:
             return ImageEncoded(0, message.digest, decoded.status, decoded.message)
-        (is_finite,) = self._encoder.encode([(decoded.tiles, int32s(message.arena_rows))])
+        (is_finite,) = self._encoder.encode([(decoded.image, int32s(message.arena_rows))])
         if not is_finite:
             return ImageEncoded(0, message.digest, 500, "the embeddings of an image are not finite numbers")
         return ImageEncoded(0, message.digest)

@@ -14,7 +14,7 @@ from lightserve.media.tiles import IMAGE_SIZE, PATCH_SIZE, TiledImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import segment_groups
 from lightserve.vision.siglip import SiglipLayer
-from lightserve.vision.tower import VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 COLORS = 3
 
@@ -114,9 +114,9 @@ class Idefics3Tower(VisionTower):
         name = name.removeprefix("model.")
         return name if name.startswith(("vision_model.", "connector.")) else None
 
-    def encode(self, images: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        rows = self(torch.stack([tile for tiles in images for tile in tiles]))
-        return split_rows(rows.flatten(0, 1), [len(tiles) * rows.shape[1] for tiles in images])
+    def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
+        rows = self(torch.stack([tile for image in images for tile in image.tiles]))
+        return split_rows(rows.flatten(0, 1), [len(image.tiles) * rows.shape[1] for image in images])
 
     @torch.inference_mode()
     def forward(self, tiles: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lightserve.media.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import axial_angles, segment_groups
 from lightserve.vision.qwen_layers import EPS, Angles, Attention, Block, GatedMlp, Merger, QuickGeluMlp, RmsNorm
-from lightserve.vision.tower import VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 THETA = 10_000.0
 COLORS = 3
@@ -80,8 +80,8 @@ class QwenTower(VisionTower):
     def row_width(self) -> int:
         return self.config.out_size
 
-    def encode(self, images: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        patches, grids = patches_and_grids([tile for (tile,) in images], self.images, self.config.times)
+    def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
+        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
         rows = self(patches.to(next(self.parameters()).dtype), grids)
         return split_rows(rows, [height * width // self.config.merge**2 for height, width in grids])
 

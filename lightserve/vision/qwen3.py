@@ -16,7 +16,7 @@ from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import axial_angles, segment_groups
 from lightserve.vision.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids
 from lightserve.vision.qwen_layers import EPS, Angles, Attention, Block
-from lightserve.vision.tower import VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Qwen3Tower(VisionTower):
     def row_width(self) -> int:
         return self.config.out_size * (1 + len(self.config.stacked))
 
-    def encode(self, images: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        patches, grids = patches_and_grids([tile for (tile,) in images], self.images, self.config.times)
+    def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
+        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
         rows = self(patches.to(self.pos_embed.weight.dtype), grids)
         return split_rows(rows, [height * width // self.images.merge**2 for height, width in grids])
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightserve.media.layout import ImageLayout
 from lightserve.model_files.config.images import ImageFiles
+
+
+class ImageTiles(NamedTuple):
+    tiles: Sequence[Tensor]  # [height, width, 3] uint8 each
+    height: int  # of its ImageSize
+    width: int
 
 
 class VisionTower(nn.Module, ABC):
@@ -28,8 +34,8 @@ class VisionTower(nn.Module, ABC):
         """Numbers of a token: its embedding, and what is added behind the first layers: see ``vectors_per_token``."""
 
     @abstractmethod
-    def encode(self, images: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """``[tokens, row_width]`` of each image, from its tiles ``[height, width, 3]`` uint8."""
+    def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
+        """``[tokens, row_width]`` of each image."""
 
     def own_name(self, name: str) -> str | None:
         """The name of a checkpoint's tensor in the tower; None: it belongs to another part of the model."""

@@ -19,9 +19,10 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
 from lightserve.messages.int_arrays import int64s
+from lightserve.messages.media import Sight
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
-from lightserve.model_files.config.images import vectors_per_token
+from lightserve.model_files.config.images import sight_of, vectors_per_token
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
@@ -55,6 +56,7 @@ from lightserve.worker.warm_up import (
     in_all_pools,
     warm_up_steps,
     with_adapter,
+    with_image,
 )
 from lightserve.worker.weights.updater import WeightUpdater
 
@@ -140,7 +142,13 @@ class ModelWorker:
         count = len(rows) // (vectors * hidden)
         embeddings = rows[: count * vectors * hidden].view(count, vectors, hidden)
         has_axes = model.rotary_axes is not None
-        self._batch.images = BatchImages(embeddings, model.req_manager.max_reqs, self._device, has_axes)
+        sight = sight_of(self.model_config.hf)
+        self._batch.images = BatchImages(embeddings, model.req_manager.max_reqs, self._device, has_axes, sight)
+
+    @property
+    def sight(self) -> Sight:
+        """Of the tokens of prompts, if requests may have images."""
+        return Sight.NONE if self._batch.images is None else self._batch.images.sight
 
     def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
@@ -281,6 +289,9 @@ class ModelWorker:
         if self._batch.lora_slots:
             for step in self._warm_up_steps():
                 self.run(with_adapter(step))
+        if self.sight is Sight.IMAGE:
+            for step in self._warm_up_steps():
+                self.run(with_image(step))
 
     def _warm_up_steps(self) -> Iterator[Step]:
         memory, max_reqs = self.model.mem_manager, self.model.req_manager.max_reqs

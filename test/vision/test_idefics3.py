@@ -18,6 +18,7 @@ from lightserve.media.sizes import ImageHeader
 from lightserve.media.tiles import TiledImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.idefics3 import Idefics3Tower
+from lightserve.vision.tower import ImageTiles
 from test.tiled_model import FILES, IMAGE, TEXT, VISION, processed
 
 PROCESSORS = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}
@@ -36,6 +37,10 @@ def picture(width: int, height: int) -> Image.Image:
 def tiles_of(layout: TiledImages, image: Image.Image) -> Tensor:
     size = layout.size_of(ImageHeader(*image.size))
     return torch.from_numpy(np.stack(layout.pixels(image, size.height, size.width)))
+
+
+def encoder_input(layout: TiledImages, image: Image.Image) -> ImageTiles:
+    return ImageTiles(list(tiles_of(layout, image)), image.height, image.width)
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -123,8 +128,8 @@ def test_embeddings_are_those_of_transformers_in_any_batch(model_type: str, tile
         torch.cat(oracle.model.get_image_features(**processor(image, return_tensors="pt")).pooler_output)
         for image in images
     ]
-    together = tower.encode([list(tiles_of(layout, image)) for image in images])
-    alone = [tower.encode([list(tiles_of(layout, image))])[0] for image in images]
+    together = tower.encode([encoder_input(layout, image) for image in images])
+    alone = [tower.encode([encoder_input(layout, image)])[0] for image in images]
 
     for rows, single, wanted in zip(together, alone, expected, strict=True):
         torch.testing.assert_close(rows, wanted, rtol=0, atol=1e-5)

@@ -17,6 +17,7 @@ from lightserve.media.qwen import QwenImages
 from lightserve.media.sizes import ImageHeader
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.qwen3 import Qwen3Tower
+from lightserve.vision.tower import ImageTiles
 from test.vision_model import QWEN3_FILES, VISION
 
 TOWERS: dict[str, Any] = {"qwen3_vl": Qwen3VLVisionModel, "qwen3_5": Qwen3_5VisionModel}
@@ -56,7 +57,9 @@ def test_pixels_and_vectors_are_those_of_transformers_in_any_batch(model_type: s
     expected = torch.cat([out.pooler_output, *getattr(out, "deepstack_features", ())], dim=1)
     sizes = [layout.size_of(ImageHeader(*size)) for size in SIZES]
     tiles = [
-        [torch.tensor(tile) for tile in layout.pixels(image, size.height, size.width)]
+        ImageTiles(
+            [torch.tensor(tile) for tile in layout.pixels(image, size.height, size.width)], size.height, size.width
+        )
         for image, size in zip(images, sizes, strict=True)
     ]
     together = torch.cat(list(tower.encode(tiles)))

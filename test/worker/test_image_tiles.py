@@ -24,6 +24,7 @@ from lightserve.messages.step import NewReq, Step
 from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import resolve
 from lightserve.vision.load import load_tower
+from lightserve.vision.tower import ImageTiles
 from lightserve.worker.worker import ModelWorker
 from test.tiled_model import IMAGE, PLACEHOLDER, greedy, save_tiled_model
 from test.vision_model import picture
@@ -73,7 +74,7 @@ class Images:
 
     def _encode(self, image: Image.Image, height: int, width: int) -> np.ndarray:
         tiles = [torch.tensor(tile) for tile in self._layout.pixels(image, height, width)]
-        (embeddings,) = self._tower.encode([tiles])
+        (embeddings,) = self._tower.encode([ImageTiles(tiles, height, width)])
         rows, self._rows = self._rows[: len(embeddings)], self._rows[len(embeddings) :]
         self._arena[torch.from_numpy(rows).long()] = embeddings
         return rows

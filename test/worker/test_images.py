@@ -23,6 +23,7 @@ from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import resolve
 from lightserve.vision.load import load_tower
+from lightserve.vision.tower import ImageTiles
 from lightserve.worker.batch.images import positions_of
 from lightserve.worker.worker import ModelWorker
 from test.vision_model import END, PAD, START, greedy, oracle_inputs, picture, save_vision_model
@@ -52,7 +53,7 @@ class Images:
         size = self._layout.size_of(ImageHeader(*image.size))
         tiles = [torch.from_numpy(tile.copy()) for tile in self._layout.pixels(image, size.height, size.width)]
         rows, self._rows = self._rows[: size.tokens], self._rows[size.tokens :]
-        (self.arena[torch.from_numpy(rows).long()],) = self._tower.encode([tiles])
+        (self.arena[torch.from_numpy(rows).long()],) = self._tower.encode([ImageTiles(tiles, size.height, size.width)])
         return ImageRows(((start, size.tokens),), size.rows, size.columns, rows)
 
     def request(self, req_id: int, images: list[Image.Image], prompt: list[int]) -> NewReq:

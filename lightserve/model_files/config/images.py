@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
+from lightserve.messages.media import Sight
+from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.folder import read_json
 from lightserve.model_files.source import FolderSource, ModelSource
 
@@ -18,14 +20,28 @@ class VisionFamily(NamedTuple):
 
     layout: str  # an ImageLayout
     tower: str  # a VisionTower
+    sight: Sight = Sight.NONE  # of the tokens of prompts
 
 
+_LLAVA = VisionFamily("lightserve.media.square:LlavaImages", "lightserve.vision.square:LlavaTower")
+_ANYRES = VisionFamily("lightserve.media.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
+_GEMMA3 = VisionFamily("lightserve.media.square:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
+_PALIGEMMA = VisionFamily(
+    "lightserve.media.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
+)
 _QWEN = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
 _QWEN3 = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
 _TILED = VisionFamily("lightserve.media.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
+    "gemma3": _GEMMA3,
     "idefics3": _TILED,
+    "internvl": VisionFamily("lightserve.media.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"),
+    "llava": _LLAVA,
+    "llava_next": _ANYRES,
+    "llava_onevision": _ANYRES,
+    "mistral3": VisionFamily("lightserve.media.pixtral:PixtralImages", "lightserve.vision.pixtral:PixtralTower"),
+    "paligemma": _PALIGEMMA,
     "qwen2_5_vl": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen3_5": _QWEN3,
@@ -53,6 +69,12 @@ class ImageFiles:
             raise ModelFilesError("config.json has no vision_config; fetch it again")
         return vision
 
+    @property
+    def text_size(self) -> int:
+        """Of the hidden states of the language model."""
+        size: int = with_common_names(self.hf)["hidden_size"]
+        return size
+
     def colors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each color."""
         mean, std = self.preprocessor.get("image_mean"), self.preprocessor.get("image_std")
@@ -63,6 +85,11 @@ class ImageFiles:
 
 def reads_images(hf: Mapping[str, Any]) -> bool:
     return hf.get("multimodal_type") in FAMILIES
+
+
+def sight_of(hf: Mapping[str, Any]) -> Sight:
+    """Of the tokens of prompts."""
+    return FAMILIES[hf["multimodal_type"]].sight if reads_images(hf) else Sight.NONE
 
 
 def read_image_files(source: ModelSource) -> ImageFiles:

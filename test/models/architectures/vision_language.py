@@ -28,6 +28,8 @@ PIXTRAL = {
     "num_attention_heads": 2,
     "intermediate_size": 16,
 }
+SQUARE_VISION = {**PIXTRAL, "model_type": "siglip_vision_model", "image_size": 32, "vision_use_head": False}
+INTERN_VISION = {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}
 SIGLIP = {**PIXTRAL, "image_size": 32, "patch_size": 8}
 del SIGLIP["model_type"]
 KIMI_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -90,6 +92,18 @@ CASES = {
     ),
     "mistral3-mistral4": Case(
         *_case("mistral3", {**LATENT, "model_type": "mistral4", "rope_parameters": QUERY_SCALE}, PIXTRAL)
+    ),
+    "llama-llava": Case(*_case("llava", {"model_type": "llama"}, SQUARE_VISION)),
+    "mistral-llava_next": Case(*_case("llava_next", {"model_type": "mistral", "sliding_window": None}, SQUARE_VISION)),
+    "qwen2-llava_onevision": Case(*_case("llava_onevision", {"model_type": "qwen2"}, SQUARE_VISION), _as_saved_today),
+    "qwen2-internvl": Case(*_case("internvl", {"model_type": "qwen2"}, INTERN_VISION)),
+    "gemma-paligemma": Case(
+        *_case(
+            "paligemma",
+            {"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": False},
+            SQUARE_VISION,
+            hidden_size=SMALL["hidden_size"],
+        )
     ),
     "kimi_k25": Case(*_case("kimi_k25", {**LATENT, **GROUPS, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi),
     "kimi_k25-k2": Case(
