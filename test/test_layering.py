@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -283,7 +282,6 @@ TORCH_FREE = [
     "ipc.worker_calls",
 ]
 MAY_USE_CUDA = ("common.device.cuda", "common.triton_kernel")  # cuda.py and its parts, cuda_graph.py and others
-MAX_FILES = 20  # of a folder
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
@@ -362,12 +360,6 @@ def test_no_module_imports_itself_through_others() -> None:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail("an import cycle: " + " <- ".join(error.args[1]))
-
-
-def test_no_folder_of_common_has_more_than_20_files() -> None:
-    sizes = Counter(path.parent.relative_to(ROOT) for path in (ROOT / "common").rglob("*.py"))
-
-    assert {str(folder): size for folder, size in sizes.items() if size > MAX_FILES} == {}
 
 
 def test_no_module_is_named_twice_in_the_table() -> None:

@@ -146,6 +146,11 @@ def _states(setup: Setup) -> str:
     return f"a {setup.model.model_type} model, which has recurrent layers" if is_on and setup.model else ""
 
 
+def _drafted_states(setup: Setup) -> str:
+    states = _states(setup)
+    return f"--speculative_config for {states}" if states and setup.config.worker.speculative_config else ""
+
+
 def _windowed_pool(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_windowed_pool and not setup.config.cluster.is_gateway
@@ -184,7 +189,7 @@ LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
 WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
-STATES = Feature("states", _states)
+STATES, DRAFTED_STATES = Feature("states", _states), Feature("drafted_states", _drafted_states)
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
@@ -276,7 +281,9 @@ TABLE = (
     Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(PINNED_PREFIXES, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
-    Conflict(SPECULATION, STATES, "states cannot be taken back to accepted drafts", "leave out --speculative_config"),
+    Conflict(
+        DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
+    ),
     Conflict(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
     Conflict(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
     Conflict(KV_RAM, STATES, "states are not kept in host memory", "leave out --kv_ram_gb"),

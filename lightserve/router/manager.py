@@ -181,7 +181,7 @@ class RouterManager:
             self.profiles.put(message)
 
     def _handle_encoder(self, message: EncoderStarted | ImageEncoded) -> None:
-        images = self._scheduler.only_group.admission.images
+        images = self._scheduler.only_group.images
         if images is None:
             raise TypeError(f"there is no encoder, but it sent {type(message).__name__}")
         if isinstance(message, EncoderStarted):
@@ -200,7 +200,7 @@ class RouterManager:
 
     def _image_queue_full_reason(self, message: GenerateReq) -> str:
         """Why its images may not wait for the encoder; empty: they may."""
-        images, limit = self._scheduler.groups[0].admission.images, self._config.max_queue_size
+        images, limit = self._scheduler.groups[0].images, self._config.max_queue_size
         if not message.images or images is None:
             return ""
         waiting = sum(images.num_waiting.values())
@@ -212,7 +212,7 @@ class RouterManager:
             return refusal
         if not message.images:
             return ""
-        images = self._scheduler.only_group.admission.images
+        images = self._scheduler.only_group.images
         return "this server reads no images" if images is None else images.why_refused(message.images)
 
     def _release_parents(self, message: ReleaseParents) -> None:
@@ -340,8 +340,8 @@ class RouterManager:
         """
         if req.images:
             group = self._scheduler.only_group
-            if group.admission.images is not None:
-                group.admission.images.enter(req, group.pool.cached_len(req))
+            if group.images is not None:
+                group.images.enter(req, group.pool.cached_len(req))
         self._scheduler.defer(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
@@ -363,7 +363,7 @@ class RouterManager:
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
-        prompt_ids = with_image_ids(message.prompt_ids, message.images)
+        prompt_ids = with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids
         salt = self.weights.served.salt + lora + self._sight.salt(prompt_ids) + message.prefix_salt(uses_cache)
         return Req(
             message.req_id,

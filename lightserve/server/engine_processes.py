@@ -16,8 +16,8 @@ from lightserve.config import ServerConfig, WorkerConfig
 from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import EngineInfo, StateKv
 from lightserve.messages.nodes import StartRank
-from lightserve.server.arena import open_arena
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.server.images import open_arena
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores

@@ -24,9 +24,9 @@ from lightserve.messages.control import (
     StartupProgress,
     ToChild,
 )
-from lightserve.server.arena import has_gpu
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
+from lightserve.server.images import has_gpu
 from lightserve.utils.progress import ProgressState, StreamOutput
 
 FLUSH_S = 0.2  # from the end of the last request until its last byte is sent

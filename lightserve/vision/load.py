@@ -16,7 +16,7 @@ from lightserve.vision.tower import VisionTower, make_tower
 def load_tower(
     source: ModelSource, layout: ImageLayout, has_weights: bool, dtype: torch.dtype, device: torch.device
 ) -> VisionTower:
-    """``has_weights``: otherwise they are random, as those of --load_format dummy."""
+    """``has_weights``: if not, they are random, as with --load_format dummy."""
     tower = make_tower(read_image_files(source), layout)
     tower = tower.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     if has_weights:

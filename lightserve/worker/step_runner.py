@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
-from lightserve.common.device import Device, GraphRanges, Graphs, to_device
+from lightserve.common.device import Device, GraphRanges, Graphs, in_host_memory, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import AFTER_IMAGES, PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -22,6 +22,7 @@ from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_o
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.speculation.draft_input import DraftRows, draft_padding
+from lightserve.worker.speculation.state_replay import StateReplay
 
 MANY_DRAFTING = 32  # requests: more of them, each with all its drafts, take longer than the weights
 SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
@@ -43,6 +44,7 @@ class StepOut(NamedTuple):
     columns: StepColumns  # of the input
     drafts: DraftRows | None = None  # of a step with drafts, whose rows are tokens and not requests
     for_head: HeadInput | None = None  # if the model has a draft head
+    replay: StateReplay | None = None  # if states of recurrent layers have not seen the tokens with drafts yet
 
 
 ComputeDrafts = Callable[[Tensor, StepShape], StepOut]
@@ -139,7 +141,7 @@ class StepRunner:
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
         """A step that is captured."""
         assert self._graphs is not None
-        return self._graphs.replay(shape, self._device.in_host_memory(inputs))
+        return self._graphs.replay(shape, in_host_memory(self._device, inputs))
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
@@ -276,6 +278,8 @@ class StepRunner:
 def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
     if columns.states is None:
         return None
+    if shape.num_drafts:
+        return ops.StateBatch(*columns.states, max_tokens=shape.num_drafts + 1)
     return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
 
 

@@ -296,7 +296,7 @@ class ChatBody(GenerationBody, TemplateFields, ImageFields):
 
     @property
     def own_template(self) -> ChatTemplate | None:
-        """A trainer's, in place of the model's: see own_template.py."""
+        """A trainer's, in place of the model's: see chat_routes.py."""
         return self._own_template
 
     def use_template(self, template: ChatTemplate) -> None:

@@ -111,6 +111,8 @@ class ImageWaits(StepPart):
 
     def as_new(self, req: Req, new: NewReq) -> NewReq:
         """The request as the workers get it: its images, and token ids that are in the vocabulary."""
+        if not req.images:
+            return new
         token_ids = _with_placeholder(new.token_ids, req.images[0].placeholder)
         return msgspec.structs.replace(new, token_ids=token_ids, images=[self._rows_of(req, i) for i in req.images])
 
