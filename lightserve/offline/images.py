@@ -19,7 +19,9 @@ from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded,
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.offline.image_parts import source_of
+from lightserve.router.chunk_boundaries import why_undivided
 from lightserve.router.images.image_waits import ImageFailed, ImageWaits
+from lightserve.router.images.sight import PromptSight
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler
 from lightserve.server.images import with_images
@@ -105,6 +107,17 @@ class OfflineImages:
         if not is_finite:
             return ImageEncoded(0, message.digest, 500, "the embeddings of an image are not finite numbers")
         return ImageEncoded(0, message.digest)
+
+
+def apply_sight(req: Req, worker: ModelWorker, group: GroupScheduler) -> Req:
+    """A new request, as tokens of its prompt may see later ones."""
+    sight = PromptSight(worker.sight, worker.model_config.window)
+    req.boundaries = sight.boundaries(len(req.prompt_ids), req.images)
+    req.salt = sight.salt(req.prompt_ids)
+    reason = sight.why_refused(len(req.prompt_ids)) or why_undivided(req.boundaries, group.chunking.max_span)
+    if reason:
+        raise InvalidRequestError(reason)
+    return req
 
 
 def is_of(failed: ImageFailed, req: Req) -> bool:

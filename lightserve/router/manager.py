@@ -41,7 +41,7 @@ from lightserve.messages.request import (
     http_process_of,
 )
 from lightserve.messages.rl import RlQuery
-from lightserve.router.chunk_boundaries import ChunkBoundaries
+from lightserve.router.chunk_boundaries import ChunkBoundaries, why_undivided
 from lightserve.router.images.image_waits import ImageFailed
 from lightserve.router.images.sight import PromptSight
 from lightserve.router.kv.cached_blocks import CachedBlocks
@@ -319,14 +319,7 @@ class RouterManager:
         return ""
 
     def _why_undivided(self, boundaries: ChunkBoundaries) -> str:
-        """Why no step can compute a span of this request at once; empty: one can."""
-        limit = min(group.chunking.max_span for group in self._scheduler.groups)
-        if boundaries.longest_span <= limit:
-            return ""
-        return (
-            f"{boundaries.longest_span} tokens of the prompt have to be computed in one step; the limit is {limit} "
-            "(--batch_max_tokens, or the KV pool)"
-        )
+        return why_undivided(boundaries, min(group.chunking.max_span for group in self._scheduler.groups))
 
     def _refuse(self, message: GenerateReq, timeline: Timeline, reason: str, status: int) -> None:
         self._output_processor.refuse(message.req_id, reason, status)
@@ -370,7 +363,7 @@ class RouterManager:
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
-        prompt_ids = with_image_ids(message.prompt_ids, message.images)
+        prompt_ids = with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids
         salt = self.weights.served.salt + lora + self._sight.salt(prompt_ids) + message.prefix_salt(uses_cache)
         return Req(
             message.req_id,

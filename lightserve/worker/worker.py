@@ -22,7 +22,6 @@ from lightserve.messages.int_arrays import int64s
 from lightserve.messages.media import Sight
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
-from lightserve.model_files.config.images import sight_of, vectors_per_token
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
@@ -136,14 +135,7 @@ class ModelWorker:
 
     def enable_images(self, arena: mmap) -> None:
         """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
-        model = self.model
-        rows = torch.frombuffer(arena, dtype=model.args.dtype)
-        hidden, vectors = self.model_config.hidden_size, vectors_per_token(self.model_config.hf)
-        count = len(rows) // (vectors * hidden)
-        embeddings = rows[: count * vectors * hidden].view(count, vectors, hidden)
-        has_axes = model.rotary_axes is not None
-        sight = sight_of(self.model_config.hf)
-        self._batch.images = BatchImages(embeddings, model.req_manager.max_reqs, self._device, has_axes, sight)
+        self._batch.images = BatchImages.of_model(self.model, arena)
 
     @property
     def sight(self) -> Sight:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.media import ImageItem, Sight
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 
@@ -24,11 +24,11 @@ class PromptSight:
             return ChunkBoundaries(spans=[(start, start + count) for start, count in spans])
         return NO_BOUNDARIES
 
-    def salt(self, prompt_ids: Int32Array) -> str:
+    def salt(self, prompt_ids: Int32s) -> str:
         """The KV of a token depends on all that it sees: only equal prompts share any."""
         if self.sight is not Sight.PROMPT:
             return ""
-        return f"prompt {hashlib.sha256(prompt_ids.tobytes()).hexdigest()} "
+        return f"prompt {hashlib.sha256(int32s(prompt_ids).tobytes()).hexdigest()} "
 
     def why_refused(self, prompt_len: int) -> str:
         """Why such a prompt cannot be computed; empty: it can. A window would hide some of it."""

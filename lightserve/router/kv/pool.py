@@ -106,11 +106,11 @@ class KvPool:
         return self._usable_len(req, self._cache.find_slots(cacheable(req), req.salt))
 
     def _usable_len(self, req: Req, tokens: Slots) -> int:
-        """How many tokens of a cached prefix a request can take: every group can continue from there."""
+        """How many tokens of a cached prefix a request can take: it and every group can continue from there."""
         usable, before = len(tokens), -1
         while usable != before:
-            before = usable
-            usable = self.groups.usable_len(tokens[: req.usable_len(usable)])
+            before, usable = usable, req.usable_len(usable)
+            usable = self.groups.usable_len(tokens[:usable])
         return usable
 
     def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import StepImages
+from lightserve.common.basemodel import StepImages, TpPartBaseModel
 from lightserve.common.device import to_device
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.messages.media import ImageRows, Sight
+from lightserve.model_files.config.images import sight_of, vectors_per_token
 
 NOT_ENCODED = -1  # in place of a row of the arena
 AFTER_IMAGES = -1  # in place of a position
@@ -109,6 +111,16 @@ class BatchImages:
         self._unfinished: set[int] = set()  # of these, rows whose images may not all be computed
         # by row, on the device: what to add to positions after the images; None: the model has one axis
         self.rotary_offsets = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device) if has_axes else None
+
+    @classmethod
+    def of_model(cls, model: TpPartBaseModel, arena: mmap) -> BatchImages:
+        config = model.config
+        rows = torch.frombuffer(arena, dtype=model.args.dtype)
+        hidden, vectors = config.hidden_size, vectors_per_token(config.hf)
+        count = len(rows) // (vectors * hidden)
+        embeddings = rows[: count * vectors * hidden].view(count, vectors, hidden)
+        has_axes = model.rotary_axes is not None
+        return cls(embeddings, model.req_manager.max_reqs, model.device, has_axes, sight_of(config.hf))
 
     def enter(self, row: int, images: Sequence[ImageRows], prompt_len: int) -> None:
         """A request begins to use a row of the batch."""
