@@ -15,7 +15,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, GraphRanges, Graphs, in_host_memory, to_device
 from lightserve.utils.progress import Progress
-from lightserve.worker.batch.images import PackedImages
+from lightserve.worker.batch.images import AFTER_IMAGES, PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -210,6 +210,7 @@ class StepRunner:
             reqs["ready_len"],
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
+            see_until=self._see_until(images, tokens),
         )
         rotary_positions = self._rotary_positions(tokens)
         of_images = self._batch.images
@@ -226,6 +227,13 @@ class StepRunner:
             rotary_positions=rotary_positions,
             images=None if images is None or of_images is None else of_images.of_step(images, rotary_positions),
         )
+
+    def _see_until(self, images: PackedImages | None, tokens: ops.StepTokens) -> Tensor | None:
+        """Of tokens after images it is their own position, which drafts make known here only."""
+        if images is None or images.see_until is None:
+            return None
+        last_seen = to_device(images.see_until, self._model.device)
+        return torch.where(last_seen == AFTER_IMAGES, tokens.positions, last_seen)
 
     def _rotary_positions(self, tokens: ops.StepTokens) -> Tensor | None:
         """After images. None: of no model, or of one where they are those in the sequence."""
