@@ -35,7 +35,6 @@ from lightserve.messages.cluster import (
 )
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
-from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import (
     AdapterReply,
     BatchTokenIdOut,
@@ -51,9 +50,8 @@ from lightserve.messages.request import (
     AdapterQuery,
     ContinueReq,
     GenerateReq,
+    HttpCounts,
     ReleaseParents,
-    SpanCounts,
-    StreamLogCounts,
     ToRouter,
     http_process_of,
 )
@@ -159,8 +157,8 @@ class Dispatcher:
                 self._release_parents(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
-            elif isinstance(message, SpanCounts | StreamLogCounts):
-                add_http_counts(self.metrics.values, message)
+            elif isinstance(message, HttpCounts):
+                self.metrics.add_http_counts(message)
             elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
                 self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))
             else:
@@ -215,7 +213,7 @@ class Dispatcher:
         self._release_parents(
             ReleaseParents([req_id for req_id in self._prompts if http_process_of(req_id) == lost.process])
         )
-        self.metrics.values["http_process_restarts_total"] += 1
+        self.metrics.http_process_lost(lost.process)
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for req_id in message.req_ids:

@@ -290,12 +290,11 @@ TABLE = (
     Conflict(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     Conflict(PINNED_PREFIXES, STATES, "states cannot be pinned", "leave out --pinned_prefixes"),
     # images
-    Conflict(IMAGES, DP, "several engines do not share an encoder yet", _NO_IMAGES),
     Conflict(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
     Conflict(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
     Conflict(IMAGES, PP, "pipeline stages do not know the positions of images yet", _NO_IMAGES),
     Conflict(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
-    Conflict(IMAGES, SPECULATION, "drafts do not know the positions after images yet", _NO_IMAGES),
+    Conflict(IMAGES, DRAFT_HEAD, "a head reads embeddings of tokens, and has none of images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
     Conflict(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
     Conflict(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),

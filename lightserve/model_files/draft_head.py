@@ -80,7 +80,7 @@ def _layer(folder: Path, hf: Mapping[str, Any], is_original: bool) -> ModelConfi
 
 def _check_vocab(folder: Path, layer: ModelConfig, target: ModelConfig) -> None:
     if layer.vocab_size != target.vocab_size:
-        problem = f"its vocabulary has {layer.vocab_size} tokens, and that of the model {target.vocab_size}"
+        problem = f"its vocabulary has {layer.vocab_size} tokens, the vocabulary of the model {target.vocab_size}"
         raise _error(folder, f"{problem}; use the head that was trained for this model")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import module_tensors, open_checkpoint, tensor_metadata, total_bytes
-from lightserve.common.device import Device, explain_out_of_memory, pick_device
+from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
@@ -78,7 +78,7 @@ class ModelWorker:
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
-        self._platform.check_head_dim(max(self.model_config.head_dims))
+        check_head_dim(self._platform, max(self.model_config.head_dims))
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)

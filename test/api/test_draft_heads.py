@@ -11,9 +11,7 @@ import pytest
 
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
-from test.api.test_restart import clients_of, kill_worker, restarted
-from test.api.test_speculation import PROMPTS, ask, drafts_of
-from test.waiting import wait_until
+from test.api.test_speculation import PROMPTS, ask, assert_that_a_death_changes_no_text, drafts_of
 from test.worker.heads import save_head
 from test.worker.test_draft_model import config_of as draft_model_config, save_draft_model
 from test.worker.test_mtp import save_model as save_mtp_model
@@ -152,20 +150,4 @@ def test_drafts_are_accepted_and_counted(server: ServerProcess) -> None:
 
 
 def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess) -> None:
-    bodies = [
-        {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": temperature, "seed": 1}
-        | LIKELY
-        for prompt in PROMPTS
-        for temperature in (0, 0.5)
-    ]
-    with clients_of(server) as clients:
-        expected = [response.result()[0]["text"] for response in clients.ask(bodies)]
-        events = clients.events
-        responses = clients.ask(bodies)
-        wait_until(lambda: clients.events > events + 100)
-        kill_worker(server, "ls-worker-1")
-        texts = [response.result()[0]["text"] for response in responses]
-
-    assert texts == expected
-    wait_until(restarted(server, 1))
-    wait_until(lambda: server.metrics()["kv_used_tokens"] == server.metrics()["kv_pinned_tokens"])
+    assert_that_a_death_changes_no_text(server, **LIKELY)

@@ -23,7 +23,7 @@ from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template i
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
 )
-from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight, SinksWeight
+from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
 from lightserve.common.basemodel.layer_weights.experts import ExpertsWeight, MoeFfnWeight
 from lightserve.common.basemodel.layer_weights.ffn import PLAIN as PLAIN_ACTIVATIONS, FfnWeight, GatedFfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
@@ -163,7 +163,6 @@ __all__ = [
     "ShortConvNames",
     "ShortConvSpec",
     "ShortConvWeight",
-    "SinksWeight",
     "SplitNormWeight",
     "StateGroup",
     "StateTensor",

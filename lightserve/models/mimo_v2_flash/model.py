@@ -36,7 +36,7 @@ class MiMoLayerWeight(bm.DecoderLayerWeight):
         ]
         self.qkv_proj = bm.ColumnWeight(blocks, spec.hidden_size, context, bias=spec.qkv_bias)
         self.q_norm = self.k_norm = None
-        self.sinks = bm.SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
+        self.sinks = bm.HeadValues(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
         self.o_proj = bm.RowWeight(f"{at}.{names.o}", spec.num_heads * values, spec.hidden_size, context)
         sinks = self.sinks.tensor if self.sinks else None
         self.attn_options = ops.AttnOptions(spec.scale, causal=spec.is_causal, window=spec.window, sinks=sinks)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.int_arrays import Int32Array, Int64Array
-from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
+from lightserve.router.kv.group_pool import KvGroupPool
+from lightserve.router.kv.group_pools import KvGroupPools
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.kv.slots import Slots, TokenSlots
@@ -43,7 +43,7 @@ class KvPool:
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self._listeners: list[PoolListener] = []
-        self.groups = tuple(groups)
+        self.groups = KvGroupPools(groups)
         self._size = size
         self.reset()
 
@@ -53,18 +53,12 @@ class KvPool:
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
-        for group in self.groups:
-            group.reset()
+        self.groups.reset()
         for listener in self._listeners:
             listener.on_reset()
 
     def add_listener(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
-
-    def bind(self, running: RunningReqs) -> None:
-        """Called once: these are the requests that will run."""
-        for group in self.groups:
-            group.bind(running)
 
     @property
     def size(self) -> int:
@@ -74,7 +68,7 @@ class KvPool:
     def available(self) -> int:
         """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
         available = self.slots.num_free + self.cached_tokens
-        return min(available, *(group.available for group in self.groups)) if self.groups else available
+        return min(available, self.groups.available) if self.groups else available
 
     @property
     def used(self) -> int:
@@ -83,7 +77,7 @@ class KvPool:
     @property
     def max_chunk(self) -> int:
         """The most tokens of one request that fit into a step while no other request runs."""
-        return min([self.size, *(group.max_chunk for group in self.groups)])
+        return min(self.size, self.groups.max_chunk)
 
     @property
     def cached_tokens(self) -> int:
@@ -109,27 +103,7 @@ class KvPool:
     def cached_len(self, req: Req) -> int:
         if not self.groups:
             return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
-        return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
-
-    def keep_at(self, req: Req, length: int) -> int | None:
-        """Another request waits for these first tokens of a running one.
-
-        Returns how many must be planned before it can use them; None: any number is useful.
-        """
-        for group in self.groups:
-            needed = group.keep_at(req, length)
-            if needed is not None:
-                return needed
-        return None
-
-    def _usable_len(self, tokens: Slots) -> int:
-        """How many tokens of a cached prefix a request can take: every group can continue from there."""
-        usable, before = len(tokens), -1
-        while usable != before:
-            before = usable
-            for group in self.groups:
-                usable = group.usable_len(tokens[:usable])
-        return usable
+        return self.groups.usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
     def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
@@ -174,38 +148,13 @@ class KvPool:
         if self.groups or self._lookahead:
             cached = self._cache.find_slots(ids, req.salt)
             cached = cached[: max(len(cached) - self._lookahead, 0)]
-            ids, matched_len = ids[: self._usable_len(cached)], len(cached)
+            ids, matched_len = ids[: self.groups.usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
         if req.images and (usable := req.usable_len(len(slots))) < len(slots):
             node, slots = self._cache.match(ids[:usable], req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
-        for group in self.groups:
-            group.attach(req, slots, matched_len)
-
-    def fits_groups(self, req: Req, step_tokens: int) -> bool:
-        """Whether the groups have room for this request too. ``step_tokens``: the most of a step."""
-        return all(group.fits(req, step_tokens) for group in self.groups)
-
-    def enter(self, req: Req) -> None:
-        """A request has a row of the running requests from now on."""
-        for group in self.groups:
-            group.enter(req)
-
-    def group_slots(self, req: Req) -> tuple[Slots, ...]:
-        """The slots that a running request holds in each group. The workers are told when it enters them."""
-        return tuple([group.held_slots(req) for group in self.groups])
-
-    def alloc_groups(
-        self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]
-    ) -> tuple[Slots, ...]:
-        """What the workers must know of a step, by group: see KvGroupPool.alloc."""
-        return tuple([group.alloc(rows, counts, chunks) for group in self.groups])
-
-    def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
-        """A step with these decodes and chunks is planned."""
-        for group in self.groups:
-            group.end_step(rows, chunks)
+        self.groups.attach(req, slots, matched_len)
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
@@ -261,8 +210,7 @@ class KvPool:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
-        for group in self.groups:
-            group.release(req)
+        self.groups.release(req)
         req.clear_slots()
 
     def pin(self, ids: Ids, salt: str) -> int:
@@ -285,8 +233,7 @@ class KvPool:
         for listener in self._listeners:
             listener.on_discarded(req)
         node, slots = self._cache.match(req.token_ids, req.salt)
-        for group in self.groups:
-            group.remove_cached(slots)
+        self.groups.remove_cached(slots)
         self._free(self._cache.drop(node))
 
     def roll_back(self, slots: Slots, group_slots: Sequence[Slots]) -> None:
@@ -294,22 +241,18 @@ class KvPool:
         for listener in self._listeners:
             listener.on_steps_failed()
         self._free(self._cache.drop_slots(slots))
-        for group, of_group in zip(self.groups, group_slots, strict=True):
-            group.invalidate(of_group)
+        self.groups.invalidate(group_slots)
 
     def _cache_groups(self, req: Req, ids: Ids, begin: int, is_leaving: bool = False) -> None:
         """The first tokens of the request are cached. Its own are from ``begin`` on, or others had cached them too."""
         if not self.groups:
             return
-        tokens = self._cache.find_slots(ids, req.salt)
-        for group in self.groups:
-            group.add_cached(req, tokens, begin, is_leaving)
+        self.groups.add_cached(req, self._cache.find_slots(ids, req.salt), begin, is_leaving)
 
     def _free(self, slots: Slots) -> None:
         if not len(slots):
             return
-        for group in self.groups:
-            group.remove_cached(slots)
+        self.groups.remove_cached(slots)
         for listener in self._listeners:
             listener.on_freed(slots)
         self.slots.free(slots)

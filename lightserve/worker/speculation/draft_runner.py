@@ -22,6 +22,7 @@ from lightserve.config.speculation import SpeculativeConfig
 from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.step import Step
 from lightserve.worker.batch.drafted_req import DraftedReq
+from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -204,7 +205,7 @@ class DraftRunner:
         columns = columns_of(on_device[: len(packed.inputs)], shape, self._batch.states is not None)
         tensors = DraftTensors.of(on_device[len(packed.inputs) :], shape, drafts.num_rows)
         step_drafts = StepDrafts(tensors, draft_ids, drafts.max_drafts, drafts.num_drafting)
-        return self._compute(columns, shape, step_drafts, prompts)
+        return self._compute(columns, shape, step_drafts, prompts, packed.images)
 
     @torch.inference_mode()
     def masked(self, out: StepOut, masks: StepMasks) -> StepOut:
@@ -280,13 +281,14 @@ class DraftRunner:
         shape: StepShape,
         step_drafts: StepDrafts,
         prompts: StepPromptLogprobs | None = None,
+        images: PackedImages | None = None,
     ) -> StepOut:
         tensors, draft_ids, max_drafts, num_drafting = step_drafts
         columns = self._located(columns, tensors)
         token_ids = columns.tokens["token_id"]
         token_ids.copy_(torch.where(draft_ids != NO_DRAFT, draft_ids.int(), token_ids))
         rows, reqs = tensors.logit_tokens.long(), tensors.logit_reqs.long()
-        step = replace(self._runner.model_input(columns, shape), logit_rows=rows)
+        step = replace(self._runner.model_input(columns, shape, images), logit_rows=rows)
         replay = None
         if step.states is not None and num_drafting:
             replay = StateReplay(step.states, tensors, num_drafting, max_drafts)

@@ -38,7 +38,7 @@ SampleLocal = Callable[[Tensor, SampledAt], Tensor]
 
 
 class HeadWeight(LayerWeight):
-    """The head's own weights, with those of its layer."""
+    """The weights of the head and of its layer."""
 
     layer: TransformerLayerWeight
     norm: NormWeight  # of what the layer computes, before logits
