@@ -136,6 +136,27 @@ def test_a_small_pool_and_steps_in_flight_change_nothing(
     assert_same(drafted, expected)
 
 
+def test_nothing_is_drafted_for_steps_without_drafts(
+    small_folder: str, plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If none is accepted, requests pause. The KV is there when they try again."""
+    llm = make(small_folder, config_of(save_draft_model(tmp_path, "llama", 128)))
+    object.__setattr__(llm._scheduler.only_group.limits, "weight_read_tokens", 30.0)
+    assert isinstance(llm.worker, ModelWorker)
+    head = llm.worker._drafts._head
+    assert head is not None
+    calls: list[str] = []
+    for name in ("draft", "_draft_further"):
+        method = getattr(head, name)
+        monkeypatch.setattr(head, name, lambda *args, name=name, method=method: (calls.append(name), method(*args)))
+    prompts, params = prompts_of(2, seed=4), params_of(GREEDY, {"ignore_eos": True, "max_new_tokens": 60})
+
+    drafted = llm.generate(prompts, params)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert 2 < calls.count("_draft_further") < 0.6 * calls.count("draft")
+
+
 def test_another_vocabulary_is_refused(small_folder: str, tmp_path: Path) -> None:
     folder = save_draft_model(tmp_path, "llama", 128)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
