@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def plain(small_folder: str) -> LLM:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
+def _recorded(method: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    def recorded(*args: Any) -> Any:
+        calls.append(name)
+        return method(*args)
+
+    return recorded
+
+
 def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
     prompts = prompts_of(4)
     params = [params_of(sampling, LIKELY if index % 2 else {"logprobs": 2}, LONG) for index in range(4)]
@@ -147,8 +156,7 @@ def test_nothing_is_drafted_for_steps_without_drafts(
     assert head is not None
     calls: list[str] = []
     for name in ("draft", "_draft_further"):
-        method = getattr(head, name)
-        monkeypatch.setattr(head, name, lambda *args, name=name, method=method: (calls.append(name), method(*args)))
+        monkeypatch.setattr(head, name, _recorded(getattr(head, name), name, calls))
     prompts, params = prompts_of(2, seed=4), params_of(GREEDY, {"ignore_eos": True, "max_new_tokens": 60})
 
     drafted = llm.generate(prompts, params)
