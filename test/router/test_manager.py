@@ -451,7 +451,8 @@ def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(
 
 def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
     def with_images(req_id: int, count: int) -> GenerateReq:
-        items = [ImageItem(bytes([req_id, number]), ((6 * number, 6),), 2, 3, 56, 84, 5, b"file") for number in range(count)]
+        spans = [((6 * number, 6),) for number in range(count)]
+        items = [ImageItem(bytes([req_id, *span[0]]), span, 2, 3, 56, 84, 5, b"file") for span in spans]
         return msgspec.structs.replace(request(req_id, prompt_len=26), images=items)
 
     async def scenario(router: Router) -> None:
