@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -25,7 +23,7 @@ from lightserve.httpserver.engine_state import EngineState as EngineState
 from lightserve.httpserver.grammar.memory import GrammarMemory
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.validation_errors import listed
-from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed
+from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed, with_seeds
 from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.httpserver.weight_versions import WeightVersions, record_versions
 from lightserve.ipc.channel import Receiver, Sender
@@ -377,12 +375,8 @@ class Generation:
 
     def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
         """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
-        if seeds is None:
-            given = [req.params.sampling.seed for req in self.prompt_requests]
-            seeds = [random.getrandbits(63) if seed is None else seed for seed in given]
-        pairs = zip(self.prompt_requests, seeds, strict=True)
-        self.prompt_requests = [replace(req, params=req.params.replace(seed=seed)) for req, seed in pairs]
-        return list(seeds)
+        self.prompt_requests, fixed = with_seeds(self.prompt_requests, seeds)
+        return fixed
 
     def continue_after(self, outs: Sequence[tuple[int, StrOut]], age_s: float) -> None:
         """The client has these tokens, from another server. The request came ``age_s`` ago, and starts after this."""
