@@ -229,6 +229,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "models.registry",
         "models.served_config",
+        "outbound",
         "router",
         "server",
         "utils",
