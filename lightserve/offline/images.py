@@ -42,14 +42,14 @@ class OfflineImages:
     def __init__(self, config: ServerConfig, source: ModelSource) -> None:
         """It loads the vision tower."""
         from lightserve.encoder.image_encoder import load_encoder  # Pillow may be missing without images
-        from lightserve.media.fetch.fetcher import Fetcher
-        from lightserve.media.fetch.urls import UrlRules
+        from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
         from lightserve.media.reader import ImageReader
+        from lightserve.outbound.urls import UrlRules
 
         self._arena = mmap(-1, max(int(config.worker.embed_cache_gb * GIB) // PAGE, 1) * PAGE)
         self._encoder: ImageEncoder = load_encoder(config, self._arena)
         http = config.http
-        rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+        rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
         self._reader = ImageReader(
             self._encoder.images, placeholder_of(source), http.max_images, MAX_BYTES, None, pair_around(source)
