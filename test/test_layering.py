@@ -227,6 +227,7 @@ LAYERS: dict[str, set[str]] = {
         "text.grammar",
         "text.logprobs",
         "model_files",
+        "outbound",
         "models.registry",
         "models.served_config",
         "outbound",
