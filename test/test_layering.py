@@ -230,7 +230,6 @@ LAYERS: dict[str, set[str]] = {
         "outbound",
         "models.registry",
         "models.served_config",
-        "outbound",
         "router",
         "server",
         "utils",
