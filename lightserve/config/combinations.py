@@ -292,7 +292,6 @@ TABLE = (
     # images
     Conflict(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
     Conflict(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
-    Conflict(IMAGES, PP, "pipeline stages do not know the positions of images yet", _NO_IMAGES),
     Conflict(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
     Conflict(IMAGES, DRAFT_HEAD, "a head reads embeddings of tokens, and has none of images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),

@@ -183,14 +183,14 @@ class StepRunner:
             shape = StepShape(1, 1, has_decodes=True, has_prompts=False, group_tokens=group_tokens)
             self.hidden_states(self._batch.padding(shape), shape)
 
-    def run_stage(self, inputs: np.ndarray, shape: StepShape) -> None:
+    def run_stage(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
-        self._model.send_to_next_stage(self.hidden_states(inputs, shape))
+        self._model.send_to_next_stage(self.hidden_states(inputs, shape, images))
 
-    def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
+    def hidden_states(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> HiddenStates:
         """Of all tokens of a step, for a model that computes no text."""
         columns = self.columns(to_device(inputs, self._model.device), shape)
-        return self._model.hidden_states(self.model_input(columns, shape))
+        return self._model.hidden_states(self.model_input(columns, shape, images))
 
     def columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
         return columns_of(inputs, shape, has_states=self._batch.states is not None)

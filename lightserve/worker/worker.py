@@ -334,7 +334,7 @@ class ModelWorker:
             self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape)
+            self._runner.run_stage(packed.inputs, packed.shape, packed.images)
             return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)

@@ -207,7 +207,8 @@ class TpPartBaseModel(LoadableModel):
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
-        _place_images(x, infer_state)
+        if self.pp.is_first:
+            _place_images(x, infer_state)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
@@ -218,7 +219,8 @@ class TpPartBaseModel(LoadableModel):
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
-        _place_images(x, infer_state)
+        if self.pp.is_first:
+            _place_images(x, infer_state)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
