@@ -70,9 +70,9 @@ class OfflineImages:
         sources = [source_of(image) for image in images]
         reader = self._reader
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            found = thread.submit(self._read, sources).result()
-        prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), found), found))
-        prompt.images = reader.locate(prompt, found)
+            read = thread.submit(self._read, sources).result()
+        prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), read), read))
+        prompt.images = reader.locate(prompt, read)
         return prompt
 
     def _read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:
