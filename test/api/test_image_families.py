@@ -42,12 +42,14 @@ def save_tiled(folder: Path, model_type: str) -> tuple[str, Callable[[Prompt], s
 SAVE: dict[str, Callable[[Path, str], tuple[str, Callable[[Prompt], str]]]] = {
     "smolvlm": save_tiled,
     "qwen3_5_moe": save_qwen,
+    "qwen3_vl": save_qwen,
     "qwen3_vl_moe": save_qwen,
 }
-FLAGS = {"qwen3_vl_moe": ("--tp", "2")}
+FLAGS = {"qwen3_vl": ("--pp", "2"), "qwen3_vl_moe": ("--tp", "2")}
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in FLAGS]
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen3_5_moe", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_5_moe", *LONG])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path, text_of = SAVE[request.param](tmp_path_factory.mktemp(request.param), request.param)
     flags = (
