@@ -113,15 +113,15 @@ def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenize
     """None: requests have no images, and Pillow is not needed."""
     if not config.http.max_images:
         return None
-    from lightserve.media.fetch.fetcher import Fetcher
-    from lightserve.media.fetch.urls import UrlRules
+    from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
     from lightserve.media.layout import read_layout
     from lightserve.media.make_reader import make_reader
     from lightserve.media.reader import MB
+    from lightserve.outbound.urls import UrlRules
 
     http = config.http
     layout = read_layout(read_image_files(source), http.max_image_tokens)
-    rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+    rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
     limits = http.max_images, http.max_image_mb * MB
     return make_reader(source, layout, tokenizer, limits, fetcher)

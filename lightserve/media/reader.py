@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
-from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
 from lightserve.media.layout import ImageLayout
 from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
@@ -18,6 +17,7 @@ from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.stats import ImageStats
 from lightserve.media.tokens import check_places, digest_of, expand, fill_pairs, locate
 from lightserve.messages.media import ImageItem
+from lightserve.outbound.urls import is_fetched
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
 MB = 10**6

@@ -44,14 +44,14 @@ class OfflineImages:
     def __init__(self, config: ServerConfig, source: ModelSource, tokenizer: Tokenizer | None) -> None:
         """It loads the vision tower."""
         from lightserve.encoder.image_encoder import load_encoder  # Pillow may be missing without images
-        from lightserve.media.fetch.fetcher import Fetcher
-        from lightserve.media.fetch.urls import UrlRules
+        from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
         from lightserve.media.make_reader import make_reader
+        from lightserve.outbound.urls import UrlRules
 
         self._arena = mmap(-1, max(int(config.worker.embed_cache_gb * GIB) // PAGE, 1) * PAGE)
         self._encoder: ImageEncoder = load_encoder(config, self._arena)
         http = config.http
-        rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+        rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
         self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
@@ -70,9 +70,9 @@ class OfflineImages:
         sources = [source_of(image) for image in images]
         reader = self._reader
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            read = thread.submit(self._read, sources).result()
-        prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), read), read))
-        prompt.images = reader.locate(prompt, read)
+            files = thread.submit(self._read, sources).result()
+        prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), files), files))
+        prompt.images = reader.locate(prompt, files)
         return prompt
 
     def _read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:

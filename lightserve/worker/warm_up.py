@@ -54,7 +54,7 @@ def draft_steps(num_drafts: int, max_len: int, pool_len: int) -> Iterator[Step]:
     if not num_drafts or len(prompt) + 2 * count > min(max_len, pool_len):
         return
     req = NewReq(-1, int32s(prompt), SAMPLING[0], seed=0)
-    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req])
+    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req], drafts_follow=True)
     for begin in (len(prompt), len(prompt) + count):
         slots = int32s(range(begin, begin + count))
         yield Step(

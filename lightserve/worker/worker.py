@@ -350,7 +350,7 @@ class ModelWorker:
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         self._drafts.record(out.columns, tokens)
-        self._drafts.draft_next(packed, out)
+        self._drafts.draft_next(packed, out, step.drafts_follow)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
