@@ -272,7 +272,6 @@ TABLE = (
     Conflict(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
-    Conflict(KV_RAM, WINDOWED_POOL, "KV of windows is not kept in host memory", _NO_WINDOWS),
     Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(PINNED_PREFIXES, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),

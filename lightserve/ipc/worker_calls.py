@@ -16,6 +16,7 @@ from lightserve.ipc.codec import make_decode
 from lightserve.messages.step import Step, StepResult, joined_results
 from lightserve.messages.weights import WorkerWeightsCommand, WorkerWeightsReply
 from lightserve.messages.worker_calls import (
+    NO_STORE,
     CompileGrammar,
     KvFetch,
     KvFetched,
@@ -109,7 +110,7 @@ def _slowest_load(replies: Sequence[KvLoaded]) -> KvLoaded:
 
 def _lowest_tiers(replies: Sequence[list[int]]) -> list[int]:
     """A block whose parts are in different tiers is read from the lowest of them."""
-    return [max(tiers) for tiers in zip(*replies, strict=False)]
+    return [NO_STORE if NO_STORE in tiers else max(tiers) for tiers in zip(*replies, strict=False)]
 
 
 def _valid_in_all(replies: Sequence[KvFetched]) -> KvFetched:

@@ -14,13 +14,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightserve.messages.int_arrays import Int32Array, Int64Array
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.kv.group_slots import GroupSlots
 from lightserve.router.kv.slots import Slots
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
 
 UNLIMITED = 2**62
+
+Bools = npt.NDArray[np.bool_]
 
 
 class RunningReqs(Protocol):
@@ -46,6 +51,7 @@ class KvGroupPool(ABC):
         self._num_tokens = num_tokens
         self._evicted_before = 0  # the last reset
         self.slots = GroupSlots(size, num_tokens)
+        self.writes: Slots = NO_INT32  # slots to which the step writes that is being planned
         self._clear()
 
     @property
@@ -149,6 +155,39 @@ class KvGroupPool(ABC):
     def remove_cached(self, tokens: Slots) -> None:
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
         self.slots.remove_cached(tokens)
+
+    # slower memory, in blocks of tokens
+
+    @property
+    @abstractmethod
+    def blocks_before(self) -> int:
+        """Whole blocks before the end of a prefix that a request needs to continue it there."""
+
+    @abstractmethod
+    def has_blocks(self, tokens: Slots) -> Bools:
+        """Of cached tokens ``[blocks, tokens]``: which blocks have all that is stored of them."""
+
+    @abstractmethod
+    def block_slots(self, tokens: Slots) -> Slots:
+        """The slots that are stored of a block of cached tokens, which has them."""
+
+    @abstractmethod
+    def can_load(self, num_blocks: int, step_tokens: int) -> bool:
+        """Whether so many blocks fit beside what running requests will need. ``step_tokens``: the most of a step."""
+
+    @abstractmethod
+    def start_load(self, num_blocks: int) -> Slots:
+        """Slots for the stored part of so many blocks, which fit. They are taken until ``finish_load``."""
+
+    def finish_load(self, tokens: Slots, slots: Slots) -> None:
+        """These slots hold what was stored of cached tokens ``[blocks, tokens]``; without tokens, they hold nothing."""
+        if len(tokens):
+            self._add_loaded(tokens, slots)
+        self.slots.free(slots)
+
+    @abstractmethod
+    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+        """The cached tokens of these blocks get the slots."""
 
     def invalidate(self, slots: Slots) -> None:
         """Cached tokens lose these slots, which ``alloc`` returned: the steps that should fill them have failed."""

@@ -14,12 +14,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.kv.slots import Slots, TokenSlots
 from lightserve.router.req import Req
+
+
+class CachedPrefix(NamedTuple):
+    """What the cache has of a request's prefix."""
+
+    usable_len: int  # tokens that the request can take
+    slots: Slots  # of all its cached tokens, if there are KV groups: they may have lost what the next token needs
 
 
 class PrefixLoad(NamedTuple):
@@ -30,6 +38,8 @@ class PrefixLoad(NamedTuple):
     node: RadixNode  # locked: the end of the tokens before the part
     cached: Slots  # of the tokens before
     slots: Slots  # of the part
+    group_blocks: tuple[tuple[int, ...], ...] = ()  # of the prefix, that go to the pool of each KV group
+    group_slots: tuple[Slots, ...] = ()
 
 
 class KvPool:
@@ -111,6 +121,12 @@ class KvPool:
             return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
         return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
+    def cached_prefix(self, req: Req) -> CachedPrefix:
+        if not self.groups:
+            return CachedPrefix(self.cached_len(req), NO_INT32)
+        slots = self._cache.find_slots(cacheable(req), req.salt)
+        return CachedPrefix(self._usable_len(slots), slots)
+
     def keep_at(self, req: Req, length: int) -> int | None:
         """Another request waits for these first tokens of a running one.
 
@@ -131,16 +147,26 @@ class KvPool:
                 usable = group.usable_len(tokens[:usable])
         return usable
 
-    def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
+    def can_load(self, group_blocks: Sequence[Sequence[int]], step_tokens: int) -> bool:
+        """Whether the KV groups have room for so many blocks. ``step_tokens``: the most of a step."""
+        pairs = zip(self.groups, group_blocks, strict=True)
+        return all(not blocks or group.can_load(len(blocks), step_tokens) for group, blocks in pairs)
+
+    def start_load(self, req: Req, begin: int, end: int, group_blocks: tuple[tuple[int, ...], ...] = ()) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
 
         The tokens before stay cached until ``finish_load``. The caller has checked that ``end`` tokens are available.
+        ``group_blocks``: blocks before ``end`` whose KV goes to each group, which has room for it.
         """
         ids = cacheable(req)[:end].copy()
         node, cached = self._cache.match(ids[:begin], req.salt)
         self._cache.lock(node)
         self.loading_tokens += end - begin
-        return PrefixLoad(req, ids, node, cached, self.alloc(end - begin))
+        slots = self.alloc(end - begin)
+        group_slots = tuple(
+            [group.start_load(len(blocks)) for group, blocks in zip(self.groups, group_blocks, strict=False)]
+        )
+        return PrefixLoad(req, ids, node, cached, slots, group_blocks, group_slots)
 
     def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
         """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
@@ -155,13 +181,21 @@ class KvPool:
         self._cache.unlock(load.node)
         self.loading_tokens -= len(load.slots)
         if not is_valid:
+            self._finish_groups(load, NO_INT32)
             self._free(load.slots)
             return
         slots = np.concatenate((load.cached, load.slots))
         _, spare = self._cache.insert(load.ids, slots, load.req.salt)
+        if load.group_slots:
+            self._finish_groups(load, self._cache.find_slots(load.ids, load.req.salt))
         self._notify_inserted(load.req, load.ids, len(load.cached))
         self.num_cached_chunks += 1
         self._free(spare)
+
+    def _finish_groups(self, load: PrefixLoad, tokens: Slots) -> None:
+        """``tokens``: of the whole prefix; empty: what has come is not valid."""
+        for group, blocks, slots in zip(self.groups, load.group_blocks, load.group_slots, strict=False):
+            group.finish_load(tokens.reshape(-1, BLOCK_TOKENS)[list(blocks)] if len(tokens) else NO_INT32, slots)
 
     def attach_prefix(self, req: Req) -> None:
         """Give a request the slots of its cached prefix, and lock them.
@@ -200,7 +234,9 @@ class KvPool:
         self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]
     ) -> tuple[Slots, ...]:
         """What the workers must know of a step, by group: see KvGroupPool.alloc."""
-        return tuple([group.alloc(rows, counts, chunks) for group in self.groups])
+        for group in self.groups:
+            group.writes = group.alloc(rows, counts, chunks)
+        return tuple([group.writes for group in self.groups])
 
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """A step with these decodes and chunks is planned."""

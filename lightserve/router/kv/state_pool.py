@@ -27,7 +27,7 @@ import numpy as np
 from lightserve.messages.control import StateKv
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.router.chunk_boundaries import in_blocks
-from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
+from lightserve.router.kv.group_pool import Bools, KvGroupPool, RunningReqs
 from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
 from lightserve.router.req import Req
@@ -171,6 +171,26 @@ class StatePool(KvGroupPool):
             is_wanted = len(tokens) in state.ends and self._num_needed < self.slots.available
         if is_wanted and self.slots.add_cached(tokens[-1:], int32s([state.row])):
             self._set(state, state.row, is_kept=True)
+
+    @property
+    def blocks_before(self) -> int:
+        return 1
+
+    def has_blocks(self, tokens: Slots) -> Bools:
+        """The state after a block is that of its last token."""
+        return self.slots.has_slot(tokens[:, -1])
+
+    def block_slots(self, tokens: Slots) -> Slots:
+        return self.slots.slots_of(tokens[-1:])
+
+    def can_load(self, num_blocks: int, step_tokens: int) -> bool:
+        return self._num_needed + num_blocks <= self.slots.available
+
+    def start_load(self, num_blocks: int) -> Slots:
+        return self.slots.alloc(num_blocks)
+
+    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+        self.slots.add_cached(tokens[:, -1], slots)
 
     def _set(self, state: ReqState, row: int, is_kept: bool) -> None:
         self._num_needed -= state.needs_row
