@@ -223,8 +223,6 @@ TABLE = (
     Conflict(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
     Conflict(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters
-    Conflict(LORA, DP, "several engines do not serve LoRA adapters yet", f"use --dp 1; {_ONE_ADAPTER}"),
-    Conflict(LORA, LISTEN, "engines of a gateway do not serve LoRA adapters yet", _ONE_ADAPTER),
     Conflict(LORA, PP, "pipeline stages do not serve LoRA adapters yet", f"use --tp; {_ONE_ADAPTER}"),
     Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),
     # the null worker

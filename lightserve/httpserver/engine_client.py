@@ -75,6 +75,7 @@ class HttpServerManager:
         self.stats: RouterStats | None = None
         self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
         self._limits: EngineInfo | None = None
+        self.has_adapters = False  # requests may name a LoRA adapter
         self._unavailable_reason = "the model is loading"
         self._to_router = to_router
         self._from_detokenization = from_detokenization
@@ -116,6 +117,7 @@ class HttpServerManager:
     def engine_info(self, limits: EngineInfo) -> None:
         """Accept requests."""
         self._limits = limits
+        self.has_adapters = limits.lora_slots > 0
         self._last_heartbeat_s = time.monotonic()
         self.state = EngineState.READY
 

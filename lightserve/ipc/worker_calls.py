@@ -100,7 +100,10 @@ def same_reply(replies: Sequence[T]) -> T:
 
 
 def _first_error(replies: Sequence[LoraLoaded]) -> LoraLoaded:
-    return next((reply for reply in replies if reply.error), LoraLoaded())
+    failed = next((reply for reply in replies if reply.error), None)
+    if failed is None and len({reply.digest for reply in replies}) > 1:
+        return LoraLoaded("the ranks have read different files of the adapter")
+    return failed or replies[0]
 
 
 def _slowest_load(replies: Sequence[KvLoaded]) -> KvLoaded:

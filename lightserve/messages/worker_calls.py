@@ -32,6 +32,7 @@ class LoraLoaded(msgspec.Struct, frozen=True):
     """The reply to a LoraLoad."""
 
     error: str = ""  # why the adapter cannot be used
+    digest: str = ""  # of its files
 
 
 NO_STORE = -1  # in the reply to a KvLookup: no tier has the block

@@ -187,7 +187,7 @@ class RemoteKvSource(KvSource, PoolListener):
         self.num_wanted += len(prefix.slots)
         addresses = [] if self._receiver is None else self._receiver.addresses
         req.timeline.kv("kv_wanted", len(prefix.slots))  # before a prefill engine can begin
-        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, addresses))
+        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, addresses, req.lora_digest))
 
     def _on_late(self, req: Req) -> None:
         """The workers have not ended the transfer. Its slots stay reserved, and the request computes its prompt."""

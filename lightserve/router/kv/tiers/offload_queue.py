@@ -85,7 +85,7 @@ class OffloadQueue(PoolListener):
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
         if req.uses_tiers and last > first:
             whole = np.array(slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS], dtype=np.int32)
-            self._planned += self._pool.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
+            self._planned += self._pool.add(self.keys_of(req, end)[first:], whole)
         if req.uses_tiers and self._groups:
             self._add_of_groups(req, slots, begin, end)
 
@@ -127,7 +127,7 @@ class OffloadQueue(PoolListener):
             return
         while self._new and len(self._queued) < MAX_FLUSH:
             block = self._new.popleft()
-            if block not in self._pool or block.is_local or storage.is_saved(block.key):
+            if block not in self._pool or storage.is_saved(block.key):
                 continue
             if block.key in self.host:
                 storage.save(block.key)
@@ -143,7 +143,7 @@ class OffloadQueue(PoolListener):
                 continue
             if block.key not in self.host:
                 self._store(block, stays_in_pool=True)
-            elif not block.is_local and not self._storage.is_saved(block.key):
+            elif not self._storage.is_saved(block.key):
                 self._storage.save(block.key)
 
     def store_groups(self) -> None:
@@ -160,7 +160,7 @@ class OffloadQueue(PoolListener):
             elif np.isin(slots, group.writes).any():  # it lost them, and this step computes them again
                 self._planned_of_groups.append(GroupBlock(block, number))
             else:
-                self._store(PoolBlock(key, slots, block.is_local))
+                self._store(PoolBlock(key, slots))
 
     def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
         cpu_block = self.host.put(block.key)
@@ -197,7 +197,7 @@ class OffloadQueue(PoolListener):
                 continue
             key = offloaded.block.key
             self.host.unpin([cpu_block])
-            if not offloaded.block.is_local and self.host.get(key) == cpu_block:
+            if self.host.get(key) == cpu_block:
                 self._storage.save(key, offloaded.stays_in_pool)
 
     def on_freed(self, slots: Slots) -> None:
@@ -208,8 +208,7 @@ class OffloadQueue(PoolListener):
         keys = [*keys, *(group_key(key, number) for number in range(len(self._groups)) for key in keys)]
         for key in keys:
             self.host.remove(key)
-        if req.lora_id is None:
-            self._storage.discard(keys)
+        self._storage.discard(keys)
 
     def on_steps_failed(self) -> None:
         """What is stored may contain what they should have computed."""

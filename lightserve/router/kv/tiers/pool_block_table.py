@@ -18,7 +18,6 @@ from lightserve.router.kv.slots import Slots
 class PoolBlock(NamedTuple):
     key: bytes
     slots: Slots
-    is_local: bool  # it means something else in another process
     num_freed: int = 0  # how often its slots had been freed when the cache got them
 
     @property
@@ -42,12 +41,12 @@ class PoolBlockTable:
     def _is_whole(self, block: PoolBlock) -> bool:
         return int(self._num_freed[block.slots].sum()) == block.num_freed
 
-    def add(self, keys: list[bytes], slots: Slots, is_local: bool) -> list[PoolBlock]:
+    def add(self, keys: list[bytes], slots: Slots) -> list[PoolBlock]:
         """The cache owns these slots, block after block."""
         by_block = slots.reshape(-1, BLOCK_TOKENS)
         num_freed = self._num_freed[by_block].sum(axis=1).tolist()
         blocks = [
-            PoolBlock(key, block_slots, is_local, count)
+            PoolBlock(key, block_slots, count)
             for key, block_slots, count in zip(keys, by_block, num_freed, strict=True)
         ]
         self._blocks |= {block.last_slot: block for block in blocks}

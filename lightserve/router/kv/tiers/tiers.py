@@ -196,8 +196,6 @@ class KvTiers(KvSource, PoolListener):
         return PrefixBlocks(self._pool.groups, keys, cached)
 
     def _wait_for_storage(self, req: Req, now_s: float) -> Wait | None:
-        if req.lora_id is not None:
-            return None
         host = self.offload_queue.host
 
         def missing() -> list[bytes]:
