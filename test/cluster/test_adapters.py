@@ -9,9 +9,9 @@ import pytest
 from lightserve.cluster.adapters import NOBODY, ClusterAdapters
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.load_estimate import SharedRates
-from lightserve.messages.metrics import MetricsSnapshot
 from lightserve.messages.output import AdapterCard, AdapterReply, RouterStats
 from lightserve.messages.request import ListAdapters, LoadAdapter, UnloadAdapter
+from lightserve.router.observability.stats import RouterMetrics
 
 OK, REFUSED = AdapterReply(7), AdapterReply(7, 400, "rank 64 is too large")
 
@@ -85,7 +85,7 @@ def test_the_log_says_once_that_a_name_stands_for_other_files(caplog: pytest.Log
     all_engines = engines(3)
     adapters = ClusterAdapters(all_engines)
     for engine, digest in zip(all_engines, ("x", "x", "y"), strict=True):
-        engine.stats = RouterStats(0.0, MetricsSnapshot(), adapters={"a": digest})
+        engine.stats = RouterStats(0.0, RouterMetrics().snapshot(), adapters={"a": digest})
 
     for engine in [*all_engines, *all_engines]:
         adapters.check_equal(engine)

@@ -156,7 +156,14 @@ class KvGroupPool(ABC):
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
         self.slots.remove_cached(tokens)
 
+    @abstractmethod
+    def pin(self, tokens: Slots) -> None:
+        """Never lose what continues this cached prefix, which is usable."""
+
     # slower memory, in blocks of tokens
+
+    def align(self, tokens: int) -> None:  # noqa: B027  most groups need not
+        """Prefixes are stored in blocks of so many tokens."""
 
     @property
     @abstractmethod

@@ -307,6 +307,9 @@ class KvPool:
         node, slots = self._cache.match(ids, salt)
         self._cache.lock(node)
         self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
+        if self.groups and (usable := self._usable_len(slots)):
+            for group in self.groups:
+                group.pin(slots[:usable])
         return len(slots)
 
     def clear_cache(self) -> None:

@@ -19,6 +19,7 @@ computed again, in whatever steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,7 @@ class StatePool(KvGroupPool):
 
     def __init__(self, figures: StateKv, num_tokens: int) -> None:
         """``num_tokens``: slots of the pool of all tokens."""
+        self._multiple = figures.block  # of the lengths of prompts at which states are kept
         if figures.size < 2:
             raise ValueError(f"{figures.size} rows of states: a request may read one and write another")
         self.figures = figures
@@ -102,12 +104,12 @@ class StatePool(KvGroupPool):
         begin, last = len(tokens), len(req.prompt_ids) - 1
         before_answer = len(req.prompt_ids) - max(req.generation_prompt_len, 1)
         ends = [end for end in range(INTERVAL, last, INTERVAL) if end > begin]
-        places = min(matched_len, last), before_answer
+        places = min(max(matched_len, req.branch_len), last), before_answer
         ends += [end for end in map(self._rounded, places) if end - begin >= MIN_TOKENS]
         self._end_chunks_at(req, state, ends)
 
     def _rounded(self, length: int) -> int:
-        return length // self.figures.block * self.figures.block
+        return length // self._multiple * self._multiple
 
     def keep_at(self, req: Req, length: int) -> int | None:
         state, length = self._reqs.get(req), self._rounded(length)
@@ -165,12 +167,18 @@ class StatePool(KvGroupPool):
         if not is_exact or not len(tokens) or state.needs_row:
             return
         if is_leaving:
-            is_block_end = len(tokens) == self._rounded(len(tokens)) and len(tokens) <= len(req.prompt_ids)
+            is_block_end = len(tokens) % self.figures.block == 0 and len(tokens) <= len(req.prompt_ids)
             is_wanted = is_block_end or self.figures.block == 1
         else:
             is_wanted = len(tokens) in state.ends and self._num_needed < self.slots.available
         if is_wanted and self.slots.add_cached(tokens[-1:], int32s([state.row])):
             self._set(state, state.row, is_kept=True)
+
+    def pin(self, tokens: Slots) -> None:
+        self.slots.hold(tokens[-1:])
+
+    def align(self, tokens: int) -> None:
+        self._multiple = math.lcm(self.figures.block, tokens)
 
     @property
     def blocks_before(self) -> int:

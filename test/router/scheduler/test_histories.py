@@ -50,6 +50,8 @@ KINDS = [
     "disk",
     "windows, tiers",
     "windows, disk",
+    "states, disk",
+    "windows and states, tiers",
     "roles",
 ]
 MIN_REMOTE_PREFILL_TOKENS = 32
@@ -78,7 +80,7 @@ class Traits(NamedTuple):
 
 def random_traits(rng: random.Random, kind: str) -> Traits:
     return Traits(
-        windows=(25, 40) if kind == "windows and states" else (rng.choice([40, 100]),) if "windows" in kind else (),
+        windows=(25, 40) if "windows and states" in kind else (rng.choice([40, 100]),) if "windows" in kind else (),
         has_states="states" in kind,
         has_tiers="tiers" in kind or "disk" in kind or (kind == "roles" and rng.random() < 0.5),
         has_disk="disk" in kind,

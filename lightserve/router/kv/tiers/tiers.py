@@ -67,6 +67,8 @@ class KvTiers(KvSource, PoolListener):
         self._started: list[KvLoad] = []  # that the next step begins
         self._wake: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
+        for group in pool.groups:
+            group.align(BLOCK_TOKENS)
         pool.add_listener(self.offload_queue)
         pool.add_listener(self)
 

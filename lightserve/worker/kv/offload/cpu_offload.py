@@ -115,8 +115,6 @@ def make_cpu_offload(
     """None without --kv_ram_gb."""
     if not config.kv_ram_gb:
         return None
-    if memory.state_rows:
-        raise RuntimeError("a host tier of recurrent states passed the table of combinations")
     device = memory.buffers[0].device
     own_bytes = int(config.kv_ram_gb * 2**30 / num_engines / config.num_ranks)
     num_blocks = [parallel.min_of_engine(count, device) for count in _blocks_in(own_bytes, memory)]
@@ -137,6 +135,7 @@ def make_cpu_offload(
 def _blocks_in(num_bytes: int, memory: MemoryManager) -> list[int]:
     """How many blocks of each pool fit. The pools have the same shares as on the device."""
     sizes = [block_format.num_bytes for block_format in block_formats(memory, BLOCK_TOKENS)]
-    shares = [1.0, *(size / memory.size for size in memory.group_sizes)]
+    states = [memory.state_rows / memory.size * BLOCK_TOKENS] if memory.state_rows else []  # a block has one
+    shares = [1.0, *(size / memory.size for size in memory.group_sizes), *states]
     per_block = sum(share * size for share, size in zip(shares, sizes, strict=True))
     return [int(num_bytes / per_block * share) for share in shares]

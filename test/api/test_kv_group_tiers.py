@@ -1,16 +1,19 @@
-"""A model with sliding windows whose prefixes leave both KV pools, and come back from host memory and a disk."""
+"""Models with KV groups, whose prefixes leave all KV pools, and come back from host memory and a disk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import kill_worker
+from test.hybrid_model import save_hybrid_model
 from test.waiting import wait_until
-from test.worker.kv.test_windowed_pool import make, prompt, save_model
+from test.worker.kv.test_windowed_pool import prompt, save_model
 
 pytestmark = pytest.mark.slow
 
@@ -37,19 +40,28 @@ def ask_until_loaded(server: ServerProcess, ids: list[int], expected: str) -> in
     raise AssertionError("the prompt was never loaded")
 
 
-def test_prefixes_of_a_windowed_model_come_back_with_the_text_of_one_pool_also_after_a_crash(tmp_path: Path) -> None:
-    folder = save_model("gemma3_text", tmp_path)
+def windowed(folder: Path) -> tuple[str, list[str]]:
+    return save_model("gemma3_text", folder), ["--max_windowed_token_num", "400"]
+
+
+def recurrent(folder: Path) -> tuple[str, list[str]]:
+    return save_hybrid_model(folder)[0], ["--max_state_rows", "12"]
+
+
+@pytest.mark.parametrize("make_model", [windowed, pytest.param(recurrent, marks=pytest.mark.long)])
+def test_prefixes_come_back_with_the_text_of_a_server_without_tiers_also_after_a_crash(
+    make_model: Callable[[Path], tuple[str, list[str]]], tmp_path: Path
+) -> None:
+    folder, group_flags = make_model(tmp_path)
     ids = prompt(LENGTH, seed=1)
     turn = ids + prompt(60, seed=2)
-    expected = [
-        one.text for one in make(folder, 0).generate([ids, turn], max_new_tokens=12, temperature=0, ignore_eos=True)
-    ]
-    flags = ("--model_dir", folder, "--device", "cpu", "--dtype", "float32", "--max_total_token_num", "1024")
+    llm = LLM(folder, device="cpu", data_type="float32", max_total_token_num=1024, max_req_total_len=600)
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    expected = [one.text for one in llm.generate([ids, turn], **options)]
+    flags = ("--device", "cpu", "--dtype", "float32", "--max_total_token_num", "1024", "--max_req_total_len", "600")
     tiers = ("--kv_ram_gb", "0.02", "--kv_disk_gb", "0.1", "--kv_disk_dir", str(tmp_path / "kv"))
 
-    with running_server(
-        tmp_path / "log", *flags, "--max_windowed_token_num", "400", *tiers, "--batch_max_tokens", "128"
-    ) as server:
+    with running_server(tmp_path / "log", "--model_dir", folder, *flags, *group_flags, *tiers) as server:
         assert ask(server, ids) == (expected[0], 0)
         assert ask_until_loaded(server, ids, expected[0]) == LENGTH // 64 * 64
         assert ask_until_loaded(server, turn, expected[1]) >= LENGTH // 64 * 64 - 64
