@@ -1,8 +1,8 @@
 """How many replicas a load needs. Pure: the controller gives it the time.
 
 A replica is added as soon as requests wait or KV memory runs short. If it is KV memory, the next one is added only when
-all of them serve and their KV has been measured again: a replica takes minutes to start. One is removed only after the load has fitted into
-fewer replicas for ``scale_down_s``: to start a replica costs more than to keep it.
+all of them serve and their KV has been measured again: a replica takes minutes to start. One is removed only after the
+load has fitted into fewer replicas for ``scale_down_s``: to start a replica costs more than to keep it.
 
 Prefill replicas have other rules. Their KV memory says nothing, because prompts leave it at once. Their queues stay
 short, because decode replicas compute prompts themselves: if these do it all the time, there are too few prefill
