@@ -1,5 +1,6 @@
 # make serve   start the server with the default model (makes .venv, fetches the model on the first run)
 # make test    lint, types and tests
+# make failed  lint, types and the tests that failed last, one by one, if they were at most ten
 # make docs    the documentation as a website, in build/site
 # make chaos   break the server in every way there is a case for, and print what came of it (some minutes)
 PYTHON ?= python3
@@ -8,7 +9,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test chaos lint types format bench docs clean
+FAILED := .pytest_cache/v/cache/lastfailed
+
+.PHONY: serve test failed chaos lint types format bench docs clean
 
 serve: $(VENV)/.serve
 	$(PY) -m lightserve.server.api_server $(ARGS)
@@ -20,6 +23,10 @@ test: lint
 	@$(PY) -m mypy > $(VENV)/types.log 2>&1 & types=$$!; \
 	$(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
+
+failed: lint types
+	@test $$(grep --count '::' $(FAILED)) -le 10
+	$(PY) -m pytest --last-failed --last-failed-no-failures none
 
 chaos: $(VENV)/.test
 	$(PY) -m test.faults --seed $(SEED) $(ARGS)

@@ -59,6 +59,7 @@ def save_vision_model(folder: Path, model_type: str = "qwen2_5_vl") -> tuple[str
     """The folder, and the model of transformers. A token is a word; w0 ends the text."""
     torch.manual_seed(5)
     ids = {"image_token_id": PAD, "video_token_id": VOCAB_SIZE + 3, "vision_start_token_id": START}
+    ids["vision_end_token_id"] = END
     config = AutoConfig.for_model(
         model_type, text_config=TEXT, vision_config=VISION[model_type], tie_word_embeddings=False, **ids
     )

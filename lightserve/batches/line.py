@@ -61,7 +61,7 @@ def read_lines(path: Path) -> Iterator[NumberedLine]:
 
 
 def parse_line(text: bytes, endpoint: str | None = None) -> LineRequest:
-    """``endpoint``: that of the batch; None: each line may have another one."""
+    """``endpoint``: of the batch; None: lines may have different ones."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -104,7 +104,7 @@ def _check_line(number: int, text: bytes, endpoint: str | None, max_bytes: int, 
     custom_id = parse_line(text, endpoint).custom_id
     first = first_lines.setdefault(custom_id, number)
     if first != number:
-        problem = f"custom_id {_shown(custom_id)} is also that of line {first}; each must be used once"
+        problem = f"custom_id {_shown(custom_id)} is used by line {first} already; use each once"
         raise LineError("duplicate_custom_id", problem, "custom_id")
 
 

@@ -36,7 +36,6 @@ from lightserve.messages.cluster import (
 )
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
-from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import (
     BatchTokenIdOut,
     RouterStats,
@@ -50,9 +49,8 @@ from lightserve.messages.request import (
     AbortReq,
     ContinueReq,
     GenerateReq,
+    HttpCounts,
     ReleaseParents,
-    SpanCounts,
-    StreamLogCounts,
     ToRouter,
     http_process_of,
 )
@@ -157,8 +155,8 @@ class Dispatcher:
                 self._release_parents(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
-            elif isinstance(message, SpanCounts | StreamLogCounts):
-                add_http_counts(self.metrics.values, message)
+            elif isinstance(message, HttpCounts):
+                self.metrics.add_http_counts(message)
             else:
                 self._ask_engines(message)
 
@@ -211,7 +209,7 @@ class Dispatcher:
         self._release_parents(
             ReleaseParents([req_id for req_id in self._prompts if http_process_of(req_id) == lost.process])
         )
-        self.metrics.values["http_process_restarts_total"] += 1
+        self.metrics.http_process_lost(lost.process)
 
     def _release_parents(self, message: ReleaseParents) -> None:
         for req_id in message.req_ids:

@@ -88,7 +88,7 @@ class Engine:
 
     def add_tokens(self, outs: Sequence[TokenIdOut], now_s: float) -> None:
         """Give the tokens of a step to their requests, and measure how long they took."""
-        reqs = [self.requests[out.req_id] for out in outs]
-        for req, out in zip(reqs, outs, strict=True):
-            req.add_token(out.token.id)
-        self._load.observe_step(len(outs), [req.assignment for req in reqs], now_s)
+        reqs = {out.req_id: self.requests[out.req_id] for out in outs}
+        for out in outs:
+            reqs[out.req_id].add_token(out.token.id)
+        self._load.observe_step(len(reqs), [req.assignment for req in reqs.values()], now_s, len(outs))

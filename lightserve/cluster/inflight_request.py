@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightserve.cluster.load_estimate import Assignment
+from lightserve.media.tokens import with_image_ids
 from lightserve.messages.block_hash import Hashes, block_hashes
 from lightserve.messages.cluster import DispatchedReq, KvTarget, KvTransferParams
+from lightserve.messages.int_arrays import int32s
 from lightserve.messages.request import GenerateReq
 
 
@@ -67,7 +69,7 @@ def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None
     salt = message.prefix_salt(uses_cache and message.scheduling.use_cache)
     if message.scheduling.lora:  # KV of an adapter differs from that of the base model
         salt = f"lora {message.scheduling.lora} {salt}"
-    hashes: Hashes = block_hashes(message.prompt_ids, salt)
+    hashes: Hashes = block_hashes(with_image_ids(int32s(message.prompt_ids), message.images), salt)
     timeout_s = message.scheduling.timeout_s or timeout_s
     deadline_s = None if timeout_s is None else message.arrived_s + timeout_s
     if timeout_s != message.scheduling.timeout_s:  # --request_timeout of a gateway counts in its engines too

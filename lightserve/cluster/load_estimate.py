@@ -77,9 +77,13 @@ class MeasuredLoad:
         if not self._num_open:  # the time until the next token is no step's
             self._last_tokens_s = None
 
-    def observe_step(self, num_tokens: int, assignments: Iterable[Assignment], now_s: float) -> None:
-        """A step returned so many tokens. ``assignments`` are their requests; those that had one before may be left
-        out."""
+    def observe_step(
+        self, num_requests: int, assignments: Iterable[Assignment], now_s: float, num_tokens: int = 0
+    ) -> None:
+        """A step returned tokens of so many requests. ``num_tokens``: if some got several, as with drafts.
+
+        ``assignments`` are these requests; those that had a token before may be left out.
+        """
         firsts = [assignment for assignment in assignments if assignment.tokens_to_compute]
         measured = [assignment for assignment in firsts if assignment.is_measured]
         if measured:
@@ -92,7 +96,8 @@ class MeasuredLoad:
             self._rates.prefill.observe(prefilled, seconds)
             self._last_prefill_s = now_s
         elif self._last_tokens_s is not None and not firsts and not self._num_computing:
-            self._rates.slowdown.observe(num_tokens, now_s - self._last_tokens_s)
+            token_s = (now_s - self._last_tokens_s) * num_requests / max(num_tokens, num_requests)
+            self._rates.slowdown.observe(num_requests, token_s)
         for assignment in firsts:
             self._count_computed(assignment)
         self._last_tokens_s = now_s

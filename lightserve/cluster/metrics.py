@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lightserve.cluster.engine import Engine
-from lightserve.messages.metrics import METRICS, Kind, Recorder
+from lightserve.messages.metrics import METRICS, Kind, Recorder, add_http_counts
 from lightserve.messages.output import HistogramCounts, MetricsSnapshot
+from lightserve.messages.request import HttpCounts
 
 MEANS = ("kv_cache_usage_perc",)
 # by the metric of an engine: the same with the label ``engine``
@@ -26,6 +27,13 @@ class ClusterMetrics:
         self.values = self._own.values  # what the dispatcher itself counts
         self._ended = self._own.snapshot()  # sum of the counters of routers that died
         self._left: dict[int, tuple[str, MetricsSnapshot]] = {}  # by engine: of a router that died or is disconnected
+
+    def add_http_counts(self, counts: HttpCounts) -> None:
+        add_http_counts(self._own, counts)
+
+    def http_process_lost(self, process: int) -> None:
+        self.values["http_process_restarts_total"] += 1
+        self._own.set_fetching(process, 0)
 
     def engine_left(self, engine: Engine) -> None:
         """Keep what a router has counted: counters never decrease."""

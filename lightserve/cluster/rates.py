@@ -30,7 +30,7 @@ class PrefillRate:
 
 
 class DecodeSlowdown:
-    """How much longer a token takes with each further running request: the slope of a line through step times."""
+    """How much longer a token takes with each further running request: the slope of a line through times of a token."""
 
     def __init__(self) -> None:
         self._weight = self._n = self._t = self._nn = self._nt = 0.0
@@ -46,12 +46,12 @@ class DecodeSlowdown:
             return 0.0
         return max((self._nt / self._weight - mean_n * mean_t) / variance, 0.0)
 
-    def observe(self, running: int, step_s: float) -> None:
+    def observe(self, running: int, token_s: float) -> None:
         self._weight = KEPT * self._weight + 1
         self._n = KEPT * self._n + running
-        self._t = KEPT * self._t + step_s
+        self._t = KEPT * self._t + token_s
         self._nn = KEPT * self._nn + running**2
-        self._nt = KEPT * self._nt + running * step_s
+        self._nt = KEPT * self._nt + running * token_s
 
 
 class OutputLength:

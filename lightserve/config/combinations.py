@@ -151,6 +151,11 @@ def _states(setup: Setup) -> str:
     return f"a {setup.model.model_type} model, which has recurrent layers" if is_on and setup.model else ""
 
 
+def _drafted_states(setup: Setup) -> str:
+    states = _states(setup)
+    return f"--speculative_config for {states}" if states and setup.config.worker.speculative_config else ""
+
+
 def _windowed_pool(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_windowed_pool and not setup.config.cluster.is_gateway
@@ -189,7 +194,7 @@ LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
 WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
-STATES = Feature("states", _states)
+STATES, DRAFTED_STATES = Feature("states", _states), Feature("drafted_states", _drafted_states)
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
@@ -279,17 +284,18 @@ TABLE = (
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
     _not_built(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
-    _not_built(SPECULATION, STATES, "states cannot be taken back to accepted drafts", "leave out --speculative_config"),
+    Conflict(
+        DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
+    ),
     _not_built(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
     _not_built(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
     _not_built(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     # images
-    _not_built(IMAGES, DP, "several engines do not share an encoder yet", _NO_IMAGES),
     _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
     _not_built(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
     _not_built(IMAGES, PP, "pipeline stages do not know the positions of images yet", _NO_IMAGES),
     _not_built(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
-    _not_built(IMAGES, SPECULATION, "drafts do not know the positions after images yet", _NO_IMAGES),
+    Conflict(IMAGES, DRAFT_HEAD, "a head reads embeddings of tokens, and has none of images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
     _not_built(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
     _not_built(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),

@@ -10,15 +10,15 @@ from msgspec import Meta
 from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
-METHODS = ("ngram", "suffix", "eagle3", "mtp", "auto")
-HEADS = ("eagle3", "mtp")  # methods that compute a layer of a model
+METHODS = ("ngram", "suffix", "eagle3", "mtp", "draft_model", "auto")
+HEADS = ("eagle3", "mtp", "draft_model")  # methods that compute a layer of a model, or a whole one
 DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
 DEFAULT_HEAD_DRAFTS = 3
 DEFAULT_PAST_OUTPUTS = 100
 FIELD_OF = {
     "prompt_lookup_max": ("ngram", "suffix"),
     "prompt_lookup_min": ("ngram", "suffix"),
-    "model": ("eagle3",),
+    "model": ("eagle3", "draft_model"),
 }  # the methods that read a field
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 
@@ -33,11 +33,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
-    model: str | None = None  # the folder or the name of an EAGLE-3 head
+    model: str | None = None  # the folder or the name of an EAGLE-3 head or of a draft model
 
     @property
     def has_head(self) -> bool:
-        """Drafts are computed by a layer of a model."""
+        """Drafts are computed by a layer of a model, or by a smaller model."""
         return self.method in HEADS
 
     @property
@@ -114,8 +114,9 @@ def _check_method(method: str, fields: dict[str, Any]) -> None:
     for name, owners in FIELD_OF.items():
         if name in fields and method not in owners:
             raise _error(f"{name} is a field of the method {owners[0]}, not of {method}; leave it out")
-    if method == "eagle3" and not fields.get("model"):
-        raise _error('the method eagle3 needs "model": the folder or the name of a head; add it')
+    if method in FIELD_OF["model"] and not fields.get("model"):
+        what = "head" if method == "eagle3" else "smaller model"
+        raise _error(f'the method {method} needs "model": the folder or the name of a {what}; add it')
     if method in HEADS:
         fields.setdefault("num_speculative_tokens", DEFAULT_HEAD_DRAFTS)
     if method == "auto" and len(fields) > 1:

@@ -17,6 +17,7 @@ from lightserve.model_files.source import ModelSource, resolve
 from lightserve.vision.load import load_tower
 from lightserve.vision.qwen import QwenTower, patches_of
 
+GIB = 2**30
 GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
 
 
@@ -32,11 +33,26 @@ class ImageEncoder:
         self.max_patches = max(GPU_PATCHES, images.most_tokens * images.merge**2) if device.type != "cpu" else 1
 
     @property
+    def images(self) -> QwenImages:
+        """How the model reads an image."""
+        return self._images
+
+    @property
     def num_rows(self) -> int:
         return len(self._arena)
 
     def patches_of(self, height: int, width: int) -> int:
         return height * width // self._images.patch**2
+
+    @property
+    def summary(self) -> str:
+        """For the operator."""
+        weights = sum(parameter.nbytes for parameter in self._tower.parameters()) / GIB
+        memory = self._arena.nbytes / GIB
+        return (
+            f"{weights:.2f} GiB of vision weights on {self._device.type}; embeddings of {self.num_rows:,} tokens in "
+            f"{memory:.2f} GiB of host memory"
+        )
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[tuple[Pixels, Int32Array]]) -> list[bool]:
@@ -63,10 +79,10 @@ class ImageEncoder:
             self.encode([(pixels, torch.arange(rows, dtype=torch.int32).numpy())])
 
 
-def load_encoder(config: ServerConfig, arena: mmap) -> ImageEncoder:
+def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> ImageEncoder:
     worker = config.worker
     platform = pick_device(worker.device)
-    device = platform.torch_device(0)
+    device = platform.torch_device(device_index)
     platform.bind(device, worker.deterministic)
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto", trusts_code=worker.trust_remote_code)
     images = QwenImages.read(*read_image_files(source), config.http.max_image_tokens)

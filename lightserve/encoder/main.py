@@ -28,7 +28,8 @@ logger = init_logger(__name__)
 
 class Decoded(NamedTuple):
     pixels: Pixels | None  # None: it could not be decoded
-    seconds: float
+    decode_s: float
+    resize_s: float = 0.0
     status: int = 200
     message: str = ""
 
@@ -36,11 +37,11 @@ class Decoded(NamedTuple):
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     begin_s = time.monotonic()
     inbox: Receiver[ToEncoder] = Receiver(child_config.encoder_address(child_config.generation), ToEncoder)
-    to_router: Sender[FromEncoder] = Sender(child_config.address("router"))
+    to_router: Sender[FromEncoder] = Sender(child_config.router_address)
     encoder = await asyncio.to_thread(_load, child_config)
     launcher.send(StartupPhase("load", time.monotonic() - begin_s))
     to_router.send(EncoderStarted(child_config.generation, encoder.num_rows))
-    launcher.send(Ready())
+    launcher.send(Ready(encoder.summary))
     await EncoderLoop(encoder, inbox, to_router, child_config.generation).run()
 
 
@@ -50,7 +51,7 @@ def _load(child_config: ChildConfig) -> ImageEncoder:
     if child_config.arena_fd is None:
         raise TypeError("the launcher starts an encoder with an arena")
     arena = mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size)
-    return load_encoder(child_config.config, arena)
+    return load_encoder(child_config.config, arena, child_config.device)
 
 
 class EncoderLoop:
@@ -76,7 +77,7 @@ class EncoderLoop:
         loop = asyncio.get_running_loop()
         while True:
             message = await self._inbox.recv()
-            decoding = loop.run_in_executor(self._threads, _decode, message)
+            decoding = loop.run_in_executor(self._threads, decode_image, message)
             self._waiting.append((message, decoding))
             self._has_waiting.set()
 
@@ -120,20 +121,31 @@ class EncoderLoop:
 
     def _report(self, message: EncodeImage, decoded: Decoded, encode_s: float = 0.0) -> None:
         self._to_router.send(
-            ImageEncoded(self._generation, message.digest, decoded.status, decoded.message, decoded.seconds, encode_s)
+            ImageEncoded(
+                self._generation,
+                message.digest,
+                decoded.status,
+                decoded.message,
+                decoded.decode_s,
+                decoded.resize_s,
+                encode_s,
+            )
         )
 
 
-def _decode(message: EncodeImage) -> Decoded:
+def decode_image(message: EncodeImage) -> Decoded:
+    """In any thread."""
     from lightserve.media.image_file import decode, resized
     from lightserve.media.qwen import BICUBIC
 
     begin_s = time.monotonic()
     try:
-        pixels = resized(decode(message.data), message.height, message.width, BICUBIC)
+        picture = decode(message.data)
+        decoded_s = time.monotonic()
+        pixels = resized(picture, message.height, message.width, BICUBIC)
     except RequestError as error:
-        return Decoded(None, time.monotonic() - begin_s, error.status, str(error))
-    return Decoded(pixels, time.monotonic() - begin_s)
+        return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
+    return Decoded(pixels, decoded_s - begin_s, time.monotonic() - decoded_s)
 
 
 if __name__ == "__main__":

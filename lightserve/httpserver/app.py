@@ -18,10 +18,9 @@ from lightserve.httpserver.anthropic import response as anthropic_response, rout
 from lightserve.httpserver.batches import routes as batches_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
-from lightserve.httpserver.http.allowed_hosts import allowed_hosts
 from lightserve.httpserver.http.body import with_schemas
 from lightserve.httpserver.http.errors import OPENAPI_ERRORS, add_error_handlers
-from lightserve.httpserver.http.middleware import RequestMiddleware
+from lightserve.httpserver.http.middleware import RequestMiddleware, allowed_hosts
 from lightserve.httpserver.http.paths import RootPath
 from lightserve.httpserver.ollama import response as ollama_response, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes

@@ -70,7 +70,9 @@ class HttpServerManager:
         http_process: int,
         to_router: Sender[ToRouter],
         from_detokenization: Receiver[ToHttpserver],
+        sends_every_file: bool = False,
     ) -> None:
+        """``sends_every_file``: other engines may get other choices of a prompt, so each has its images."""
         self.state = EngineState.LOADING
         self.stats: RouterStats | None = None
         self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
@@ -82,6 +84,7 @@ class HttpServerManager:
         self._last_heartbeat_s = 0.0
         self._ids = itertools.count(http_process << REQ_ID_BITS)
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
+        self._sends_every_file = sends_every_file
         self._grammars = GrammarMemory()
         self._drained = asyncio.Event()
         self._has_stats = asyncio.Event()
@@ -254,7 +257,9 @@ class HttpServerManager:
                 request_id=generation.log.request_id,
                 parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
-                images=prompt_request.images_to_send(generation._unfinished.isdisjoint(range(first_index, index))),
+                images=prompt_request.images_to_send(
+                    self._sends_every_file or generation._unfinished.isdisjoint(range(first_index, index))
+                ),
             )
             sent_ids = generation.sent_token_ids.get(index)
             self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))

@@ -31,7 +31,7 @@ from lightserve.links.tls import server_context
 from lightserve.messages.control import CertificateRenewed, Drain, Drained, EngineDied, EngineInfo, Keys, Ready
 from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
-from lightserve.model_files.config.images import placeholder_of, read_image_files
+from lightserve.model_files.config.images import pair_around, placeholder_of, read_image_files
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
@@ -50,6 +50,7 @@ KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that t
 # event loop, 215 to 470 with 32, 165 to 280 with 64, 133 to 173 with 128. An iteration without a connection costs
 # nothing, one with a connection some 50 us.
 ACCEPTS_PER_ITERATION = 128
+REPORT_S = 1.0  # between two messages about images
 
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
@@ -58,7 +59,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         child_config.address(f"http-{child_config.index}"), ToHttpserver
     )
     to_router: Sender[ToRouter] = Sender(child_config.address("router"))
-    manager = HttpServerManager(child_config.http_process, to_router, from_detokenization)
+    has_engines = config.cluster.has_dispatcher
+    manager = HttpServerManager(child_config.http_process, to_router, from_detokenization, has_engines)
     if config.cluster.is_gateway:
         flag = "--engines" if config.cluster.engines else "--engines_file"
         manager.no_workers_reason = f"no engine of {flag} can be reached; requests wait for one"
@@ -96,6 +98,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, context, exporter, tls))
         if exporter is not None:
             tasks.create_task(report_counts(exporter, to_router))
+        if context.images is not None:
+            tasks.create_task(_report_images(context.images, child_config.http_process, to_router))
         if context.stream_log is not None:
             tasks.create_task(context.stream_log.run())
             tasks.create_task(report_stream_log(context.stream_log, to_router))
@@ -117,7 +121,16 @@ def _image_reader(config: ServerConfig, source: ModelSource) -> ImageReader | No
     images = QwenImages.read(*read_image_files(source), http.max_image_tokens)
     rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
-    return ImageReader(images, placeholder_of(source), http.max_images, http.max_image_mb * MB, fetcher)
+    limits = http.max_images, http.max_image_mb * MB
+    return ImageReader(images, placeholder_of(source), *limits, fetcher, pair_around(source))
+
+
+async def _report_images(images: ImageReader, process: int, to_router: Sender[ToRouter]) -> None:
+    """The router adds up what the HTTP processes have counted."""
+    while True:
+        await asyncio.sleep(REPORT_S)
+        if counts := images.stats.take(process):
+            to_router.send(counts)
 
 
 def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:

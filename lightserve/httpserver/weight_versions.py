@@ -39,7 +39,7 @@ class WeightVersions:
         return changes[-1][1] if changes else DEFAULT
 
     def spans(self, index: int, num_tokens: int) -> list[VersionSpan]:
-        """Of so many tokens."""
+        """Of this number of tokens."""
         changes = self._changes.get(index, [])
         ends = [begin for begin, _ in changes[1:]] + [num_tokens]
         spans: list[VersionSpan] = []

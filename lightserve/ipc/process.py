@@ -110,8 +110,14 @@ class ChildConfig(msgspec.Struct, frozen=True):
         return self.address(f"from-engine-{engine}-{epoch}")
 
     def encoder_address(self, generation: int) -> str:
-        """Where an encoder receives images."""
-        return self.address(f"encoder-{generation}")
+        """Where the encoder of an engine receives images."""
+        return self.address(f"encoder-{self.engine}-{self.epoch}-{generation}")
+
+    @property
+    def router_address(self) -> str:
+        """Where the router of the engine receives."""
+        has_dispatcher = self.config.cluster.dp > 1 or self.config.cluster.listen is not None
+        return self.to_engine(self.engine, self.epoch) if has_dispatcher else self.address("router")
 
     def address(self, name: str) -> str:
         """The address of a ZMQ socket."""

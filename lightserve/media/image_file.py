@@ -1,6 +1,6 @@
 """Opens image files of clients, within limits that the header is checked against before any pixel is decoded.
 
-Error texts are ours: those of Pillow may name addresses of memory.
+Error texts are ours, because texts of Pillow may contain memory addresses.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.media.sizes import ImageHeader, ImageSize
+from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits
 
 BICUBIC = 3  # PIL.Image.Resampling
 MAX_RATIO = 200  # of the longer side to the shorter one
@@ -52,6 +52,27 @@ class QwenImages:
         """Of one image."""
         return self.max_pixels // self.side**2
 
+    def within(self, limits: PixelLimits) -> QwenImages:
+        """For a request that wants its images between these sizes."""
+        least = self._checked("min_pixels", limits.min_pixels, self.min_pixels)
+        most = self._checked("max_pixels", limits.max_pixels, self.max_pixels)
+        if least > most:
+            raise InvalidRequestError(
+                f"mm_processor_kwargs: min_pixels {least:,} is more than max_pixels {most:,}", "mm_processor_kwargs"
+            )
+        return replace(self, min_pixels=least, max_pixels=most)
+
+    def _checked(self, name: str, value: int | None, usual: int) -> int:
+        if value is None:
+            return usual
+        if not self.min_pixels <= value <= self.max_pixels:
+            raise InvalidRequestError(
+                f"mm_processor_kwargs.{name} is {value:,}; it must be from {self.min_pixels:,} to "
+                f"{self.max_pixels:,}, the limits of the model and of --max_image_tokens",
+                "mm_processor_kwargs",
+            )
+        return value
+
     def size_of(self, header: ImageHeader, is_low: bool = False) -> ImageSize:
         height, width = header.height, header.width
         if max(height, width) > MAX_RATIO * min(height, width):
@@ -66,12 +87,18 @@ class QwenImages:
         side, most = self.side, max(min(most, self.max_pixels), self.min_pixels)
         rounded = round(height / side) * side, round(width / side) * side
         if rounded[0] * rounded[1] > most:
-            shrink = math.sqrt(height * width / most)
-            return self._floor(height / shrink), self._floor(width / shrink)
+            return self._resized_to(height, width, most)
         if rounded[0] * rounded[1] < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (height * width))
-            return math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
+            grown = math.ceil(height * grow / side) * side, math.ceil(width * grow / side) * side
+            if grown[0] * grown[1] <= most:  # limits of a request may be close together
+                return grown
+            return self._resized_to(height, width, most)
         return rounded
+
+    def _resized_to(self, height: int, width: int, most: int) -> tuple[int, int]:
+        shrink = math.sqrt(height * width / most)
+        return self._floor(height / shrink), self._floor(width / shrink)
 
     def _floor(self, length: float) -> int:
         return max(self.side, math.floor(length / self.side) * self.side)

@@ -6,15 +6,17 @@ import asyncio
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
 from lightserve.media.qwen import QwenImages
+from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
-from lightserve.media.tokens import digest_of, expand, locate
+from lightserve.media.stats import ImageStats
+from lightserve.media.tokens import digest_of, expand, fill_pairs, locate
 from lightserve.messages.media import ImageItem
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
@@ -28,15 +30,22 @@ class ImageReader:
     max_images: int  # of a request
     max_bytes: int  # of an image
     fetcher: Fetcher | None = None  # None: images of other servers are refused
+    pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
+    stats: ImageStats = field(default_factory=ImageStats)
 
-    async def read_all(self, sources: Sequence[ImageSource], salt: str) -> list[ReadImage]:
+    async def read_all(
+        self, sources: Sequence[ImageSource], salt: str, limits: PixelLimits = NO_LIMITS
+    ) -> list[ReadImage]:
         """``salt``: only requests of the same salt share embeddings."""
         self._check_number(sources)
-        files = await self._fetch_all(sources)
-        return await asyncio.to_thread(self._read_all, sources, salt, files)
+        reader = self if limits.is_empty else replace(self, images=self.images.within(limits))
+        with self.stats.reading():
+            files = await self._fetch_all(sources)
+            return await asyncio.to_thread(reader._read_all, sources, salt, files)
 
     def _check_number(self, sources: Sequence[ImageSource]) -> None:
         if len(sources) > self.max_images:
+            self.stats.refused("number")
             raise InvalidRequestError(
                 f"the request has {len(sources)} images; the limit is {self.max_images} (--limit_mm_per_prompt)",
                 sources[0].param,
@@ -59,9 +68,11 @@ class ImageReader:
 
     async def _fetch(self, number: int, source: ImageSource) -> bytes:
         if self.fetcher is None:
+            self.stats.refused("fetch")
             raise _of_image(number, source, "this server fetches no URLs (--no_media_urls); send it as a data: URL")
         try:
-            return await self.fetcher.fetch(source.url)
+            with self.stats.fetching():
+                return await self.fetcher.fetch(source.url)
         except InvalidRequestError as error:
             raise _of_image(number, source, error) from error
 
@@ -73,6 +84,7 @@ class ImageReader:
             data = files[source.url] if source.url in files else self._bytes_of(source.url)
             size = self.images.size_of(read_header(data), source.is_low)
         except InvalidRequestError as error:
+            self.stats.refused("file")
             raise _of_image(number, source, error) from error
         return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt), size, data)
 
@@ -91,6 +103,19 @@ class ImageReader:
             return binascii.a2b_base64(url[match.end() :].encode("ascii"), strict_mode=True)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequestError("its data is not base64") from error
+
+    def image_of_size(self, header: ImageHeader) -> ReadImage:
+        """To count its tokens."""
+        return ReadImage(b"", self.images.size_of(header), b"")
+
+    @property
+    def image_ids(self) -> list[int]:
+        """What a prompt has in place of an image, before ``expand``."""
+        return [self.placeholder] if self.pair is None else [self.pair[0], self.placeholder, self.pair[1]]
+
+    def fill_pairs(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt with a placeholder in each empty pair, as clients of LightLLM write an image."""
+        return list(prompt_ids) if self.pair is None else fill_pairs(prompt_ids, self.pair, self.placeholder)
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
         """The prompt with a placeholder for each token of an image, in place of one for each image."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightserve.errors import InvalidRequestError
 from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.media import ImageItem
 
 FIRST_ID = 2**30  # above every vocabulary
 ID_BYTES = 4
@@ -30,6 +31,16 @@ def ids_of(digest: bytes, count: int) -> Int32Array:
     return (FIRST_ID + (np.frombuffer(stream, dtype="<u4") % FIRST_ID)).astype(np.int32)
 
 
+def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32Array:
+    """The prompt with ids by which the prefix cache tells images apart."""
+    if not images:
+        return prompt_ids
+    ids = np.array(prompt_ids, dtype=np.int32)
+    for image in images:
+        ids[image.start : image.end] = ids_of(image.digest, image.tokens)
+    return ids
+
+
 def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
     """The prompt with as many placeholders for each image as it has tokens."""
     places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
@@ -41,6 +52,16 @@ def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -
         ids += [placeholder] * count
         before = index + 1
     ids += prompt_ids[before:]
+    return ids
+
+
+def fill_pairs(prompt_ids: Sequence[int], pair: tuple[int, int], placeholder: int) -> list[int]:
+    """The prompt with a placeholder between the two ids of ``pair`` where nothing is between them."""
+    ids: list[int] = []
+    for token_id in prompt_ids:
+        if token_id == pair[1] and ids and ids[-1] == pair[0]:
+            ids.append(placeholder)
+        ids.append(token_id)
     return ids
 
 

@@ -29,6 +29,8 @@ class StartupProgress(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The child is ready to work."""
 
+    summary: str = ""  # for the banner
+
 
 class StepLimits(msgspec.Struct, frozen=True):
     """The step sizes that suit a device, unless the operator sets others."""

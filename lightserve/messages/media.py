@@ -66,7 +66,13 @@ class ImageEncoded(msgspec.Struct, frozen=True, tag=True):
     status: int = 200  # HTTP's
     message: str = ""  # what went wrong
     decode_s: float = 0.0
+    resize_s: float = 0.0
     encode_s: float = 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By stage."""
+        return {"decode": self.decode_s, "resize": self.resize_s, "encode": self.encode_s}
 
 
 FromEncoder = EncoderStarted | ImageEncoded

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from lightserve.messages.output import HistogramCounts, MetricsSnapshot
-from lightserve.messages.request import SpanCounts, StreamLogCounts
+from lightserve.messages.request import HttpCounts, ImageCounts, SpanCounts
 
 
 class Kind(enum.Enum):
@@ -59,11 +59,13 @@ _REQUEST_S = (
     *(15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _REQUEST_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+_IMAGE_S = (*(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5), *(1.0, 2.5, 5.0, 10.0, 30.0))
 _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
 
 DEFAULT_DRAFTS = 4  # places of drafts that are exported as 0 from the start
 
 KV_TIERS = ("ram", "disk", "remote")
+IMAGE_REFUSALS = ("number", "fetch", "busy", "file", "decode")
 
 METRICS = (
     _gauge("num_requests_running", "Requests that are running."),
@@ -117,16 +119,23 @@ METRICS = (
         label="kind",
         label_values=("kv", "embedding", "none"),
     ),
-    Metric(
-        "image_stage_seconds_total",
-        Kind.COUNTER,
-        "Seconds that the encoder has spent on decoding and resizing images, and on encoding them.",
-        label="stage",
-        label_values=("decode", "encode"),
-    ),
     _counter("images_encoded_total", "Images encoded."),
     _counter("images_evicted_total", "Images whose embeddings were evicted to make room for others."),
-    _gauge("images_waiting", "Images that are waiting for the encoder, or are being encoded."),
+    Metric(
+        "images_waiting",
+        Kind.GAUGE,
+        "Images that are fetched from another server, wait for the encoder to take them, or are in it.",
+        label="stage",
+        label_values=("fetch", "queue", "encoder"),
+    ),
+    Metric(
+        "image_refused_total",
+        Kind.COUNTER,
+        "Images that were refused: not fetched, fetched too many at once, no readable file, or not decoded; number "
+        "counts requests with too many images.",
+        label="reason",
+        label_values=IMAGE_REFUSALS,
+    ),
     _gauge("image_rows_used", "Rows of the arena (--embed_cache_gb) that hold embeddings, one for each token."),
     Metric(
         "request_success_total",
@@ -255,6 +264,10 @@ METRICS = (
     _histogram("request_generation_tokens", "Generated tokens per request.", _REQUEST_TOKENS),
     _histogram("request_max_num_generation_tokens", "Maximum output tokens that a request allows.", _REQUEST_TOKENS),
     _histogram("iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS),
+    _histogram("image_fetch_seconds", "Time to fetch an image from another server.", _IMAGE_S),
+    _histogram("image_decode_seconds", "Time to decode an image.", _IMAGE_S),
+    _histogram("image_resize_seconds", "Time to make an image as large as the model reads it.", _IMAGE_S),
+    _histogram("image_encode_seconds", "Time to encode an image: its share of a batch of the encoder.", _IMAGE_S),
 )
 
 
@@ -271,6 +284,11 @@ class Histogram:
         self.counts[bisect_left(self._buckets, value)] += count
         self.total += value * count
 
+    def add(self, observed: HistogramCounts) -> None:
+        """What was observed in another process."""
+        self.counts = [own + new for own, new in zip(self.counts, observed.counts, strict=True)]
+        self.total += observed.total
+
 
 class Recorder:
     """Holds every metric of METRICS, from zero. Its user writes ``values`` and ``labelled`` directly."""
@@ -282,9 +300,15 @@ class Recorder:
         self.labelled = {
             metric.name: dict.fromkeys(metric.label_values, 0.0) for metric in METRICS if metric.label is not None
         }
+        self._fetching: dict[int, int] = {}  # images, by HTTP process
         self.histograms = {
             metric.name: Histogram(metric.buckets) for metric in METRICS if metric.kind is Kind.HISTOGRAM
         }
+
+    def set_fetching(self, process: int, images: int) -> None:
+        """How many an HTTP process fetches now."""
+        self._fetching[process] = images
+        self.labelled["images_waiting"]["fetch"] = sum(self._fetching.values())
 
     def snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot(
@@ -297,9 +321,21 @@ class Recorder:
         )
 
 
-def add_http_counts(values: dict[str, float], counts: SpanCounts | StreamLogCounts) -> None:
+def image_histogram() -> Histogram:
+    """Of the seconds of a stage."""
+    return Histogram(_IMAGE_S)
+
+
+def add_http_counts(recorder: Recorder, counts: HttpCounts) -> None:
     """Add what an HTTP process has counted since its last message."""
-    if isinstance(counts, SpanCounts):
+    values = recorder.values
+    if isinstance(counts, ImageCounts):
+        recorder.histograms["image_fetch_seconds"].add(HistogramCounts(counts.fetch_counts, counts.fetch_s))
+        recorder.set_fetching(counts.process, counts.fetching)
+        refused = recorder.labelled["image_refused_total"]
+        for reason, count in counts.refused.items():
+            refused[reason] = refused.get(reason, 0.0) + count
+    elif isinstance(counts, SpanCounts):
         values["otlp_spans_exported_total"] += counts.exported
         values["otlp_spans_dropped_total"] += counts.dropped
     else:

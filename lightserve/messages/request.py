@@ -108,6 +108,19 @@ class StreamLogCounts(msgspec.Struct, frozen=True, tag=True):
     taken_over: int
 
 
+class ImageCounts(msgspec.Struct, frozen=True, tag=True):
+    """What an HTTP process has counted about images since its last message, for the metrics."""
+
+    process: int  # its number
+    fetch_counts: list[int]  # of the buckets of image_fetch_seconds
+    fetch_s: float
+    fetching: int  # images that are fetched now
+    refused: dict[str, int]  # by reason
+
+
+HttpCounts = SpanCounts | StreamLogCounts | ImageCounts
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """An operator adds a LoRA adapter under a name."""
 
@@ -145,6 +158,7 @@ ToRouter = (
     | StopProfile
     | SpanCounts
     | StreamLogCounts
+    | ImageCounts
     | AdapterQuery
     | RlQuery
 )

@@ -1,4 +1,4 @@
-"""httpserver -> router -> httpserver: what a trainer asks of the engine beside tokens. See docs/rl.md.
+"""httpserver -> router -> httpserver: what a trainer asks of the engine, except tokens. See docs/rl.md.
 
 A new control call is a struct here in RlQuery, and a handler that RlControl of the router has for its type.
 """
@@ -82,7 +82,7 @@ class ReceiveWeights(msgspec.Struct, frozen=True, tag=True):
 
     query_id: int
     group: str
-    tensors: list[WeightTensor]  # empty: those of the last update with this group
+    tensors: list[WeightTensor]  # empty: the same as in the last update with this group
     buffering: WeightBuffering | None = None  # None: as the group
     version: str | None = None
     recomputes: bool = True  # running requests compute their KV again, with the new weights
@@ -161,7 +161,7 @@ class WeightsState(msgspec.Struct, frozen=True):
 
     version: str = "default"
     generation: int = 0  # how often they were replaced
-    source: str = ""  # the folder of the last update, or "trainer"; empty: they are those of --model_dir
+    source: str = ""  # the folder of the last update, or "trainer"; empty: they come from --model_dir
     problem: str = ""  # why no text can be generated with them
     missing: int | None = None  # tensors that the open update still needs
     values: list[float] = []

@@ -144,10 +144,19 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         return self.num_decodes + len(self.chunks) + sum(len(group.chunks) for group in self.groups)
 
     @property
-    def num_tokens(self) -> int:
-        chunks = sum(len(row.slots) for row in self.chunks)
+    def num_drafts(self) -> int:
         drafts = int(np.sum(self.draft_counts)) if len(self.draft_counts) else 0
-        return len(self.decode_ids) + drafts + chunks + sum(group.num_tokens for group in self.groups)
+        return drafts + sum(group.num_drafts for group in self.groups)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the chunks."""
+        chunks = sum(len(row.slots) for row in self.chunks)
+        return chunks + sum(group.num_prompt_tokens for group in self.groups)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_drafts + self.num_prompt_tokens
 
     @property
     def rows(self) -> list[StepRow]:

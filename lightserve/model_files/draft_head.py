@@ -1,6 +1,6 @@
-"""Reads what config.json says of a draft head: EAGLE-3 in its own folder, or MTP in the model's checkpoint.
+"""Reads what the config.json of an EAGLE-3 head says.
 
-EAGLE-3 comes in two formats. The original one is the config of one Llama layer with fields of the head beside it. The
+It comes in two formats. The original one is the config of one Llama layer with fields of the head beside it. The
 ``speculators`` format has the layer in ``transformer_layer_config``, and names the model that the head is for.
 """
 
@@ -17,7 +17,6 @@ from lightserve.model_files.folder import read_json
 
 SPECULATORS_TYPE = "speculators_model_type"
 LAYER_TYPES = ("llama", "qwen3")  # what the layer of an EAGLE-3 head may be
-MTP_TYPES = ("deepseek_v3", "glm4_moe")  # whose MTP layer can draft
 DEFAULT_DRAFTS = 3
 
 
@@ -81,7 +80,7 @@ def _layer(folder: Path, hf: Mapping[str, Any], is_original: bool) -> ModelConfi
 
 def _check_vocab(folder: Path, layer: ModelConfig, target: ModelConfig) -> None:
     if layer.vocab_size != target.vocab_size:
-        problem = f"its vocabulary has {layer.vocab_size} tokens, and that of the model {target.vocab_size}"
+        problem = f"its vocabulary has {layer.vocab_size} tokens, the vocabulary of the model {target.vocab_size}"
         raise _error(folder, f"{problem}; use the head that was trained for this model")
 
 
@@ -95,22 +94,6 @@ def _aux_layers(folder: Path, hf: Mapping[str, Any], num_layers: int) -> tuple[i
         problem = f"it reads the hidden states after {list(layers)} layers, and the model has {num_layers}"
         raise _error(folder, f"{problem}; use the head that was trained for this model")
     return layers
-
-
-def mtp_layers(target: ModelConfig) -> int:
-    """MTP layers that config.json promises; 0: none."""
-    return target.count_or_0("num_nextn_predict_layers")
-
-
-def check_mtp(target: ModelConfig) -> None:
-    """Raises an OptionError for a model whose checkpoint has no MTP layer that can draft."""
-    if target.model_type not in MTP_TYPES:
-        supported = ", ".join(MTP_TYPES)
-        problem = f"method mtp is not supported for {target.model_type}, only for {supported}"
-        raise OptionError(f"speculative_config: {problem}; use ngram or eagle3")
-    if not mtp_layers(target):
-        problem = "method mtp: config.json has no num_nextn_predict_layers, so the checkpoint has no MTP layer"
-        raise OptionError(f"speculative_config: {problem}; use ngram or eagle3")
 
 
 def _error(folder: Path, problem: str) -> OptionError:

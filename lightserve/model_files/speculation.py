@@ -11,8 +11,10 @@ from lightserve.config import WorkerConfig
 from lightserve.config.speculation import DEFAULT_HEAD_DRAFTS, MAX_DRAFTS, SpeculativeConfig
 from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.config.model_config import ModelConfig
-from lightserve.model_files.draft_head import MTP_TYPES, SPECULATORS_TYPE, Eagle3Config, check_mtp, mtp_layers
+from lightserve.model_files.draft_head import SPECULATORS_TYPE, Eagle3Config
+from lightserve.model_files.draft_model import draft_model_path
 from lightserve.model_files.folder import read_json_if_exists
+from lightserve.model_files.mtp import check_mtp, mtp_format, promises_mtp
 from lightserve.model_files.safetensors_header import read_header
 from lightserve.model_files.source import FolderSource, ModelSource, require_weights, resolve
 
@@ -31,18 +33,21 @@ def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: Model
         check_mtp(model)
     if config.method == "eagle3":
         config = msgspec.structs.replace(config, model=_head_folder(config, model, worker.load_format == "auto"))
+    if config.method == "draft_model":
+        path = draft_model_path(config.model, source, model, worker.load_format == "auto")
+        config = msgspec.structs.replace(config, model=path)
     return replace(worker, speculative_config=config.text)
 
 
 def has_mtp(source: ModelSource, model: ModelConfig) -> bool:
     """Whether the checkpoint has an MTP layer that can draft. Some lack the one that config.json promises."""
-    if model.model_type not in MTP_TYPES or not mtp_layers(model) or not isinstance(source, FolderSource):
+    if not promises_mtp(model) or not isinstance(source, FolderSource):
         return False
     try:
         files = source.weight_files()
     except ModelFilesError:
         return True  # they are not downloaded yet
-    name = f"model.layers.{model.num_layers}.eh_proj.weight"
+    name = f"{mtp_format(model).projection}.weight"
     return any(name in read_header(file) for file in files if file.suffix == ".safetensors")
 
 

@@ -37,7 +37,7 @@ class _Stream:
 
 
 class AsyncLLM:
-    """Options are those of LLM. Its constructor returns when the model is loaded."""
+    """With the options of LLM. The constructor returns when the model is loaded."""
 
     def __init__(self, model_dir: str | None = None, **options: Any) -> None:
         self._inbox: queue.SimpleQueue[_Stream | None] = queue.SimpleQueue()  # None: close
@@ -64,7 +64,7 @@ class AsyncLLM:
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Loras = None, **fields: Any
     ) -> list[Generation]:
-        """As that of LLM."""
+        """As in LLM."""
         return await self._result(lambda llm: llm.generation_steps(prompts, params, lora=lora, **fields))
 
     async def chat(

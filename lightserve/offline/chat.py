@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeGuard
 
 from lightserve.errors import InvalidRequestError
@@ -26,3 +27,7 @@ def check_conversation(messages: Any) -> None:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))

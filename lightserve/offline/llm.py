@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from numbers import Integral
 from types import TracebackType
@@ -14,26 +15,27 @@ from typing import Any, Self, overload
 
 from lightserve.common.device import pick_device
 from lightserve.common.parallel import Parallel
-from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
-from lightserve.config.combinations import Setup, check_combinations
+from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
-from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
+from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError, TextOnlyError
+from lightserve.media.tokens import with_image_ids
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.output import RequestDrafts
 from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import ReqFailed, StepResult, TokenOut
 from lightserve.messages.worker_calls import LoraLoad
-from lightserve.model_files.config.facts import model_facts
-from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.paths import parse_module
-from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
+from lightserve.model_files.source import require_weights, resolve
 from lightserve.model_files.speculation import resolved_speculation, served_with_head
 from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer_or_none
-from lightserve.models.served_config import read_served_config
-from lightserve.offline.chat import Conversation, check_conversation, is_conversation
+from lightserve.offline.chat import Conversation, check_conversation, is_conversation, is_one_prompt
+from lightserve.offline.checks import checked_model
 from lightserve.offline.fields import check_n, known_fields, repeated
+from lightserve.offline.image_parts import for_template
+from lightserve.offline.images import ImagePrompt, is_of, open_images, plain_ids
 from lightserve.offline.pooling import PoolingMethods
+from lightserve.router.images.image_waits import ImageFailed, without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
@@ -96,12 +98,19 @@ class LLM(PoolingMethods):
     """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread.
 
     ``generation_config`` is the server's flag: whose sampling parameters count where a call gives none.
+    ``limit_mm_per_prompt``: ``{"image": 0}`` loads no vision tower.
     """
 
-    def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        model_dir: str | None = None,
+        generation_config: str = "auto",
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> None:
         self.config = served_with_head(WorkerConfig(model_dir=model_dir, **options))
         source = resolve(self.config.model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
-        model = _check_combinations(self.config, source)
+        model = checked_model(self.config, source)
         self.config = resolved_speculation(self.config, source, model)
         if self.config.load_format != "dummy":
             require_weights(source)
@@ -111,7 +120,10 @@ class LLM(PoolingMethods):
             logger.warning(NO_TOKENIZER, source.path)
         elif self._tokenizer.note:
             logger.info(self._tokenizer.note)
+        self._images = open_images(self.config, source, limit_mm_per_prompt)
         self.worker = worker_class(self.config, source)(self.config, source, Parallel())
+        if self._images is not None:
+            self._images.use_worker(self.worker)
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
@@ -119,6 +131,8 @@ class LLM(PoolingMethods):
         tokens = self.worker.max_total_token_num
         pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens), limits.kv_lookahead)
         self._scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
+        if self._images is not None:
+            self._images.use_scheduler(self._scheduler.only_group)
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
@@ -177,7 +191,7 @@ class LLM(PoolingMethods):
         """Like ``generate``, for a caller that does other things between tokens: yields an empty list for each token,
         and the result at the end."""
         requests = self._requests(prompts, params, fields, lora)
-        generations = [Generation(req.prompt_ids.tolist()) for req in requests]
+        generations = [Generation(without_image_ids(req).tolist()) for req in requests]
         for out in self._run(requests):
             generations[out.index].add(out)
             yield []
@@ -225,7 +239,14 @@ class LLM(PoolingMethods):
 
     def _chat_ids(self, messages: Any) -> list[int]:
         check_conversation(messages)
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        messages, images = for_template(messages)
+        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        return self._with_images(ids, images)
+
+    def _with_images(self, ids: list[int], images: Sequence[Any]) -> list[int]:
+        if images and self._images is None:
+            raise TextOnlyError("an image", "messages")
+        return self._images.prompt_of(ids, images) if self._images is not None and images else ids
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
@@ -233,7 +254,7 @@ class LLM(PoolingMethods):
         """The most likely continuations of every prompt that beam search finds, best first."""
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        starts = [req.prompt_ids.tolist() for req in self._requests(prompts, None, {})]
+        starts = [plain_ids(req) for req in self._requests(prompts, None, {})]
         searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
@@ -250,7 +271,7 @@ class LLM(PoolingMethods):
         self._check_generates()
         n, fields = check_n(fields.get("n", 1)), known_fields(fields)
         fields.pop("n", None)
-        many = [prompts] if _is_one(prompts) else list(prompts)
+        many = [prompts] if is_one_prompt(prompts) else list(prompts)
         if params is None or isinstance(params, GenerationParams):
             params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
         if len(params) != len(many):
@@ -286,6 +307,7 @@ class LLM(PoolingMethods):
 
     def _request(self, prompt: Any, params: GenerationParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        images = prompt.images if isinstance(prompt, ImagePrompt) else ()
         longest = self.worker.longest_request
         if not ids:
             raise InvalidRequestError("the prompt is empty")
@@ -294,7 +316,8 @@ class LLM(PoolingMethods):
         if len(ids) >= longest:
             raise PromptTooLongError(len(ids), longest)
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
-        return Req(next(self._ids), int32s(ids), params, max_new_tokens, self.eos_token_ids)
+        prompt_ids = with_image_ids(int32s(ids), images)
+        return Req(next(self._ids), prompt_ids, params, max_new_tokens, self.eos_token_ids, images=images)
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
         vocab_size = self.worker.model_config.vocab_size
@@ -307,6 +330,8 @@ class LLM(PoolingMethods):
         decoder = None if self._tokenizer is None else self._tokenizer.decoder
         for i, req in enumerate(requests):
             self._open[req.req_id] = _OpenStream(i, ReqText(decoder, req.params.text), outs)
+            if self._images is not None:
+                self._images.enter(req, self._scheduler.only_group.pool.cached_len(req))
             self._scheduler.add(req)
         pending = len(requests)
         try:
@@ -324,6 +349,8 @@ class LLM(PoolingMethods):
     def _step(self) -> None:
         """Keep the worker busy, and give the tokens of the oldest step to their streams."""
         try:
+            if self._images is not None and self._fail_images(self._images.encode()):
+                return
             while len(self._in_flight) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
                 self._in_flight.append(self.worker.launch(step))
             if not self._in_flight:
@@ -367,6 +394,13 @@ class LLM(PoolingMethods):
             if tokens is not None:
                 self._push_tokens(tokens)
 
+    def _fail_images(self, failures: Sequence[ImageFailed]) -> bool:
+        """Returns whether requests ended."""
+        for failed in failures:
+            for req in self._scheduler.drop(partial(is_of, failed)):
+                self._fail(ReqFailed(req.req_id, failed.status, failed.message))
+        return bool(failures)
+
     def _fail(self, failure: ReqFailed) -> None:
         stream = self._open.pop(failure.req_id)
         stream.outs.append(StreamOut(stream.index, None, None, "", FinishReason.ABORT, error=failure.message))
@@ -390,7 +424,7 @@ class LLM(PoolingMethods):
         prompt = (
             None
             if token.prompt_logprobs is None
-            else unpack_prompt_logprobs(req.prompt_ids.tolist(), token.prompt_logprobs)
+            else unpack_prompt_logprobs(without_image_ids(req).tolist(), token.prompt_logprobs)
         )
         stream.outs.append(
             StreamOut(
@@ -413,15 +447,3 @@ class _OpenStream:
     index: int  # of its prompt
     text: ReqText
     outs: deque[StreamOut]  # of the stream that it belongs to
-
-
-def _check_combinations(worker: WorkerConfig, source: ModelSource) -> ModelConfig:
-    model = read_served_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
-    facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
-    config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
-    check_combinations(Setup(config, facts, is_offline=True))
-    return model
-
-
-def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))

@@ -23,7 +23,7 @@ from lightserve.messages.control import (
     WorkersLost,
     WorkersStopped,
 )
-from lightserve.messages.media import ToEncoder
+from lightserve.messages.media import FromEncoder, ToEncoder
 from lightserve.messages.request import RouterInbox
 from lightserve.router.images.image_waits import ImageWaits, Send
 from lightserve.router.kv.group_pools import make_group_pools
@@ -135,11 +135,11 @@ def _pin_prefixes(manager: RouterManager, config: ServerConfig, engine: EngineIn
 
 def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any]:
     """To this router, and from it to the detokenizer, or to the dispatcher if there are several engines."""
+    address = child_config.router_address
     if not has_dispatcher:
-        return Receiver(child_config.address("router"), RouterInbox), Sender(child_config.address("detokenization"))
-    engine, epoch = child_config.engine, child_config.epoch
-    inbox: Receiver[Any] = Receiver(child_config.to_engine(engine, epoch), ToEngine)
-    return inbox, Sender(child_config.from_engine(engine, epoch))
+        return Receiver(address, RouterInbox), Sender(child_config.address("detokenization"))
+    inbox: Receiver[Any] = Receiver(address, ToEngine | FromEncoder)
+    return inbox, Sender(child_config.from_engine(child_config.engine, child_config.epoch))
 
 
 def _enable_profiles(child_config: ChildConfig, manager: RouterManager, workers: WorkerCaller) -> None:

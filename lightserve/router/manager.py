@@ -20,10 +20,10 @@ from lightserve.config import RouterConfig
 from lightserve.errors import LightserveError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.media.tokens import with_image_ids
 from lightserve.messages.cluster import DispatchedReq, KvCacheEvents, KvCancel, MovedReqs, ToEngine
 from lightserve.messages.control import EngineInfo, HttpProcessLost
 from lightserve.messages.media import EncoderStarted, ImageEncoded
-from lightserve.messages.metrics import add_http_counts
 from lightserve.messages.output import ToDetokenization
 from lightserve.messages.params import FinishReason
 from lightserve.messages.request import (
@@ -33,18 +33,17 @@ from lightserve.messages.request import (
     ContinueReq,
     GenerateReq,
     GetTimelines,
+    HttpCounts,
     ReleaseParents,
     RouterInbox,
-    SpanCounts,
     StartProfile,
     StopProfile,
-    StreamLogCounts,
     ToRouter,
     http_process_of,
 )
 from lightserve.messages.rl import RlQuery
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
-from lightserve.router.images.image_waits import ImageFailed, with_image_ids
+from lightserve.router.images.image_waits import ImageFailed
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.lora.control import AdapterControl
 from lightserve.router.lora.registry import RegisteredAdapter
@@ -142,7 +141,7 @@ class RouterManager:
             group.fork_points.release(
                 [req_id for req_id in group.fork_points if http_process_of(req_id) == lost.process]
             )
-        self.metrics.values["http_process_restarts_total"] += 1
+        self.metrics.http_process_lost(lost.process)
         self.steps.wake()
 
     def reload_adapters(self, workers: WorkerCaller) -> None:
@@ -166,8 +165,8 @@ class RouterManager:
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
-            elif isinstance(message, SpanCounts | StreamLogCounts):
-                add_http_counts(self.metrics.values, message)
+            elif isinstance(message, HttpCounts):
+                self.metrics.add_http_counts(message)
             elif isinstance(message, EncoderStarted | ImageEncoded):
                 self._handle_encoder(message)
             else:
@@ -182,12 +181,13 @@ class RouterManager:
             self.profiles.put(message)
 
     def _handle_encoder(self, message: EncoderStarted | ImageEncoded) -> None:
-        images = self._scheduler.only_group.admission.images
+        images = self._scheduler.only_group.images
         if images is None:
             raise TypeError(f"there is no encoder, but it sent {type(message).__name__}")
         if isinstance(message, EncoderStarted):
             failures = images.start_encoder(message)
         else:
+            self.metrics.encoded(message.seconds)
             failure = images.complete(message)
             failures = [] if failure is None else [failure]
         for failed in failures:
@@ -198,11 +198,19 @@ class RouterManager:
         reqs = self._scheduler.drop(lambda req: req.req_id in failed.req_ids)
         self._output_processor.fail(reqs, failed.status, lambda _: failed.message)
 
+    def _image_queue_full_reason(self, message: GenerateReq) -> str:
+        """Why its images may not wait for the encoder; empty: they may."""
+        images, limit = self._scheduler.groups[0].images, self._config.max_queue_size
+        if not message.images or images is None:
+            return ""
+        waiting = sum(images.num_waiting.values())
+        return f"{waiting} images wait, the limit is {limit} (--max_queue_size)" if waiting > limit else ""
+
     def _why_no_images(self, message: GenerateReq) -> str:
         """Why a request cannot run with its images; empty: it can, or has none."""
         if not message.images:
             return ""
-        images = self._scheduler.only_group.admission.images
+        images = self._scheduler.only_group.images
         return "this server reads no images" if images is None else images.why_refused(message.images)
 
     def _release_parents(self, message: ReleaseParents) -> None:
@@ -261,7 +269,7 @@ class RouterManager:
         if refusal:
             self._refuse(message, timeline, refusal, 503)
             return
-        full = "" if is_moved else self._queue_full_reason(len(message.prompt_ids))
+        full = "" if is_moved else self._queue_full_reason(message)
         if full:
             self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
             return
@@ -292,13 +300,15 @@ class RouterManager:
         timeline.queued()
         self._queue(req, adapter)
 
-    def _queue_full_reason(self, prompt_len: int) -> str:
-        """Why a request with such a prompt may not wait; empty: it may. One request may always wait."""
+    def _queue_full_reason(self, message: GenerateReq) -> str:
+        """Why a request may not wait; empty: it may. One request may always wait."""
         config, waiting = self._config, self._scheduler.num_waiting + self._scheduler.num_blocked
         staying = waiting - self.steps.num_starting
         if staying >= config.max_queue_size:
             return f"{staying} requests wait, the limit is {config.max_queue_size} (--max_queue_size)"
-        tokens = sum(group.queue.num_tokens for group in self._scheduler.groups)
+        if reason := self._image_queue_full_reason(message):
+            return reason
+        tokens, prompt_len = sum(group.queue.num_tokens for group in self._scheduler.groups), len(message.prompt_ids)
         if waiting and tokens + prompt_len > config.max_queue_tokens:
             return (
                 f"the prompts of {waiting} waiting requests have {tokens} tokens, and this one has {prompt_len}; "
@@ -335,8 +345,8 @@ class RouterManager:
         """
         if req.images:
             group = self._scheduler.only_group
-            if group.admission.images is not None:
-                group.admission.images.enter(req, group.pool.cached_len(req))
+            if group.images is not None:
+                group.images.enter(req, group.pool.cached_len(req))
         self._scheduler.defer(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
@@ -370,7 +380,7 @@ class RouterManager:
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
         return Req(
             message.req_id,
-            with_image_ids(message.prompt_ids, message.images),
+            with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids,
             message.params,
             message.params.stopping.max_new_tokens,
             self._eos_token_ids,

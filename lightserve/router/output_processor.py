@@ -80,6 +80,10 @@ class OutputProcessor:
         """The dispatcher may send these requests here again: no token of before comes after this message."""
         self._to_detokenization.send(BatchTokenIdOut(aborted=req_ids))
 
+    @property
+    def _num_forced(self) -> int:
+        return sum(group.num_forced for group in self._scheduler.groups)
+
     def report(self, result: StepResult) -> None:
         """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
         failed = [failure for failure in result.failed if self._has_failed(failure)]
@@ -87,11 +91,11 @@ class OutputProcessor:
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
         now = time.monotonic()
         self._count_drafts(result.drafts)
-        num_forced = self._scheduler.num_forced
+        num_forced = self._num_forced
         plain, others = self._process_plain(result.plain, now)
         others += result.detailed
         outs = self._process_tokens(others, now) if others else []
-        self.metrics.forced(self._scheduler.num_forced - num_forced)
+        self.metrics.forced(self._num_forced - num_forced)
         embeddings = self._process_embeddings(result.embeddings, now)
         self._send_events()  # before the last token of a request, so that the dispatcher always knows where its KV is
         if outs or failed or self._aborted or embeddings or len(plain):

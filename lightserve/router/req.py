@@ -57,6 +57,32 @@ class ReqProgress:
     has_drafted: int = _column("has_drafted")
     spare_slots: int = _column("spare_slots")
 
+    @property
+    def last_token_s(self) -> float:
+        return self.columns.last_token_s.item(self.row)
+
+    @last_token_s.setter
+    def last_token_s(self, value: float) -> None:
+        self.columns.last_token_s[self.row] = value
+
+    @property
+    def in_flight(self) -> int:
+        """Steps in flight that will return output tokens."""
+        return self.planned_outputs - self.output_len
+
+    def roll_back(self) -> None:
+        """Steps in flight failed: plan again from the tokens whose KV is certain."""
+        self.planned_len = self.certain_len
+        self.planned_outputs = self.output_len
+        self.planned_drafts = 0
+
+    def _accept(self, count: int) -> None:
+        """So many drafts were accepted. A request that was preempted since has no slots."""
+        if self.planned_len:
+            self.columns.accept(np.array([self.row]), np.array([count]))
+        else:
+            self.planned_outputs += count
+
 
 @dataclass(eq=False)
 class Req(ReqProgress):
@@ -152,21 +178,8 @@ class Req(ReqProgress):
         return np.concatenate((prompt, self.outputs[max(begin - prompt_len, 0) : end - prompt_len]))
 
     @property
-    def last_token_s(self) -> float:
-        return self.columns.last_token_s.item(self.row)
-
-    @last_token_s.setter
-    def last_token_s(self, value: float) -> None:
-        self.columns.last_token_s[self.row] = value
-
-    @property
     def total_len(self) -> int:
         return len(self.prompt_ids) + self.output_len
-
-    @property
-    def in_flight(self) -> int:
-        """Steps in flight that will return output tokens."""
-        return self.planned_outputs - self.output_len
 
     @property
     def unplanned(self) -> int:
@@ -234,12 +247,6 @@ class Req(ReqProgress):
         self.num_admissions += 1
         self.max_missing = MANY
 
-    def roll_back(self) -> None:
-        """Steps in flight failed: plan again from the tokens whose KV is certain."""
-        self.planned_len = self.certain_len
-        self.planned_outputs = self.output_len
-        self.planned_drafts = 0
-
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
         self.clear_slots()
@@ -280,13 +287,6 @@ class Req(ReqProgress):
             if self.finish_reason is not None:
                 return outs[:count]
         return outs
-
-    def _accept(self, count: int) -> None:
-        """So many drafts were accepted. A request that was preempted since has no slots."""
-        if self.planned_len:
-            self.columns.accept(np.array([self.row]), np.array([count]))
-        else:
-            self.planned_outputs += count
 
     @property
     def cacheable_len(self) -> int:

@@ -31,6 +31,8 @@ FIELDS = (
 )
 MAY_DRAFT_IF_FEW = 2  # its rules depend on its tokens: the workers wait for those of all requests before such a step
 FIRST_ACCEPTANCE = 0.7  # of a request without drafts so far
+MOST_ACCEPTANCE = 0.999  # no draft is certain
+SPARE_SLOTS = FIELDS.index("spare_slots")
 PLANNING = FIELDS.index("planned_drafts") + 1  # the fields up to here say what to plan
 
 
@@ -78,6 +80,16 @@ class ReqColumns:
         """KV slots that these requests need for their next token and so many drafts, beside those that they have."""
         missing: Int64Array = np.maximum(self.planned_drafts[rows] + 1 + drafts - self.spare_slots[rows], 0)
         return missing
+
+    def tokens_a_step(self, rows: Int64Array, num_drafts: int) -> npt.NDArray[np.float64]:
+        """By how much the output of each of these requests grows in a step, by the drafts that were accepted so far.
+
+        A draft counts only if all before it are accepted too. A request that pauses has none.
+        """
+        acceptance = np.clip(self.acceptance[rows], 0.0, MOST_ACCEPTANCE)
+        with_drafts = (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+        has_drafts = (self.may_draft[rows] > 0) & (self.draft_pause[rows] == 0)
+        return np.where(has_drafts, with_drafts, 1.0)
 
     def accept(self, rows: Int64Array, counts: Int64Array) -> None:
         """So many drafts of these requests were accepted."""

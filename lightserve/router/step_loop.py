@@ -224,13 +224,13 @@ class StepLoop:
         self.wake()
 
     def _send(self, step: Step, now: float) -> None:
-        count = step.num_tokens
+        tokens, prompt_tokens = step.num_tokens, step.num_prompt_tokens
         result = self._model.run(step)
         result.add_done_callback(lambda _: self.wake())
-        prompt_tokens = count - step.num_decodes
+        kind = kind_of(tokens, prompt_tokens, step.num_drafts)
         sending_s = time.monotonic() - now
-        self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens, sending_s))
-        self._output_processor.metrics.step(count)
+        self._in_flight.append(InFlightStep(now, kind, result, prompt_tokens, sending_s))
+        self._output_processor.metrics.step(tokens)
         for source in self._sources:
             source.on_sent(step, self._model)
 
@@ -259,9 +259,8 @@ class StepLoop:
         """Steps that are in flight at the same time are on different tracks."""
         recorder.add("report tokens", now, time.monotonic())
         self._num_recorded += 1
-        is_decode, _ = step.kind
         track = f"steps in flight {self._num_recorded % self._engine.pipeline_depth}"
-        recorder.add_on(track, "decode step" if is_decode else "prefill step", step.sent_s, now)
+        recorder.add_on(track, "prefill step" if step.prompt_tokens else "decode step", step.sent_s, now)
 
     def _on_workers_lost(self, reason: str) -> None:
         """All KV is lost. The crashing request fails if it is known; the others wait for new workers."""

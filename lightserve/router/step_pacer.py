@@ -15,13 +15,14 @@ MAX_RECENT_LEADS = 20  # leads that are kept of a kind of step
 LEAD_SHARE = 0.9  # of the recent leads are not longer than the one that counts
 TRANSIT_S = 0.3e-3  # part of a lead that nobody measures: the step's way to the worker
 
-StepKind = tuple[bool, int]
+StepKind = tuple[str, int]  # what it computes, and about how much
 
 
-def kind_of(tokens: int, requests: int) -> StepKind:
-    """Group steps that take about as long: by tokens, or by requests if all of them decode."""
-    is_decode = tokens == requests
-    return is_decode, tokens // (16 if is_decode else 64)
+def kind_of(tokens: int, prompt_tokens: int = 0, drafts: int = 0) -> StepKind:
+    """Group steps that take about as long. Of ``tokens``, some are of prompts, or drafts of decodes."""
+    if prompt_tokens:
+        return "prefill", tokens // 64
+    return "verify" if drafts else "decode", tokens // 16
 
 
 class StepPacer:

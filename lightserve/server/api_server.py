@@ -149,12 +149,12 @@ class Launcher:
         """The background work that detects failures of the child processes."""
         processes, config = self._processes, self._config.launch
         supervised = {child for engine in processes.engines for child in (*engine.workers, engine.router)}
-        supervised |= {*processes.httpservers}
-        encoder = processes.encoder
-        others = [child.watch() for child in processes.children if child not in supervised and child is not encoder]
+        with_images = [engine for engine in processes.engines if engine.encoder is not None]
+        supervised |= {*processes.httpservers, *(engine.encoder for engine in with_images if engine.encoder)}
+        others = [child.watch() for child in processes.children if child not in supervised]
         engines = supervise_engines(processes, config)
         http = [HttpSupervisor(processes, index, config).run() for index in range(len(processes.httpservers))]
-        encoders = [] if encoder is None else [EncoderSupervisor(processes, config).run()]
+        encoders = [EncoderSupervisor(processes, engine, config).run() for engine in with_images]
         reloads = [] if self._reloader is None else [self._reloader.run(processes)]
         return [*others, engines, *http, *encoders, *reloads, watch_heartbeats(processes, config.process_timeout)]
 
@@ -177,7 +177,11 @@ class Launcher:
         ]
         config = self._config
         phases = {child.role: child.phases for child in self._processes.children} | {"start": start_phases}
-        print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster))
+        rows = banner(url, self._model, engine, config.http, phases, config.cluster)
+        encoder = self._processes.engines[0].encoder if self._processes.engines else None
+        if encoder is not None:
+            rows["images"] = f"up to {config.http.max_images} of a request; {encoder.summary}"
+        print_banner(url, rows)
 
 
 if __name__ == "__main__":

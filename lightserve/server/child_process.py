@@ -68,6 +68,7 @@ class ChildProcess:
         self.role = role
         self.pid = process.pid
         self.ready = asyncio.Event()
+        self.summary = ""  # for the banner
         self.drained = asyncio.Event()
         self.engine: EngineInfo | None = None  # set when a model worker is ready
         self.phases: list[StartupPhase] = []
@@ -163,6 +164,7 @@ class ChildProcess:
                 if self.show_progress is not None:
                     self.show_progress(message)
             case Ready():
+                self.summary = message.summary
                 self.ready.set()
             case EngineInfo():
                 self.engine = message

@@ -1,4 +1,4 @@
-"""The processes of one engine: a router and its model workers, one per rank."""
+"""The processes of one engine: a router, its model workers, one per rank, and an encoder if requests have images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import EngineInfo, StateKv
 from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.server.images import open_arena
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
@@ -60,6 +61,10 @@ class EngineProcesses:
         self.generation = 0  # how many times the workers were replaced
         self.ready_s = 0.0  # when all processes of the server were ready
         self.engine: EngineInfo | None = None  # from the first workers, once all processes are ready
+        self.encoder: ChildProcess | None = None  # None: requests have no images
+        self._arena_fd: int | None = None  # the same
+        self._encoder_generation = 0  # how many times it was replaced
+        self._has_router = asyncio.Event()
         self._group = group
         self._config = config
         self._run_dir = run_dir
@@ -74,6 +79,25 @@ class EngineProcesses:
     def is_node_missing(self) -> bool:
         """A node did not come in time: it is no use to wait for it again."""
         return any(worker.is_node_missing for worker in self.workers)
+
+    async def start_first_encoder(self) -> None:
+        """Before the workers: on a GPU they take the memory that is left."""
+        self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
+        self.encoder = await self._start_encoder()
+
+    async def replace_encoder(self) -> None:
+        """Start another encoder in place of one that has exited. The router sends it what that one had."""
+        if self.encoder is not None:
+            await self.encoder.wait()
+            self._group.children.remove(self.encoder)
+            self._encoder_generation += 1
+        await self._has_router.wait()
+        self.encoder = await self._start_encoder()
+
+    async def _start_encoder(self) -> ChildProcess:
+        config = msgspec.structs.replace(self._child_config(), generation=self._encoder_generation)
+        role = self._role("encoder")
+        return await self._group.start_child(role, self._group.encoder_module, config, worker_env(self._config))
 
     async def start_workers(self) -> None:
         """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
@@ -118,10 +142,17 @@ class EngineProcesses:
     async def start_router(self) -> None:
         role = self._role("router")
         self.router = await self._group.start_child(role, self._group.router_module, self._child_config())
+        self._has_router.set()
 
     async def stop(self, timeout_s: float) -> bool:
-        """Kill the router and its workers. Returns whether they exited in time."""
+        """Kill the router and its workers. Returns whether they exited in time.
+
+        The encoder goes too: it may be writing to memory that the next router gives to other images.
+        """
+        self._has_router.clear()
         self.router.kill()
+        if self.encoder is not None:
+            self.encoder.kill("its router died")
         if not await self.reap_workers(timeout_s):
             return False
         await self.router.wait()
@@ -132,7 +163,10 @@ class EngineProcesses:
         return True
 
     async def restart(self, timeout_s: float) -> bool:
-        """Replace the router and its workers. Returns whether the old ones exited in time."""
+        """Replace the router and its workers; its supervisor replaces the encoder.
+
+        Returns whether the old ones exited in time.
+        """
         if not await self.stop(timeout_s):
             return False
         self.epoch += 1
@@ -204,7 +238,7 @@ class EngineProcesses:
             generation=self.generation,
             engine=self.index,
             epoch=self.epoch,
-            arena_fd=self._group.arena_fd,
+            arena_fd=self._arena_fd,
         )
 
 

@@ -1,7 +1,9 @@
-"""Decides at the start whether requests may have images."""
+"""Decides at the start whether requests may have images, and opens the memory of their embeddings."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -14,6 +16,8 @@ from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
+GIB, PAGE = 2**30, 4096
+GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 DEFAULT_IMAGES = 16  # of a request
 NOT_A_READER = "images of this model are not read here; leave it out"
 OFF = "the operator wants none"
@@ -57,3 +61,21 @@ def _with_limit(config: ServerConfig) -> ServerConfig:
     """It raises an OptionError if images do not combine with another feature."""
     http = replace(config.http, limit_mm_per_prompt=f"image={DEFAULT_IMAGES}")
     return replace(config, http=http)
+
+
+def open_arena(gib: float) -> int:
+    """A descriptor of memory that the encoder and the workers share. Unused pages take nothing.
+
+    It ends with the last process that has it.
+    """
+    if hasattr(os, "memfd_create"):  # no limit of /dev/shm counts, which is 64 MB in a container
+        fd = os.memfd_create("lightserve-images")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, max(int(gib * GIB) // PAGE, 1) * PAGE)
+    return fd
+
+
+def has_gpu(device: str | None) -> bool:
+    return device != "cpu" and os.path.exists(GPU)

@@ -24,9 +24,9 @@ from lightserve.messages.control import (
     StartupProgress,
     ToChild,
 )
-from lightserve.server.arena import has_gpu, open_arena
 from lightserve.server.child_process import ChildDiedError, ChildProcess
-from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses, worker_env
+from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
+from lightserve.server.images import has_gpu
 from lightserve.utils.progress import ProgressState, StreamOutput
 
 FLUSH_S = 0.2  # from the end of the last request until its last byte is sent
@@ -86,9 +86,6 @@ class ProcessGroup:
         num_engines = 0 if config.cluster.is_gateway else config.cluster.dp  # a gateway has none of its own
         self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(num_engines)]
         self.dispatcher: ChildProcess | None = None  # None: there is one engine
-        self.encoder: ChildProcess | None = None  # None: requests have no images
-        self.arena_fd: int | None = None  # the same
-        self._encoder_generation = 0  # how many times it was replaced
         self.is_ready = False  # all processes were ready
         self.show_progress = StartDisplay().show
         self._sockets: Sequence[socket.socket] = ()  # of the HTTP processes
@@ -122,6 +119,10 @@ class ProcessGroup:
         return self._modules.null_worker if self._config.launch.null_worker else self._modules.worker
 
     @property
+    def encoder_module(self) -> str:
+        return self._modules.encoder
+
+    @property
     def router_module(self) -> str:
         return self._modules.router
 
@@ -134,7 +135,7 @@ class ProcessGroup:
         if self._config.cluster.nnodes > 1:
             await self._start_nodes()
         if self._config.http.max_images:
-            await self._start_first_encoder()
+            await self._start_encoders()
         for engine in self.engines:
             await engine.start_workers()
         if self._config.cluster.listen is None:  # an engine has no text
@@ -159,31 +160,22 @@ class ProcessGroup:
         for message in (self._keys, *self._sent_to_http):  # before it accepts a connection
             new.send(message)
 
-    async def _start_first_encoder(self) -> None:
-        """On a GPU the workers start after it, because they take the memory that is left."""
-        self.arena_fd = open_arena(self._config.worker.embed_cache_gb)
-        self.encoder = await self._start_encoder()
+    async def _start_encoders(self) -> None:
+        """On a GPU the workers start after them, because they take the memory that is left."""
+        for engine in self.engines:
+            await engine.start_first_encoder()
         if has_gpu(self._config.worker.device):
-            watching = asyncio.create_task(self.encoder.watch())
-            loading = asyncio.create_task(self.encoder.ready.wait())
-            await asyncio.wait({watching, loading}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()  # it raises
-            watching.cancel()
-
-    async def replace_encoder(self) -> None:
-        """Start another encoder in place of one that has exited. The router sends it what that one had."""
-        if self.encoder is not None:
-            await self.encoder.wait()
-            self.children.remove(self.encoder)
-            self._encoder_generation += 1
-        self.encoder = await self._start_encoder()
-
-    async def _start_encoder(self) -> ChildProcess:
-        config = msgspec.structs.replace(
-            self._child_config(), generation=self._encoder_generation, arena_fd=self.arena_fd
-        )
-        return await self.start_child("encoder", self._modules.encoder, config, worker_env(self._config))
+            encoders = [engine.encoder for engine in self.engines if engine.encoder is not None]
+            watching = [asyncio.create_task(encoder.watch()) for encoder in encoders]
+            for encoder in encoders:
+                loading = asyncio.create_task(encoder.ready.wait())
+                await asyncio.wait({*watching, loading}, return_when=asyncio.FIRST_COMPLETED)
+                loading.cancel()
+                for task in watching:
+                    if task.done():
+                        task.result()  # it raises
+            for task in watching:
+                task.cancel()
 
     async def _start_httpserver(self, index: int) -> ChildProcess:
         return await self.start_child(f"httpserver {index}", self._modules.httpserver, self._http_config(index))

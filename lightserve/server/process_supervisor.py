@@ -12,6 +12,7 @@ from abc import abstractmethod
 
 from lightserve.config import LaunchConfig
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.process_group import ProcessGroup
 from lightserve.server.supervisor import Supervisor
 
@@ -66,12 +67,16 @@ class HttpSupervisor(ProcessSupervisor):
 class EncoderSupervisor(ProcessSupervisor):
     singular, plural = "encoder", "encoders"
 
+    def __init__(self, processes: ProcessGroup, engine: EngineProcesses, config: LaunchConfig) -> None:
+        super().__init__(processes, config)
+        self._engine = engine
+
     @property
     def _child(self) -> ChildProcess:
-        if self._processes.encoder is None:
+        if self._engine.encoder is None:
             raise TypeError("a server without images has no encoder to supervise")
-        return self._processes.encoder
+        return self._engine.encoder
 
     async def _replace(self) -> bool:
-        await self._processes.replace_encoder()
+        await self._engine.replace_encoder()
         return True

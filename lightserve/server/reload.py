@@ -63,13 +63,13 @@ class Reloader:
     def _read_flags(self) -> None:
         """Those of --config may have changed."""
         try:
-            found = self._parse()
+            parsed = self._parse()
         except (LightserveError, SystemExit) as error:  # a parser exits after it has printed why
             print_error(f"the flags stay as they were: {error if isinstance(error, LightserveError) else '--config'}")
             return
-        for name in _changed(self._start, found):
+        for name in _changed(self._start, parsed):
             print_line(f"--{name} has changed; restart the server to use it")
-        self._flags = replace(self._flags, http=_with_key_flags(self._flags.http, found.http))
+        self._flags = replace(self._flags, http=_with_key_flags(self._flags.http, parsed.http))
 
     def _read_keys(self, processes: ProcessGroup) -> None:
         self._versions = _versions(self._flags.http)
@@ -93,10 +93,10 @@ def _versions(http: HttpConfig) -> Versions:
 
 def _version(name: str) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(os.path.expanduser(name))  # of the target of a link: Kubernetes replaces links
+        status = os.stat(os.path.expanduser(name))  # of the target of a link: Kubernetes replaces links
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _require_files(http: HttpConfig) -> None:
@@ -113,8 +113,8 @@ def _require_same_kinds(old: HttpConfig, new: HttpConfig) -> None:
         raise ServerError("no key would be left; restart the server to serve without keys")
 
 
-def _with_key_flags(http: HttpConfig, found: HttpConfig) -> HttpConfig:
-    return replace(http, **{name: getattr(found, name) for name in OF_KEYS})
+def _with_key_flags(http: HttpConfig, parsed: HttpConfig) -> HttpConfig:
+    return replace(http, **{name: getattr(parsed, name) for name in OF_KEYS})
 
 
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:

@@ -132,10 +132,10 @@ class Gateway:
         """A step of the replica ended: what the dispatcher would see of it."""
         if (events := self._servers[number].cached.take_events()) is not None:
             self._index.apply(number, events)
-        num_tokens = sum(ended.gap_counts) + len(ended.others)
-        if num_tokens:
+        num_requests = sum(ended.gap_counts) + len(ended.others)
+        if num_requests:
             assignments = [self._dispatches[number, req.req_id].assignment for req in ended.others]
-            self._servers[number].load.observe_step(num_tokens, assignments, now)
+            self._servers[number].load.observe_step(num_requests, assignments, now, ended.num_tokens)
         for req in ended.others:
             if req.finish_reason is not None:
                 if req.target is None:

@@ -66,6 +66,7 @@ class EndedStep(NamedTuple):
     gap_counts: list[int]  # so many requests have that gap
     others: list[Req]  # requests that got their first token, or perhaps their last
     sends: Sequence[KvSend] = ()  # KV that it computed for other servers
+    num_tokens: int = 0  # if a request may have got several; 0: one each
 
 
 class _InFlight(NamedTuple):
@@ -171,7 +172,8 @@ class Replica:
         gaps = self.scheduler.observe_gaps(tokens.req_ids[is_known], now)
         others = groupby(tokens.where(~is_known).outs(), key=lambda out: out.req_id)
         processed = [self.scheduler.process_req(list(outs)) for _, outs in others]
-        return EndedStep(*gaps, [tokens.req for tokens in processed if tokens is not None], sends)
+        reqs = [req_tokens.req for req_tokens in processed if req_tokens is not None]
+        return EndedStep(*gaps, reqs, sends, len(tokens.token_ids))
 
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
@@ -200,8 +202,7 @@ class Replica:
         if step is None:
             return False
         seconds, tokens, drafts = self._worker.run(step)
-        prompt_tokens = step.num_tokens - len(step.decode_ids) - int(np.sum(step.draft_counts))
-        self._send(now, _InFlight(0.0, seconds, tokens, step.sends, prompt_tokens, drafts))
+        self._send(now, _InFlight(0.0, seconds, tokens, step.sends, step.num_prompt_tokens, drafts))
         self.recvs += step.recvs
         if self.tiers is not None:
             self.tiers.load(step.loads)

@@ -12,7 +12,7 @@ Groups = list[Tensor]  # [segments, length] int64 each: the tokens of all segmen
 
 
 def segment_groups(lengths: Sequence[int], device: torch.device) -> Groups:
-    """Segments that follow one another, by their lengths: those of one length are computed together."""
+    """Consecutive segments, by their lengths. Segments of the same length are computed together."""
     starts, begin = dict[int, list[int]](), 0
     for length in lengths:
         starts.setdefault(length, []).append(begin)

@@ -17,7 +17,7 @@ PREFIXES = ("model.visual.", "visual.")
 
 
 def load_tower(source: ModelSource, has_weights: bool, dtype: torch.dtype, device: torch.device) -> QwenTower:
-    """``has_weights``: otherwise they are random, as those of --load_format dummy."""
+    """``has_weights``: if not, they are random, as with --load_format dummy."""
     hf = source.hf_config()
     config = QwenVision.read(str(hf["multimodal_type"]), vision_config(hf))
     with torch.device("meta"):
@@ -53,7 +53,7 @@ def _fill(tower: QwenTower, source: ModelSource) -> None:
 
 
 def _copy(parameter: Tensor, tensor: Tensor, text: str) -> None:
-    if tensor.dim() == 5:  # the weight of the patches is that of a convolution
+    if tensor.dim() == 5:  # the weight of the patches is stored as a convolution
         tensor = tensor.flatten(1)
     if tensor.shape != parameter.shape:
         wanted = "x".join(map(str, parameter.shape))

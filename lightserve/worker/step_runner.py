@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
-from lightserve.common.device import Device, GraphRanges, Graphs, to_device
+from lightserve.common.device import Device, GraphRanges, Graphs, in_host_memory, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -22,6 +22,7 @@ from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_o
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.speculation.draft_input import DraftRows, draft_padding
+from lightserve.worker.speculation.state_replay import StateReplay
 
 MANY_DRAFTING = 32  # requests: more of them, each with all its drafts, take longer than the weights
 SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
@@ -43,6 +44,7 @@ class StepOut(NamedTuple):
     columns: StepColumns  # of the input
     drafts: DraftRows | None = None  # of a step with drafts, whose rows are tokens and not requests
     for_head: HeadInput | None = None  # if the model has a draft head
+    replay: StateReplay | None = None  # if states of recurrent layers have not seen the tokens with drafts yet
 
 
 ComputeDrafts = Callable[[Tensor, StepShape], StepOut]
@@ -139,7 +141,7 @@ class StepRunner:
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
         """A step that is captured."""
         assert self._graphs is not None
-        return self._graphs.replay(shape, self._device.in_host_memory(inputs))
+        return self._graphs.replay(shape, in_host_memory(self._device, inputs))
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
@@ -157,10 +159,7 @@ class StepRunner:
         images: PackedImages | None = None,
     ) -> tuple[Tensor, StepColumns]:
         columns = self.columns(inputs, shape)
-        step = self.model_input(columns, shape)
-        if images is not None and self._batch.images is not None:
-            step = replace(step, images=self._batch.images.of_step(images))
-        return self.logits(step, prompts), columns
+        return self.logits(self.model_input(columns, shape, images), prompts), columns
 
     def logits(self, step: ModelInput, prompts: StepPromptLogprobs | None) -> Tensor:
         """Of this rank's tokens. ``prompts`` gets those that it wants."""
@@ -196,7 +195,7 @@ class StepRunner:
     def columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
         return columns_of(inputs, shape, has_states=self._batch.states is not None)
 
-    def model_input(self, columns: StepColumns, shape: StepShape) -> ModelInput:
+    def model_input(self, columns: StepColumns, shape: StepShape, images: PackedImages | None = None) -> ModelInput:
         """Write the slots of the step's tokens to ``req_to_token``, and find the tokens that were sampled last."""
         token_columns, reqs = columns.tokens, columns.reqs
         tokens = ops.StepTokens(
@@ -212,6 +211,8 @@ class StepRunner:
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
+        rotary_positions = self._rotary_positions(tokens)
+        of_images = self._batch.images
         return ModelInput(
             input_ids,
             tokens.positions,
@@ -222,7 +223,8 @@ class StepRunner:
             lora=_lora_rows(columns, shape),
             states=_state_batch(columns, shape),
             group_tokens=shape.group_tokens,
-            rotary_positions=self._rotary_positions(tokens),
+            rotary_positions=rotary_positions,
+            images=None if images is None or of_images is None else of_images.of_step(images, rotary_positions),
         )
 
     def _rotary_positions(self, tokens: ops.StepTokens) -> Tensor | None:
@@ -268,6 +270,8 @@ class StepRunner:
 def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
     if columns.states is None:
         return None
+    if shape.num_drafts:
+        return ops.StateBatch(*columns.states, max_tokens=shape.num_drafts + 1)
     return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import module_tensors, open_checkpoint, tensor_metadata, total_bytes
-from lightserve.common.device import Device, explain_out_of_memory, pick_device
+from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
@@ -78,7 +78,7 @@ class ModelWorker:
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
-        self._platform.check_head_dim(max(self.model_config.head_dims))
+        check_head_dim(self._platform, max(self.model_config.head_dims))
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)
@@ -188,7 +188,7 @@ class ModelWorker:
     ) -> TpPartBaseModel:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
-        of_model = partial(without_head, config.speculation, self.model_config.num_layers)
+        of_model = partial(without_head, config.speculation, self.model_config)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,
@@ -275,16 +275,20 @@ class ModelWorker:
         for step in self._warm_up_steps():
             self.run(step)
         for step in draft_steps(self._drafts.num_drafts, self.max_req_total_len, self._smallest_pool):
-            self.run(in_all_pools(step, len(self.kv_groups), has_states=False))
+            self.run(self._in_all_pools(step))
         if self._batch.lora_slots:
             for step in self._warm_up_steps():
                 self.run(with_adapter(step))
 
     def _warm_up_steps(self) -> Iterator[Step]:
-        memory, max_reqs = self.model.mem_manager, self.model.req_manager.max_reqs
-        max_reqs = min(max_reqs, memory.state_rows or max_reqs)
+        max_reqs = self.model.req_manager.max_reqs
+        max_reqs = min(max_reqs, self.model.mem_manager.state_rows or max_reqs)
         for step in warm_up_steps(max_reqs, self.max_req_total_len, self._smallest_pool):
-            yield in_all_pools(step, len(memory.group_sizes), has_states=bool(memory.state_rows))
+            yield self._in_all_pools(step)
+
+    def _in_all_pools(self, step: Step) -> Step:
+        memory = self.model.mem_manager
+        return in_all_pools(step, len(memory.group_sizes), has_states=bool(memory.state_rows))
 
     @property
     def _smallest_pool(self) -> int:
@@ -333,7 +337,8 @@ class ModelWorker:
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         prompts = packed.prompt_logprobs(self._device)
         if draft_ids is not None:
-            out = self._drafts.run(packed, shape, prompts, draft_ids)
+            is_verified_later = masks is not None or bool(plan.sampler_reqs)
+            out = self._drafts.run(packed, shape, prompts, draft_ids, is_verified_later)
             return self._launch_drafts(packed, out, plan, masks)
         out = self._runner.run(packed.inputs, shape, prompts, masks, packed.images)
         tokens, logprobs = self._sample(plan, out, masks)
@@ -351,10 +356,11 @@ class ModelWorker:
         if masks is not None:
             out = self._drafts.masked(out, masks)
         assert out.drafts is not None
-        tokens, logprobs = self._sample(plan, out, masks, out.drafts.b_position)
+        tokens, logprobs = self._sample(plan, out, masks, out.drafts.b_position[: len(plan.reqs)])
         counts = out.drafts.verified
         if counts is None or plan.sampler_reqs:
             counts = self._drafts.verify(out, tokens)
+        self._drafts.advance_states(out, counts)
         self._drafts.draft_after(packed, out, tokens, counts)
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 

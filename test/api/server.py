@@ -27,7 +27,7 @@ STOP_S = 30.0
 RESPONSE_S = 300.0
 SAMPLE = re.compile(r"^([\w:]+)\{(.*)\} (\S+)$", re.MULTILINE)  # every sample has the label model_name
 LABEL = re.compile(r'(\w+)="([^"]*)"')
-SHOWN_LABELS = ("finished_reason", "le", "tier", "group", "kv_group")
+SHOWN_LABELS = ("finished_reason", "le", "tier", "group", "kv_group", "kind", "stage", "reason")
 SAMPLED_S = 3.0  # the router sends its metrics once a second, later on a loaded machine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
-from test.api.test_restart import clients_of, kill_worker, restarted
-from test.api.test_speculation import PROMPTS, ask, drafts_of
-from test.waiting import wait_until
+from test.api.test_speculation import PROMPTS, ask, assert_that_a_death_changes_no_text, drafts_of
 from test.worker.heads import save_head
+from test.worker.test_draft_model import config_of as draft_model_config, save_draft_model
 from test.worker.test_mtp import save_model as save_mtp_model
+from test.worker.test_mtp_formats import Mtp
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.tp]
 
@@ -28,6 +28,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0, "guided_regex": "(ab|[0-9]){2,30}"},
 ]
+
+OPTIONS_OF_IDS: list[dict[str, Any]] = [
+    {"temperature": 0, "frequency_penalty": 0.3, "logit_bias": {"5": 2}},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0, "no_repeat_ngram_size": 4},
+]  # of models that need not have a tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -67,24 +73,45 @@ def test_a_head_as_model_dir_serves_its_model(server: ServerProcess, folders: tu
     assert ask(server, {"prompt": PROMPTS[0]})["model"] == Path(folders[0]).name
 
 
-def test_an_mtp_layer_drafts_the_same_on_two_ranks(tmp_path: Path) -> None:
-    save_mtp_model(tmp_path / "model", "glm4_moe")
+def mtp_behind_the_layers(folder: Path) -> tuple[str, str, str]:
+    save_mtp_model(folder, "glm4_moe")
+    return str(folder), "auto", "mtp, up to 3 drafts a step"
+
+
+def mtp_of_recurrent_layers(folder: Path) -> tuple[str, str, str]:
+    Mtp("qwen3_next", linear_num_key_heads=2, linear_num_value_heads=6).save(folder)
+    return str(folder), "auto", "mtp, up to 3 drafts a step"
+
+
+def draft_model(folder: Path) -> tuple[str, str, str]:
+    from test.small_text import save_small_model
+
+    save_small_model(folder / "model", context_len=1024)
+    smaller = save_draft_model(folder / "draft", "gemma3_text", 140)
+    return str(folder / "model"), draft_model_config(smaller), f"draft_model by {smaller}, up to 3 drafts a step"
+
+
+@pytest.mark.parametrize("save", [mtp_behind_the_layers, mtp_of_recurrent_layers, draft_model])
+def test_two_ranks_draft_the_same(tmp_path: Path, save: Callable[[Path], tuple[str, str, str]]) -> None:
+    folder, speculation, summary = save(tmp_path / "model")
     flags = ("--device", "cpu", "--dtype", "float32", "--max_total_token_num", "2048")
     sampling: dict[str, Any] = {"temperature": 2.0, "seed": 5}
-    expected = LLM(str(tmp_path / "model"), device="cpu", data_type="float32", max_total_token_num=2048).generate(
+    expected = LLM(folder, device="cpu", data_type="float32", max_total_token_num=2048).generate(
         PROMPTS, max_new_tokens=40, ignore_eos=True, **sampling
     )
 
     accepted = 0
-    config = ("--speculative_config", "auto")
-    with running_server(
-        tmp_path / "log", "--model_dir", str(tmp_path / "model"), *flags, *config, "--tp", "2"
-    ) as server:
-        assert "mtp, up to 3 drafts a step" in server.log
+    config = ("--speculative_config", speculation)
+    with running_server(tmp_path / "log", "--model_dir", folder, *flags, *config, "--tp", "2") as server:
+        assert summary in server.log
         for prompt, generation in zip(PROMPTS, expected, strict=True):
             response = ask(server, {"prompt": prompt, "return_token_ids": True, **sampling})
             assert response["choices"][0]["token_ids"] == generation.token_ids
             accepted += drafts_of(response)[0]
+            for options in OPTIONS_OF_IDS:
+                body = {"prompt": prompt, "return_token_ids": True, **options}
+                ids = [ask(server, body | {"speculative": speculative})["choices"] for speculative in (True, False)]
+                assert ids[0][0]["token_ids"] == ids[1][0]["token_ids"], options
     assert accepted > 0
 
 
@@ -123,20 +150,4 @@ def test_drafts_are_accepted_and_counted(server: ServerProcess) -> None:
 
 
 def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess) -> None:
-    bodies = [
-        {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": temperature, "seed": 1}
-        | LIKELY
-        for prompt in PROMPTS
-        for temperature in (0, 0.5)
-    ]
-    with clients_of(server) as clients:
-        expected = [response.result()[0]["text"] for response in clients.ask(bodies)]
-        events = clients.events
-        responses = clients.ask(bodies)
-        wait_until(lambda: clients.events > events + 100)
-        kill_worker(server, "ls-worker-1")
-        texts = [response.result()[0]["text"] for response in responses]
-
-    assert texts == expected
-    wait_until(restarted(server, 1))
-    wait_until(lambda: server.metrics()["kv_used_tokens"] == server.metrics()["kv_pinned_tokens"])
+    assert_that_a_death_changes_no_text(server, **LIKELY)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from test.api.image_chats import NEW_TOKENS, ask, data_url, expected, part_of, user
 from test.api.server import ServerProcess, running_server
 from test.media.fetch.image_host import TLS, answer, image_host_in_thread
-from test.vision_model import END, PAD, START, VOCAB_SIZE, greedy, picture, png, save_vision_model
+from test.vision_model import picture, png, save_vision_model
 from test.waiting import wait_until
-
-NEW_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
@@ -33,32 +33,11 @@ def vision_server(vision_model: tuple[str, Any], tmp_path_factory: pytest.TempPa
         yield server
 
 
-def data_url(image: Image.Image) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
-
-
-def part_of(image: Image.Image) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_url(image)}}
-
-
-def user(*parts: str | Image.Image) -> dict[str, Any]:
-    content = [{"type": "text", "text": each} if isinstance(each, str) else part_of(each) for each in parts]
-    return {"role": "user", "content": content}
-
-
-def ask(server: ServerProcess, messages: Sequence[dict[str, Any]], **fields: Any) -> tuple[str, dict[str, Any]]:
-    body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **fields}
-    status, response = server.post("/v1/chat/completions", body)
-    assert status == 200, response
-    return response["choices"][0]["message"]["content"], response["usage"]
-
-
-def expected(model: Any, prompt: Sequence[int | Image.Image]) -> str:
-    """``prompt``: an image stands where it is."""
-    ids = [token_id for each in prompt for token_id in ([each] if isinstance(each, int) else [START, PAD, END])]
-    images = [each for each in prompt if not isinstance(each, int)]
-    text = greedy(model, ids, images, NEW_TOKENS)
-    return " ".join(f"w{token_id}" for token_id in text if token_id < VOCAB_SIZE)  # others have no text
+def test_the_banner_shows_the_memory_of_images(vision_server: ServerProcess) -> None:
+    assert re.search(
+        r"images +up to 16 of a request; \S+ GiB of vision weights on cpu; embeddings of [\d,]+ tokens in 0.01 GiB",
+        vision_server.log_path.read_text(),
+    )
 
 
 def test_text_after_images_is_that_of_transformers(vision_server: ServerProcess, vision_model: tuple[str, Any]) -> None:
@@ -85,6 +64,27 @@ def test_the_same_image_in_a_later_turn_is_taken_from_the_prefix_cache(
     answer_ids = [int(word[1:]) for word in answer.split()]
     assert text == expected(vision_model[1], [1, 5, 6, image, 1, *answer_ids, 1, 9, 2])
     assert usage["prompt_tokens_details"]["cached_tokens"] == length - 1  # all but w2, which begins the answer
+
+
+def test_a_chat_about_an_image_is_cached_as_a_chat_about_a_text(vision_server: ServerProcess) -> None:
+    def cached_share(about: str | Image.Image) -> float:
+        """Of the prompts of five turns."""
+        messages = [user(about, "w50 w51")]
+        cached = total = 0
+        for turn in range(5):
+            answer, usage = ask(vision_server, messages)
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+            total += usage["prompt_tokens"]
+            messages += [{"role": "assistant", "content": answer}, user(f"w{60 + turn} w52")]
+        return cached / total
+
+    image = picture(140, 168, 30)  # 30 tokens between two
+    text = " ".join(f"w{60 + number}" for number in range(32))
+
+    of_image, of_text = cached_share(image), cached_share(text)
+
+    assert of_text > 0.5
+    assert abs(of_image - of_text) < 0.02
 
 
 def test_an_image_at_another_place_is_not_encoded_again(
@@ -162,41 +162,191 @@ def test_a_truncated_image_is_refused_and_the_next_one_is_read(vision_server: Se
 def test_nothing_waits_or_is_held_when_all_requests_have_ended(vision_server: ServerProcess) -> None:
     vision_server.wait_until_idle()
 
-    wait_until(lambda: vision_server.metrics()["images_waiting"] == 0)
+    stages = ("fetch", "queue", "encoder")
+    wait_until(lambda: not any(vision_server.metrics()[f"images_waiting/{stage}"] for stage in stages))
 
 
-def test_the_same_image_by_every_schema_gives_one_text_and_is_encoded_once(
+def test_metrics_tell_the_stages_of_images_and_refusals(vision_server: ServerProcess) -> None:
+    before = vision_server.settled_metrics()
+    file = png(Image.effect_noise((200, 200), 60))
+    with image_host_in_thread(lambda target: answer(file) if target == "/cat" else answer(b"", status=404)) as host:
+        for path in ("/cat", "/none"):
+            content = [{"type": "image_url", "image_url": host.url(path)}]
+            messages = [{"role": "user", "content": content}]
+            vision_server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    refusal(vision_server, [part_of(picture(60, 60))] * 17)
+    for data in (b"no image", file[: len(file) // 2]):
+        url = f"data:;base64,{base64.b64encode(data).decode()}"
+        refusal(vision_server, [{"type": "image_url", "image_url": url}])
+
+    after = vision_server.settled_metrics()
+    added = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    stages = {stage: added[f"image_{stage}_seconds_count"] for stage in ("fetch", "decode", "resize", "encode")}
+    assert stages == {"fetch": 1, "decode": 2, "resize": 1, "encode": 1}
+    refusals = {reason: added[f"image_refused_total/{reason}"] for reason in ("number", "fetch", "file", "decode")}
+    assert refusals == {"number": 1, "fetch": 1, "file": 1, "decode": 1}
+
+
+PROMPT = "w1 <|vision_start|>{}<|vision_end|> w40 w2"  # what the chat template writes
+
+
+def chat_texts(server: ServerProcess, data: str) -> list[str]:
+    """Of an image and w40, by each API of chats."""
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+    items = [{"role": "user", "content": [part, {"type": "input_text", "text": "w40"}]}]
+    given = {"input": items, "max_output_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    _, response = server.post("/v1/responses", given)
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "w40"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS, "temperature": 0}
+    _, anthropic = server.post("/v1/messages", {**body, "ignore_eos": True})
+    options = {"num_predict": NEW_TOKENS, "temperature": 0}
+    shared = {"model": "vision0", "stream": False, "options": options, "ignore_eos": True}
+    message = {"role": "user", "content": "w40", "images": [data]}
+    _, chat = server.post("/api/chat", {**shared, "messages": [message]})
+    _, generated = server.post("/api/generate", {**shared, "prompt": "w40", "images": [data]})
+    texts = response["output"][0]["content"][0]["text"], anthropic["content"][0]["text"]
+    return [*texts, chat["message"]["content"], generated["response"]]
+
+
+def prompt_texts(server: ServerProcess, data: str) -> list[str]:
+    """Of the same prompt, by each API of prompts."""
+    images = [{"type": "base64", "data": data}]
+    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    lightllm = {"multimodal_params": {"images": images}, "parameters": parameters}
+    texts: list[str] = []
+    for place in ("<|image_pad|>", ""):  # LightLLM's clients write an empty pair
+        _, response = server.post("/generate", {**lightllm, "inputs": PROMPT.format(place)})
+        texts += response["generated_text"]
+    url = {"images": [{"type": "url", "data": f"data:image/png;base64,{data}"}]}
+    _, response = server.post("/generate", {**lightllm, "inputs": PROMPT.format(""), "multimodal_params": url})
+    texts += response["generated_text"]
+    tgi = {"max_new_tokens": NEW_TOKENS, "ignore_eos_token": True}
+    inputs = f"w1 ![](data:image/png;base64,{data}) w40 w2"
+    _, response = server.post("/generate", {"inputs": inputs, "parameters": tgi})
+    texts.append(response["generated_text"])
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    sglang = {"text": PROMPT.format("<|image_pad|>"), "sampling_params": sampling, "image_data": data}
+    _, response = server.post("/generate", sglang)
+    texts.append(response["text"])
+    batch = {**sglang, "text": [sglang["text"]] * 2, "image_data": [data, f"data:image/png;base64,{data}"]}
+    _, responses = server.post("/generate", batch)
+    return [*texts, *(each["text"] for each in responses)]
+
+
+def test_the_same_image_by_every_schema_is_one_for_the_caches_and_gives_one_text(
     vision_server: ServerProcess, vision_model: tuple[str, Any]
 ) -> None:
     image = picture(84, 112, 20)
     data = base64.b64encode(png(image)).decode()
     wanted = expected(vision_model[1], [1, image, 40, 2])
-    before = vision_server.settled_metrics()["images_encoded_total"]
+    before = vision_server.settled_metrics()
 
-    text, usage = ask(vision_server, [user(image, "w40")])
+    text, _ = ask(vision_server, [user(image, "w40")])
+    others = [*chat_texts(vision_server, data), *prompt_texts(vision_server, data)]
+
+    assert [text, *others] == [wanted] * 12
+    after = vision_server.settled_metrics()
+    assert after["images_encoded_total"] == before["images_encoded_total"] + 1
+    hits = "image_hits_total/kv"
+    assert after[hits] == before[hits] + 11  # all prompts are the same for the prefix cache
+
+
+def test_tokens_of_images_are_counted(vision_server: ServerProcess) -> None:
+    image = picture(84, 112, 23)
+    data = base64.b64encode(png(image)).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "w40"}]
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS, "temperature": 0}
-    _, anthropic = vision_server.post("/v1/messages", {**body, "ignore_eos": True})
-    _, counted = vision_server.post("/v1/messages/count_tokens", body)
-    options = {"num_predict": NEW_TOKENS, "temperature": 0}
-    message = {"role": "user", "content": "w40", "images": [data]}
-    shared = {"model": "vision0", "stream": False, "options": options, "ignore_eos": True}
-    _, chat = vision_server.post("/api/chat", {**shared, "messages": [message]})
-    _, generated = vision_server.post("/api/generate", {**shared, "prompt": "w40", "images": [data]})
-    _, tokens = vision_server.post("/tokenize", {"messages": [user(image, "w40")]})
-    part = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
-    items = [{"role": "user", "content": [part, {"type": "input_text", "text": "w40"}]}]
-    given = {"input": items, "max_output_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    _, response = vision_server.post("/v1/responses", given)
 
-    assert text == wanted
-    assert anthropic["content"][0]["text"] == wanted
-    assert chat["message"]["content"] == wanted
-    assert generated["response"] == wanted
-    assert response["output"][0]["content"][0]["text"] == wanted
-    assert counted["input_tokens"] == tokens["count"] == usage["prompt_tokens"]
-    assert vision_server.settled_metrics()["images_encoded_total"] == before + 1
+    _, usage = ask(vision_server, [user(image, "w40")])
+    _, tokens = vision_server.post("/tokenize", {"messages": [user(image, "w40")]})
+    messages = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS}
+    _, counted = vision_server.post("/v1/messages/count_tokens", messages)
+    text = PROMPT.format("")
+    by_size, by_file = {"type": "image_size", "data": [84, 112]}, {"type": "base64", "data": data}
+    _, of_size = vision_server.post("/tokens", {"text": text, "multimodal_params": {"images": [by_size]}})
+    _, of_both = vision_server.post(
+        "/tokens", {"text": f"{text} {text}", "multimodal_params": {"images": [by_file, by_size]}}
+    )
+
+    count = usage["prompt_tokens"]
+    assert count == 5 + 12
+    assert counted["input_tokens"] == tokens["count"] == of_size["ntokens"] == count
+    assert of_both["ntokens"] == 2 * count
+
+
+def test_a_request_sets_the_pixels_of_its_images(vision_server: ServerProcess) -> None:
+    """Within the limits of the model, whose images have at most 40 tokens."""
+    image = picture(280, 280, 24)
+
+    def image_tokens(**limits: int) -> int:
+        _, usage = ask(vision_server, [user(image, "w40")], mm_processor_kwargs=limits)
+        return int(usage["prompt_tokens_details"]["image_tokens"])
+
+    assert image_tokens() == 36
+    assert image_tokens(max_pixels=9 * 28 * 28) == 9
+    assert image_tokens(max_pixels=9 * 28 * 28, min_pixels=9 * 28 * 28) == 9
+    small = picture(84, 84, 26)
+    _, usage = ask(vision_server, [user(small)], mm_processor_kwargs={"min_pixels": 15 * 28 * 28})
+    assert usage["prompt_tokens_details"]["image_tokens"] == 16
+
+    def refusal_of(**limits: int) -> str:
+        return refusal(vision_server, [part_of(image)], mm_processor_kwargs=limits)
+
+    assert "max_pixels is 31,361; it must be from 3,136 to 31,360" in refusal_of(max_pixels=28 * 28 * 40 + 1)
+    assert "min_pixels 31,360 is more than max_pixels 3,136" in refusal_of(min_pixels=31_360, max_pixels=3136)
+    assert "mm_processor_kwargs.fps is not supported yet" in refusal_of(fps=2)
+
+
+def test_an_image_in_the_output_of_a_tool_of_responses_is_read(
+    vision_server: ServerProcess, vision_model: tuple[str, Any]
+) -> None:
+    image = picture(84, 112, 25)
+    output = [{"type": "input_image", "image_url": data_url(image)}, {"type": "input_text", "text": "w41"}]
+    items = [
+        {"role": "user", "content": "w3"},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": output},
+    ]
+    body = {"input": items, "max_output_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+
+    status, response = vision_server.post("/v1/responses", body)
+
+    assert status == 200, response
+    assert response["output"][0]["content"][0]["text"] == expected(vision_model[1], [1, 3, 1, 1, image, 41, 2])
+
+
+def test_prompts_with_images_are_refused_if_their_places_are_wrong(vision_server: ServerProcess) -> None:
+    data = base64.b64encode(png(picture(60, 60))).decode()
+    images = {"images": [{"type": "base64", "data": data}]}
+
+    def refusal_of(path: str = "/generate", **body: Any) -> str:
+        status, response = vision_server.post(path, body)
+        assert status == 400, response
+        return str(response)
+
+    assert "0 places for 1 images" in refusal_of(inputs="w1", multimodal_params=images)
+    beams = {"num_beams": 2, "max_new_tokens": 2}
+    inputs = PROMPT.format("")
+    assert "a beam search takes no images" in refusal_of(inputs=inputs, multimodal_params=images, parameters=beams)
+    assert "for /tokens only" in refusal_of(
+        inputs=inputs, multimodal_params={"images": [{"type": "image_size", "data": [60, 60]}]}
+    )
+    assert "not base64" in refusal_of(text=inputs, sampling_params={}, image_data="/etc/passwd")
+    assert "audios" in refusal_of("/tokens", text="w1", multimodal_params={"audios": ["x"]})
+
+
+def test_only_images_of_known_schemes_are_taken_out_of_markdown(
+    vision_server: ServerProcess, vision_model: tuple[str, Any]
+) -> None:
+    body = {"inputs": "w5 ![](w6.png)", "parameters": {"max_new_tokens": 2, "ignore_eos_token": True}}
+
+    status, response = vision_server.post("/generate", body)
+    refused, problem = vision_server.post("/generate", {**body, "inputs": "w5 ![](https://127.0.0.1/a.png)"})
+
+    assert status == 200, response
+    assert refused == 422
+    assert "no public address" in problem["error"]
 
 
 def test_an_image_of_another_server_is_fetched_once_for_a_request(

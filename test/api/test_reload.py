@@ -16,6 +16,8 @@ from test.api.server import ServerProcess, running_server
 from test.api.test_tls import TLS
 from test.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def status_of(server: ServerProcess, key: str) -> int:
     return server.post("/v1/completions", {"prompt": [5], "max_tokens": 1}, Authorization=f"Bearer {key}")[0]

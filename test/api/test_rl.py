@@ -15,6 +15,8 @@ from benchmark.models import TINY, save_model
 from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 KEY = "for-trainers"
 NONE_WAITS = {"num_waiting_reqs": 0}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

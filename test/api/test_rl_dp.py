@@ -14,6 +14,8 @@ import pytest
 from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 BODY = {"prompt": [3, 1, 4], "max_tokens": 1500, "ignore_eos": True, "return_token_ids": True}
 
 

@@ -18,6 +18,8 @@ from benchmark.models import TINY, save_model
 from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LONG = 1500
 TEMPERATURE = 1.7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ import pytest
 from benchmark.models import TINY, save_model
 from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LONG = 1500
@@ -121,12 +122,8 @@ def test_a_worker_that_dies_while_it_wakes_up_is_replaced(server: ServerProcess,
     assert generate(server, 3)["output_ids"] == whole
 
 
-def test_a_server_that_sleeps_shuts_down(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    save_model(model, None, TINY)
-    flags = ("--load_format", "dummy", "--max_total_token_num", "512", "--enable_rl")
-    with running_server(tmp_path / "log", "--model_dir", str(model), *flags) as server:
-        assert server.post("/sleep", {})[0] == 200
+def test_a_server_that_sleeps_shuts_down(server: ServerProcess) -> None:
+    """The last test of this server."""
+    assert server.post("/sleep", {})[0] == 200
 
-        assert server.stop() == 0
+    assert server.stop() == 0

@@ -25,6 +25,8 @@ from test.rl_checkpoints import save_checkpoints
 from test.rl_trainer import Trainer
 from test.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 KEY = "for-trainers"
 MODEL = ("--device", "cpu", "--data_type", "bfloat16", "--max_total_token_num", "2048", "--max_req_total_len", "1024")
 FLAGS = (*MODEL, "--enable_rl", "--admin_key", KEY)
@@ -379,7 +381,12 @@ def test_requests_wait_while_weights_come(
 
 @pytest.mark.parametrize(
     ("flags", "world_size"),
-    [(("--tp", "2"), 3), (("--pp", "2"), 3), (("--dp", "2"), 3), (("--quantization", "int8"), 2)],
+    [
+        (("--tp", "2"), 3),
+        pytest.param(("--pp", "2"), 3, marks=pytest.mark.long),
+        pytest.param(("--dp", "2"), 3, marks=pytest.mark.long),
+        (("--quantization", "int8"), 2),
+    ],
     ids=["tp", "pp", "dp", "int8"],
 )
 def test_every_rank_gets_its_part(

@@ -133,9 +133,11 @@ def test_a_malformed_prediction_is_refused(server: ServerProcess, prediction: An
     assert problem in str(response)
 
 
-def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess) -> None:
+def assert_that_a_death_changes_no_text(server: ServerProcess, **fields: Any) -> None:
+    """A worker dies in the middle of eight streams with these fields."""
     bodies = [
         {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": temperature, "seed": 1}
+        | fields
         for prompt in PROMPTS
         for temperature in (0, 0.5)
     ]
@@ -150,6 +152,10 @@ def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess)
     assert texts == expected
     wait_until(restarted(server, 1))
     wait_until(lambda: server.metrics()["kv_used_tokens"] == server.metrics()["kv_pinned_tokens"])
+
+
+def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess) -> None:
+    assert_that_a_death_changes_no_text(server)
 
 
 def test_attention_groups_draft_each_for_themselves(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_wrong_lines_are_named_before_a_request_is_sent(tmp_path: Path, capsys: 
     assert main(["run-batch", "-i", source, "-o", output, "--url", "http://127.0.0.1:1"]) == 2
 
     error = capsys.readouterr().err
-    assert "line 2: custom_id 'a' is also that of line 1" in error
+    assert "line 2: custom_id 'a' is used by line 1 already" in error
     assert "line 3: url is '/v1/nothing'" in error
     assert not Path(output).exists()
 

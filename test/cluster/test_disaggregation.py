@@ -485,7 +485,7 @@ def test_an_engine_of_both_roles_generates_and_computes_prompts_for_others() -> 
 def test_a_queue_that_is_full_leaves_the_prompt_to_the_decode_engine() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         manager = cluster.engines[PREFILL].manager
-        manager._queue_full_reason = lambda prompt_len: "full"  # type: ignore[method-assign]
+        manager._queue_full_reason = lambda message: "full"  # type: ignore[method-assign]
         cluster.send(0, list(range(1000)), 5, seed=1)
         await cluster.until(lambda: cluster.has_ended(0))
 

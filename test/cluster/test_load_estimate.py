@@ -50,6 +50,20 @@ def test_the_slowdown_is_measured_only_while_no_prompt_is_computed() -> None:
     assert load.load().decode_slowdown_s == pytest.approx(0.002)
 
 
+def test_several_tokens_of_a_request_in_a_step_are_not_several_requests() -> None:
+    """With drafts, a token takes a part of the step."""
+    load = MeasuredLoad(0, SharedRates())
+    running = [load.add(1, 0.0) for _ in range(9)]
+    load.observe_step(9, running, 0.0)
+    now_s = 0.0
+    for step in range(100):
+        count = 1 + step % 9
+        now_s += 0.01 + 0.002 * count
+        load.observe_step(count, running[:count], now_s, num_tokens=4 * count)
+
+    assert load.load().decode_slowdown_s == pytest.approx(0.002 / 4)
+
+
 def test_a_prompt_that_comes_as_kv_is_no_work_but_its_last_tokens_are() -> None:
     load = MeasuredLoad(0, SharedRates())
 

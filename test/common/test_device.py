@@ -12,6 +12,7 @@ from lightserve.common import ops
 from lightserve.common.device import (
     API_VERSION,
     base,
+    check_head_dim,
     device_named,
     device_of,
     explain_out_of_memory,
@@ -77,10 +78,10 @@ def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch:
 def test_a_head_dim_over_the_limit_of_the_attention_kernels_is_refused() -> None:
     assert device_named("cuda").max_head_dim == MAX_HEAD_DIM
 
-    device_named("cuda").check_head_dim(MAX_HEAD_DIM)
-    device_named("cpu").check_head_dim(4096)
+    check_head_dim(device_named("cuda"), MAX_HEAD_DIM)
+    check_head_dim(device_named("cpu"), 4096)
     with pytest.raises(ServerError, match="the model's head_dim is 576; attention on cuda takes up to 512; use the"):
-        device_named("cuda").check_head_dim(576)
+        check_head_dim(device_named("cuda"), 576)
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

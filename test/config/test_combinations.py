@@ -74,6 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # of features that a model has; a pair of others is checked with a model that has experts
 MODEL_OF = {
+    "drafted_states": "recurrent",
     "latent_attention": "latents",
     "no_experts": "dense",
     "no_kv_cache": "encoder",
@@ -124,6 +125,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "deterministic": {"deterministic": True},
         "disable_dynamic_prompt_cache": {"disable_dynamic_prompt_cache": True},
         "dp": {"dp": 2},
+        "drafted_states": {"speculative_config": '{"method": "ngram"}'},
         "dummy": {"load_format": "dummy"},
         "engine_flag": {"eos_id": 7},
         "engines": engines,

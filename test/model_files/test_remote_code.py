@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,14 @@ def make_folder(folder: Path, code: str = CODE, **changes: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the code of folders into this one."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def _own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers copies the code of folders into this one. Later tests must import its package from elsewhere."""
+    folder = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+    yield
+    sys.path[:] = [path for path in sys.path if path != folder]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
 
 def load(folder: Path) -> Tokenizer:

@@ -51,10 +51,7 @@ def generated(hf: Any, ids: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
-    folder: str, tiny: Tiny, device: str
-) -> None:
+def assert_tokens_of_transformers(folder: str, tiny: Tiny, device: str) -> None:
     expected = [generated(tiny.hf, ids) for ids in PROMPTS]
     whole, in_chunks = make(folder, device), make(folder, device, batch_max_tokens=16)
 
@@ -67,12 +64,7 @@ def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
     assert chunked == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
-)
-def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(
-    folder: str, device: str, dtype: str
-) -> None:
+def assert_same_bits_in_any_batch(folder: str, device: str, dtype: str) -> None:
     whole = make(folder, device, dtype, deterministic=True)
     in_chunks = make(folder, device, dtype, deterministic=True, batch_max_tokens=16)
     first = whole.generate([PROMPTS[0]], GREEDY)[0]
@@ -83,6 +75,22 @@ def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(
     for again in (cached, among_others):
         assert again.token_ids == first.token_ids
         assert again.logprobs == first.logprobs
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
+    folder: str, tiny: Tiny, device: str
+) -> None:
+    assert_tokens_of_transformers(folder, tiny, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+)
+def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(
+    folder: str, device: str, dtype: str
+) -> None:
+    assert_same_bits_in_any_batch(folder, device, dtype)
 
 
 def model_of(tiny: Tiny, **changes: Any) -> TpPartBaseModel:

@@ -182,7 +182,7 @@ def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name:
             {"model_type": "mamba"},
             "model_type 'mamba' is not supported; .*`lightserve models` lists the [0-9]+ that",
         ),
-        ({"model_type": "llama4"}, "model_type 'llama4' is not supported; did you mean llama[?] "),
+        ({"model_type": "llama5"}, "model_type 'llama5' is not supported; did you mean llama[?] "),
         ({"rope_scaling": {"rope_type": "unknown", "factor": 2.0}}, "rope type 'unknown' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor has 0 values, wanted 4"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported for llama; supported: silu, "),

@@ -16,7 +16,12 @@ from lightserve.models.registry import get_model_class
 from test.models.architectures.case import MAX_LEN, Tiny, build
 from test.models.architectures.cases import CASES
 from test.models.session import Session
-from test.models.test_latent_models import GREEDY, ON_GPU, PROMPTS, generated, make
+from test.models.test_latent_models import (
+    ON_GPU,
+    PROMPTS,
+    assert_same_bits_in_any_batch,
+    assert_tokens_of_transformers,
+)
 from test.models.tiny import build_model, model_args
 from test.small_text import small_backend
 
@@ -45,16 +50,7 @@ def folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
     folder: str, tiny: Tiny, device: str
 ) -> None:
-    expected = [generated(tiny.hf, ids) for ids in PROMPTS]
-    whole, in_chunks = make(folder, device), make(folder, device, batch_max_tokens=16)
-
-    alone = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
-    cached = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
-    chunked = [one.token_ids for one in in_chunks.generate(PROMPTS, GREEDY)]
-
-    assert alone == expected
-    assert cached == expected
-    assert chunked == expected
+    assert_tokens_of_transformers(folder, tiny, device)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +59,7 @@ def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
 def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(
     folder: str, device: str, dtype: str
 ) -> None:
-    whole = make(folder, device, dtype, deterministic=True)
-    in_chunks = make(folder, device, dtype, deterministic=True, batch_max_tokens=16)
-    first = whole.generate([PROMPTS[0]], GREEDY)[0]
-
-    cached = whole.generate([PROMPTS[0]], GREEDY)[0]
-    among_others = in_chunks.generate(PROMPTS, GREEDY)[0]
-
-    for again in (cached, among_others):
-        assert again.token_ids == first.token_ids
-        assert again.logprobs == first.logprobs
+    assert_same_bits_in_any_batch(folder, device, dtype)
 
 
 def model_of(tiny: Tiny, *, max_len: int = MAX_LEN, **changes: Any) -> TpPartBaseModel:

@@ -21,9 +21,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lightserve.messages.metrics import METRICS, add_http_counts
+from lightserve.messages.metrics import METRICS, image_histogram
 from lightserve.messages.output import RouterStats
-from lightserve.messages.request import SpanCounts, StreamLogCounts
+from lightserve.messages.request import ImageCounts, SpanCounts, StreamLogCounts
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.utils import former_names
 from test.httpserver.app_client import served
@@ -86,8 +86,10 @@ def traffic(metrics: RouterMetrics, requests: int) -> None:
         metrics.workers_restarted()
         metrics.preempted()
         metrics.evicted(10)
-        add_http_counts(metrics.values, SpanCounts(4, 1))
-        add_http_counts(metrics.values, StreamLogCounts(lost=1, resumed=2, taken_over=1))
+        metrics.add_http_counts(SpanCounts(4, 1))
+        metrics.add_http_counts(StreamLogCounts(lost=1, resumed=2, taken_over=1))
+        metrics.encoded({"decode": 0.01, "resize": 0.02, "encode": 0.1})
+        metrics.add_http_counts(ImageCounts(0, [1, *image_histogram().counts[1:]], 0.001, 2, {"file": 1}))
     metrics.set_load(running=4, waiting=2, used_tokens=500, total_tokens=1000)
 
 
@@ -176,6 +178,7 @@ def test_every_metric_is_on_the_dashboard(scrapes: list[list[Sample]]) -> None:
     assert {name for name in exported if name not in shown} <= {
         "lightserve_request_inference_time_seconds",  # the sum of prefill and decode
         "lightserve_otlp_spans_exported_total",
+        "lightserve_spec_decode_synthetic",  # of benchmarks
     }
 
 

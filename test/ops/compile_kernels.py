@@ -220,6 +220,7 @@ def compile_linear(dtype: torch.dtype) -> None:
     for config in (linear.NARROW, linear.WIDE, linear.SMALL):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), weight, None, config)
+    ops.linear.impls["triton"](torch.ones(8, 2048, dtype=dtype), weight[:1], torch.ones(1, dtype=dtype))
     batch_invariant.linear(torch.ones(64, 2048, dtype=dtype), weight)
 
 

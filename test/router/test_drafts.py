@@ -123,7 +123,7 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
     next_step(scheduler)
     complete(scheduler, 4)
 
-    assert scheduler.num_forced == 0
+    assert scheduler.only_group.num_forced == 0
 
 
 @pytest.mark.parametrize(
@@ -245,3 +245,47 @@ def test_failed_steps_with_drafts_leave_no_wrong_kv_in_the_cache(seed: int) -> N
         pass
 
     server.assert_idle()
+
+
+def test_requests_that_have_slots_of_rejected_drafts_are_not_preempted_for_their_next_token() -> None:
+    scheduler = drafting()
+    begin(scheduler, 50, 50, 50)
+    next_step(scheduler)
+    complete(scheduler, 1, 1, 1)
+    pool = scheduler.only_group.pool
+    pool.alloc(pool.available)  # as other requests do
+
+    step = next_step(scheduler)
+
+    assert scheduler.num_preemptions == 0
+    assert len(step.decode_ids) == 3
+    assert not len(step.decode_slots)
+
+
+@pytest.mark.parametrize(("first_accepts", "is_admitted"), [(0, False), (NUM_DRAFTS, True)])
+def test_a_request_is_admitted_beside_one_that_ends_soon_because_its_drafts_are_accepted(
+    first_accepts: int, is_admitted: bool
+) -> None:
+    """Both together exceed the pool if they grow equally fast. If the first does so faster, it ends before."""
+    scheduler = drafting(110)
+    begin(scheduler, 60)
+    (first,) = scheduler.only_group.batch
+    first.columns.acceptance[first.row] = 0.999 if first_accepts else 0.0
+    second = make_req(1, [1, 2, 50], 60)
+    second.columns.acceptance[0] = 0.0
+    scheduler.add(second)
+
+    next_step(scheduler)
+
+    assert (scheduler.num_running == 2) is is_admitted
+
+
+def test_drafts_are_no_tokens_of_prompts() -> None:
+    scheduler = drafting()
+    begin(scheduler, 50, 50)
+    scheduler.add(make_req(2, [1, 2, 32, 33], 50))
+
+    step = next_step(scheduler)
+
+    assert (step.num_decodes, step.num_drafts, step.num_tokens) == (2, 2 * NUM_DRAFTS, 2 * (1 + NUM_DRAFTS) + 2)
+    assert step.num_prompt_tokens == 2  # two are cached

@@ -19,6 +19,7 @@ from lightserve.ipc.worker_calls import COMPILE_GRAMMAR, WorkerCall
 from lightserve.messages.block_hash import block_keys
 from lightserve.messages.control import CpuKvSize, EngineInfo, HttpProcessLost
 from lightserve.messages.int_arrays import int32s
+from lightserve.messages.media import ImageItem
 from lightserve.messages.output import BatchTokenIdOut, RouterStats, ToDetokenization, TokenIdOut
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, SchedulingParams
 from lightserve.messages.request import (
@@ -32,6 +33,7 @@ from lightserve.messages.request import (
 )
 from lightserve.messages.step import ForkPrefix, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.router.chunk_boundaries import ChunkBoundaries
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
@@ -445,6 +447,26 @@ def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(
         await router.until(lambda: router.has_finished(5))
 
     check(scenario, tmp_path, max_queue_tokens=95)
+
+
+def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
+    def with_images(req_id: int, count: int) -> GenerateReq:
+        items = [ImageItem(bytes([req_id, number]), 6 * number, 2, 3, 56, 84, 5, b"file") for number in range(count)]
+        return msgspec.structs.replace(request(req_id, prompt_len=26), images=items)
+
+    async def scenario(router: Router) -> None:
+        waits = ImageWaits(lambda generation: lambda message: None)  # an encoder that never answers
+        waits.pool.set_rows(100)
+        router.scheduler.only_group.enable_images(waits)
+        for req_id, count in enumerate((1, 4, 1)):
+            router.send(with_images(req_id, count))
+
+        await router.until(lambda: len(refused(router)) == 1)
+
+        assert (refused(router)[0].req_id, refused(router)[0].status) == (2, 429)
+        assert "5 images wait, the limit is 3 (--max_queue_size)" in refused(router)[0].message
+
+    check(scenario, tmp_path, max_queue_size=3)
 
 
 def test_an_abort_frees_the_memory_of_the_request_and_is_forwarded(tmp_path: Path) -> None:

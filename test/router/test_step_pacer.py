@@ -7,7 +7,7 @@ import pytest
 from lightserve.router.step_pacer import MARGIN, MAX_RECENT, MAX_RECENT_LEADS, TRANSIT_S, StepPacer, kind_of
 
 LEAD_S = 3e-3
-DECODES, PROMPTS = kind_of(tokens=3, requests=3), kind_of(tokens=401, requests=2)
+DECODES, PROMPTS, DRAFTS = kind_of(3), kind_of(401, prompt_tokens=400), kind_of(12, drafts=9)
 
 
 def due_s(length_s: float) -> float:
@@ -19,7 +19,13 @@ def test_the_step_after_one_of_unknown_duration_is_sent_at_once() -> None:
     pacer.record(DECODES, 1.0, 1.01)
 
     assert pacer.send_at(PROMPTS, 2.0) <= 2.0
-    assert pacer.send_at(kind_of(tokens=200, requests=200), 2.0) <= 2.0
+    assert pacer.send_at(DRAFTS, 2.0) <= 2.0
+    assert pacer.send_at(kind_of(200), 2.0) <= 2.0
+
+
+def test_steps_with_and_without_drafts_or_prompts_are_different_kinds() -> None:
+    assert len({kind_of(64), kind_of(64, drafts=48), kind_of(64, prompt_tokens=1)}) == 3
+    assert kind_of(64, prompt_tokens=32, drafts=24) == kind_of(64, prompt_tokens=63)
 
 
 def test_a_step_runs_since_it_was_sent_or_since_the_last_step_ended() -> None:

@@ -25,6 +25,30 @@ def test_the_peak_equals_a_step_by_step_simulation() -> None:
         assert peak_tokens(held, remaining) == brute_force_peak(held, remaining)
 
 
+def test_the_peak_of_requests_that_grow_at_different_rates_equals_a_simulation() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        count = rng.randint(1, 12)
+        held = [rng.randint(0, 50) for _ in range(count)]
+        rates = [rng.randint(1, 4) for _ in range(count)]
+        remaining = [rate * rng.randint(0, 10) for rate in rates]  # each ends with a step
+        peak = 0
+        for step in range(11):
+            running = [index for index in range(count) if remaining[index] >= rates[index] * step]
+            peak = max(peak, sum(held[index] + rates[index] * step for index in running))
+
+        assert peak_tokens(held, remaining, np.array(rates, dtype=float)) == peak
+
+
+def test_equal_rates_do_not_change_the_peak() -> None:
+    """However many tokens a step brings: the requests end in the same order, each as long as before."""
+    rng = random.Random(2)
+    for _ in range(200):
+        held, remaining = ([rng.randint(0, 5000) for _ in range(9)] for _ in range(2))
+
+        assert peak_tokens(held, remaining, np.full(9, rng.uniform(1, 5))) == peak_tokens(held, remaining)
+
+
 def test_without_history_the_estimate_is_the_maximum() -> None:
     estimate = OutputEstimate()
 

@@ -88,7 +88,7 @@ def test_requests_get_all_their_tokens_in_one_call_unless_one_may_end_them() -> 
     assert is_known.tolist() == [True, True, False, False, False, False]  # request 9 does not run
     assert [req.output_ids[1:] for req in reqs] == [[51], [52, 53], [54, 55, 56], [57, EOS], tokens[4][1]]
     assert [req.in_flight for req in reqs if req.finish_reason is None] == [0, 0, 0]
-    assert scheduler.num_forced == 1 + 2 + 1 + BLOCK
+    assert scheduler.only_group.num_forced == 1 + 2 + 1 + BLOCK
     step = scheduler.next_step()
     assert step is not None
     assert {row.req_id: len(row.slots) for row in step.rows} == {0: 1, 1: 2, 4: 1 + BLOCK}

@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from lightserve.common.device import Graphs
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.profile import H200_GRAPHS
 from lightserve.offline.llm import LLM
-from lightserve.worker import step_runner
 from lightserve.worker.batch.step_input import StepShape
 from lightserve.worker.step_runner import StepOut, draft_shape_for, draft_shapes
 from lightserve.worker.worker import ModelWorker
@@ -60,7 +58,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RerunGraphs]:
     monkeypatch.setattr(CpuDevice, "graphs", make_graphs)
     monkeypatch.setattr(CpuDevice, "profile", lambda self, device: replace(profile(self, device), graphs=ranges))
     monkeypatch.setattr(CpuDevice, "launches_async", True)
-    monkeypatch.setattr(step_runner, "pinned", lambda array: torch.from_numpy(array.copy()))
     return made
 
 

@@ -180,6 +180,6 @@ def test_a_checkpoint_without_its_mtp_layer_is_refused(folder: Path, tmp_path: P
 
 
 def test_other_models_are_refused_by_name(small_folder: str) -> None:
-    with pytest.raises(OptionError, match="mtp is not supported for llama, only for deepseek_v3, glm4_moe"):
+    with pytest.raises(OptionError, match="mtp is not supported for llama, only for deepseek_v3, glm4_moe, mimo"):
         make(Path(small_folder), MTP)
     assert "ngram" in summary(make(Path(small_folder), "auto"))

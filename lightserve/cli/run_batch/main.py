@@ -1,4 +1,4 @@
-"""``lightserve run-batch -i IN -o OUT``: run a file of requests and end, with a server of its own or a running one.
+"""``lightserve run-batch -i IN -o OUT``: run a file of requests on a temporary server or a running one, and exit.
 
 Results are appended to OUT.partial as they come, and OUT appears when all are there. A run that was interrupted goes on
 where it stopped: requests whose custom_id is in OUT.partial are not sent again.
@@ -18,7 +18,7 @@ import orjson
 from lightserve.batches.entry import response_entry
 from lightserve.batches.line import LineRequest, check_file, parse_line, read_lines
 from lightserve.cli.run_batch.client import BatchClient
-from lightserve.cli.run_batch.own_server import own_server
+from lightserve.cli.run_batch.temporary_server import temporary_server
 from lightserve.config.parse import Parser
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.server.keys import KEY_VARIABLE
@@ -39,7 +39,7 @@ def arguments() -> Parser:
         prog="lightserve run-batch",
         usage="%(prog)s -i IN.jsonl -o OUT.jsonl [--url URL | MODEL and flags of lightserve serve]",
         description="Run the requests of a file, one JSON object a line, and write their results to another. "
-        "Further arguments start a server for the run: those of lightserve serve.",
+        "Further arguments are flags of lightserve serve: they start a server for this run.",
     )
     in_names, out_names = ("-i", "--input_file", "--input-file"), ("-o", "--output_file", "--output-file")
     parser.add_argument(*in_names, dest="input", metavar="FILE", required=True, help="requests")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, output = Path(args.input), Path(args.output)
     total = _checked(source)
     with contextlib.ExitStack() as exits:
-        url = args.url or exits.enter_context(own_server(server_flags))
+        url = args.url or exits.enter_context(temporary_server(server_flags))
         client = BatchClient(url, args.api_key or os.environ.get(KEY_VARIABLE), args.concurrency)
         counts = _run(client, source, output, total)
     print(f"{output}: {counts.completed} completed, {counts.failed} failed", file=sys.stderr)

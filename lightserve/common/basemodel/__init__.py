@@ -23,7 +23,7 @@ from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template i
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
 )
-from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight, SinksWeight
+from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
 from lightserve.common.basemodel.layer_weights.experts import ExpertsWeight, MoeFfnWeight
 from lightserve.common.basemodel.layer_weights.ffn import PLAIN as PLAIN_ACTIVATIONS, FfnWeight, GatedFfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
@@ -40,6 +40,7 @@ from lightserve.common.basemodel.layer_weights.norms import (
     NormWeight,
     RmsNormWeight,
     SplitNormWeight,
+    norm_weight,
 )
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
@@ -162,7 +163,6 @@ __all__ = [
     "ShortConvNames",
     "ShortConvSpec",
     "ShortConvWeight",
-    "SinksWeight",
     "SplitNormWeight",
     "StateGroup",
     "StateTensor",
@@ -181,6 +181,7 @@ __all__ = [
     "float_method_factory",
     "in_blocks",
     "in_kv_groups",
+    "norm_weight",
     "num_experts_of",
     "pairs_to_halves",
     "replaces",

@@ -74,6 +74,9 @@ class LoadableModel:
     # attention can read the keys and values of the step itself, for texts whose tokens see all others
     attends_without_cache: ClassVar[bool] = True
 
+    # of tensors that the model does not read, because they are of layers for drafts
+    unused_prefixes: ClassVar[tuple[str, ...]] = ()
+
     # what args.kv_dtype may be; a model whose attention reads other caches has fewer
     kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8", "int8")
 
@@ -100,6 +103,12 @@ class LoadableModel:
             self.layer_specs = [replace(spec, is_causal=pooling.is_causal) for spec in self.layer_specs]
         stage_layers = layers_of_stage(self.config.num_layers, self.pp)
         self.own_layer_specs = self.layer_specs[stage_layers.start : stage_layers.stop]  # those of this pipeline stage
+
+    def mtp_layer_spec(self, prefix: str) -> LayerSpec:
+        """The layer for drafts of the checkpoint: its number follows those of the model. ``prefix``: of its tensors."""
+        like = next(spec for spec in reversed(self.layer_specs) if spec.mixer is None)
+        names = replace(like.names, layers=prefix, has_numbers=False)
+        return replace(like, layer_num=self.config.num_layers, names=names)
 
     def layer_spec(self, layer_num: int) -> LayerSpec:
         """How a layer is built. A model that is not a Llama replaces the values in which it differs."""
@@ -234,6 +243,7 @@ class LoadableModel:
 
     def _adapted(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """A checkpoint of a model without a head for text may lack the prefix ``model.`` of its names."""
+        checkpoint = (tensor for tensor in checkpoint if not tensor.name.startswith(self.unused_prefixes))
         if self.config.multimodal_type is not None:
             checkpoint = (
                 tensor._replace(name=text_name(tensor.name))

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightserve.common.device import Event, device_of
+from lightserve.common.device import Event, Streams, device_of, host_memory
 
 LANES = 8  # threads; one copies 5 to 8 GB/s out of the page cache, the bus carries over 50
 BUFFER_BYTES = 16 * 2**20  # two per lane: 256 MiB of pinned memory, allocated in a tenth of a second
@@ -30,17 +30,19 @@ class Upload:
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
         """Copy ``tensor``, which may be a view of a file, at some time before the exit."""
-        if not _has_lanes(into.device) or tensor.device == into.device:
+        streams = _streams_of(into.device)
+        if streams is None or tensor.device == into.device:
             into.copy_(tensor)
         else:
-            self._submit(into.device, lambda: self._lane.copy(into, tensor))
+            self._submit(into.device, streams, lambda: self._lane.copy(into, tensor))
 
     def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
         """Call ``receive`` with ``tensor`` on ``device``, at some time before the exit, in some thread."""
-        if not _has_lanes(device) or tensor.device == device:
+        streams = _streams_of(device)
+        if streams is None or tensor.device == device:
             receive(tensor.to(device))
         else:
-            self._submit(device, lambda: self._lane.convert(device, tensor, receive))
+            self._submit(device, streams, lambda: self._lane.convert(device, tensor, receive))
 
     def after_copies(self, work: Callable[[], None]) -> None:
         """Call ``work`` once all tensors so far are copied: at once without lanes, otherwise on exit."""
@@ -49,11 +51,11 @@ class Upload:
         else:
             self._after_copies.append(work)
 
-    def _submit(self, device: torch.device, work: Callable[[], None]) -> None:
+    def _submit(self, device: torch.device, streams: Streams, work: Callable[[], None]) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(device,))
+            self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(device, streams))
         self._room.acquire()
-        launched = device_of(device).current_stream(device).record_event()  # steps may still read the weights
+        launched = streams.current(device).record_event()  # steps may still read the weights
         copy = self._threads.submit(self._run_after, launched, work)
         copy.add_done_callback(lambda _: self._room.release())
         self._copies.append(copy)
@@ -75,9 +77,9 @@ class Upload:
             for work in self._after_copies:
                 work()
 
-    def _open_lane(self, device: torch.device) -> None:
+    def _open_lane(self, device: torch.device, streams: Streams) -> None:
         torch.set_num_threads(1)  # for this thread: the lanes are parallel enough
-        self._lanes.lane = _Lane(device)
+        self._lanes.lane = _Lane(device, streams)
 
     @property
     def _lane(self) -> _Lane:
@@ -85,18 +87,17 @@ class Upload:
         return lane
 
 
-def _has_lanes(device: torch.device) -> bool:
-    """Without streams, as on a CPU, one copy already uses all that there is."""
-    return device_of(device).has_streams
+def _streams_of(device: torch.device) -> Streams | None:
+    """None, as on a CPU: one copy already uses all that there is."""
+    return device_of(device).streams
 
 
 class _Lane:
     """One thread with two buffers: it fills one while the other is copied to the device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._platform = device_of(device)
-        self._stream = self._platform.new_stream(device)
-        self._buffers = [self._platform.host_memory((BUFFER_BYTES,), torch.uint8) for _ in range(2)]
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._streams, self._stream = streams, streams.new(device)
+        self._buffers = [host_memory((BUFFER_BYTES,), torch.uint8, device) for _ in range(2)]
         self._copied: list[Event | None] = [None for _ in self._buffers]  # what was in a buffer is on the device
         self._current = 0
 
@@ -108,7 +109,7 @@ class _Lane:
         """Copy in chunks along the first dimension; the copy is complete on return."""
         into, tensor = (x if x.dim() else x.view(1) for x in (into, tensor))
         rows = max(1, BUFFER_BYTES // max(1, into[:1].nbytes))
-        with self._platform.on_stream(self._stream):
+        with self._streams.use(self._stream):
             for begin in range(0, len(into), rows):
                 target, source = into[begin : begin + rows], tensor[begin : begin + rows]
                 if target.nbytes <= BUFFER_BYTES:
@@ -118,7 +119,7 @@ class _Lane:
         self._stream.synchronize()
 
     def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
-        with self._platform.on_stream(self._stream):
+        with self._streams.use(self._stream):
             copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if tensor.dim():
                 self.copy(copied, tensor)

@@ -17,7 +17,7 @@ def select_tokens(q: Tensor, weights: Tensor, key_cache: Tensor, batch: AttnBatc
 
 
 def select(q: Tensor, weights: Tensor, key_cache: Tensor, batch: AttnBatch, top_k: int, rows_at_once: int) -> Tensor:
-    """Like the op, with scores of so many rows in one product over the tokens that the last of them sees."""
+    """Like the op. The scores of several rows are one product, over the tokens that the last of these rows sees."""
     slots = batch.req_to_token.new_zeros(len(q), top_k)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):

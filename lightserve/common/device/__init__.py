@@ -6,11 +6,19 @@ them by name, together with those of other packages. ``profile.py`` holds what d
 for ``/dev/nvidiactl`` before torch is imported, and kernels launch on streams.
 """
 
-from lightserve.common.device.base import API_VERSION, AsyncCopy, Device, Event, Graphs
-from lightserve.common.device.copies import copy_to_host, host_memory, to_device
+from lightserve.common.device.base import (
+    API_VERSION,
+    AsyncCopy,
+    Device,
+    Event,
+    Graphs,
+    Streams,
+    check_head_dim,
+    in_host_memory,
+)
 from lightserve.common.device.memory import explain_out_of_memory
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
-from lightserve.common.device.registry import device_named, device_of, pick_device
+from lightserve.common.device.registry import copy_to_host, device_named, device_of, host_memory, pick_device, to_device
 from lightserve.common.ops import DeviceTraits
 
 __all__ = [
@@ -24,11 +32,14 @@ __all__ = [
     "GraphRanges",
     "Graphs",
     "Profile",
+    "Streams",
+    "check_head_dim",
     "copy_to_host",
     "device_named",
     "device_of",
     "explain_out_of_memory",
     "host_memory",
+    "in_host_memory",
     "pick_device",
     "to_device",
 ]

@@ -50,6 +50,18 @@ class Stream(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Streams(Protocol):
+    """Those of a kind of device."""
+
+    def new(self, device: torch.device) -> Stream: ...
+
+    def current(self, device: torch.device) -> Stream:
+        """On which this thread launches."""
+
+    def use(self, stream: Any) -> AbstractContextManager[object]:
+        """Within it this thread launches on ``stream``."""
+
+
 class Communicator(Protocol):
     """One rank of a group that includes a trainer."""
 
@@ -109,6 +121,7 @@ class Device(ABC):
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
+    streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
 
     # which devices there are
@@ -165,14 +178,6 @@ class Device(ABC):
     def has_dtype(self, dtype: torch.dtype) -> bool:
         return True
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Refuse a model whose attention heads the ops cannot compute. Called before weights load."""
-        if self.max_head_dim is not None and head_dim > self.max_head_dim:
-            raise ServerError(
-                f"the model's head_dim is {head_dim}; attention on {self.name} takes up to {self.max_head_dim}; "
-                "use the device cpu"
-            )
-
     def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:
         """Refuse a --kv_dtype that ``device`` cannot convert. Called before weights load; None: KV is not quantised."""
         if kv_dtype == "fp8" and not self.traits(device).has_dot(torch.float8_e4m3fn):
@@ -193,21 +198,6 @@ class Device(ABC):
     def as_one_launch(self, work: Callable[[], object]) -> Callable[[], object]:
         """What computes the same as ``work``, which always launches the same, with one launch if there are graphs."""
         return work
-
-    # streams; a device without them launches in one order
-
-    has_streams: ClassVar[bool] = False  # for copies; ``DeviceTraits.has_streams`` is about kernels
-
-    def new_stream(self, device: torch.device) -> Stream:
-        raise NotImplementedError(f"the device {self.name} has no streams")
-
-    def current_stream(self, device: torch.device) -> Stream:
-        """On which this thread launches."""
-        raise NotImplementedError(f"the device {self.name} has no streams")
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
-        """Within it this thread launches on ``stream``."""
-        raise NotImplementedError(f"the device {self.name} has no streams")
 
     # what people measure and look up
 
@@ -258,12 +248,6 @@ class Device(ABC):
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device reads without making the host wait."""
 
-    def in_host_memory(self, array: np.ndarray) -> Tensor:
-        """A copy of ``array`` in such memory."""
-        memory = self.host_memory(array.shape, torch.from_numpy(array).dtype)
-        memory.numpy()[...] = array
-        return memory
-
     @abstractmethod
     def copy_to_host(self, *tensors: Tensor) -> AsyncCopy:
         """Start to copy ``tensors``, which are of this device."""
@@ -271,6 +255,22 @@ class Device(ABC):
     @abstractmethod
     def copy_stream(self, device: torch.device) -> CopyStream:
         """Copies that do not delay steps."""
+
+
+def in_host_memory(platform: Device, array: np.ndarray) -> Tensor:
+    """A copy of ``array`` in host memory that the device reads without making the host wait."""
+    memory = platform.host_memory(array.shape, torch.from_numpy(array).dtype)
+    memory.numpy()[...] = array
+    return memory
+
+
+def check_head_dim(platform: Device, head_dim: int) -> None:
+    """Refuse a model whose attention heads the ops cannot compute. Called before weights load."""
+    if platform.max_head_dim is not None and head_dim > platform.max_head_dim:
+        raise ServerError(
+            f"the model's head_dim is {head_dim}; attention on {platform.name} takes up to {platform.max_head_dim}; "
+            "use the device cpu"
+        )
 
 
 _bound: Device | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from lightserve.common.device.base import Communicator, Device, Graphs, Out, Stream
+from lightserve.common.device.base import Communicator, Device, Graphs, Out, Stream, in_host_memory
 from lightserve.common.device.cuda_copy_stream import CudaCopyStream
 from lightserve.common.device.cuda_graph import CudaGraphs, as_one_graph
 from lightserve.common.device.cuda_nccl import NcclCommunicator
@@ -39,6 +39,18 @@ HOPPER = replace(GROUPED, has_blockwise_mm=True)
 TRAITS = {(0, 0): EVERY_GPU, (8, 9): ADA, (9, 0): HOPPER, (10, 0): GROUPED, (10, 1): ADA}
 
 
+class CudaStreams:
+    def new(self, device: torch.device) -> Stream:
+        stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def current(self, device: torch.device) -> Stream:
+        return torch.cuda.current_stream(device)
+
+    def use(self, stream: Any) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+
 class CudaDevice(Device):
     name = "cuda"
     torch_type = "cuda"
@@ -48,7 +60,7 @@ class CudaDevice(Device):
     dtypes = (torch.bfloat16, torch.float16)
     pipeline_depth = 2
     launches_async = True
-    has_streams = True
+    streams = CudaStreams()
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/attention/_attention.py
 
@@ -102,16 +114,6 @@ class CudaDevice(Device):
     def as_one_launch(self, work: Callable[[], object]) -> Callable[[], object]:
         return as_one_graph(work)
 
-    def new_stream(self, device: torch.device) -> Stream:
-        stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return stream
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return torch.cuda.current_stream(device)
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
-
     def seconds_of(self, work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -153,7 +155,7 @@ class CudaDevice(Device):
 
     def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
         """From pinned memory, which torch keeps until the copy has finished."""
-        return self.in_host_memory(array).to(device, non_blocking=True)
+        return in_host_memory(self, array).to(device, non_blocking=True)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

@@ -114,8 +114,9 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
 
     @router.get("/load")
     async def load() -> JSONResponse:
-        """Requests that run in this HTTP process."""
-        return JSONResponse({"server_load": manager.running_requests})
+        """Requests that run in this HTTP process, and those whose images it reads."""
+        reading = 0 if context.images is None else context.images.stats.num_reading
+        return JSONResponse({"server_load": manager.running_requests + reading})
 
 
 def _add_abort(router: APIRouter, context: ServerContext) -> None:

@@ -16,7 +16,8 @@ from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.fields.generation import validate_supported
-from lightserve.httpserver.fields.shared import refuse_media
+from lightserve.httpserver.fields.images import count_with_images
+from lightserve.httpserver.generate.lightllm.media import sources_to_count
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
 from lightserve.httpserver.http.body import Body, json_response, openapi_body, validate
 from lightserve.model_files.model_summary import UNKNOWN
@@ -187,6 +188,6 @@ async def _decode(context: ServerContext, ids: list[int]) -> str:
 
 
 async def _count(context: ServerContext, body: CountBody) -> int:
-    refuse_media(body.multimodal_params)
     adds_special = body.parameters is None or body.parameters.add_special_tokens is not False
-    return len(await context.encode(body.text, adds_special))
+    ids = await context.encode(body.text, adds_special)
+    return await count_with_images(context, ids, sources_to_count(body.multimodal_params))

@@ -17,8 +17,8 @@ from lightserve.batches.line import LineError, NumberedLine, check_file, parse_l
 from lightserve.batches.records import Batch, Status
 from lightserve.batches.store import BatchStore
 from lightserve.errors import UnavailableError
+from lightserve.httpserver.batches.concurrency import ConcurrencyLimit
 from lightserve.httpserver.batches.open_batch import OpenBatch
-from lightserve.httpserver.batches.pace import Pace
 from lightserve.httpserver.batches.results import finish_batch
 from lightserve.httpserver.batches.runner import LineResponse, LineRunner
 from lightserve.httpserver.engine_client import EngineState, HttpServerManager
@@ -47,7 +47,7 @@ class BatchExecutor:
         self._store = store
         self._runner = runner
         self._manager = manager
-        self._pace = Pace(limits[0])
+        self._concurrency = ConcurrencyLimit(limits[0])
         self._max_line_bytes = limits[1]
         self._open: dict[str, OpenBatch] = {}  # by id
         self._turns: deque[str] = deque()  # ids, so that batches get lines in turn
@@ -84,9 +84,9 @@ class BatchExecutor:
         if now_s - self._looked_s > POLL_S:
             await self._look()
             self._looked_s = now_s
-        self._pace.update(self._manager.stats, len(self._running))
-        self._stop_newest(len(self._running) if self._is_paused else self._pace.num_stopped)
-        while not self._is_paused and len(self._running) < self._pace.limit and self._start_line():
+        self._concurrency.update(self._manager.stats, len(self._running))
+        self._stop_newest(len(self._running) if self._is_paused else self._concurrency.num_stopped)
+        while not self._is_paused and len(self._running) < self._concurrency.limit and self._start_line():
             pass
         await self._end_finished()
         if not self._running:

@@ -100,7 +100,7 @@ def _check_custom_ids(body: MessageBatchBody) -> None:
     first: dict[str, int] = {}
     for index, item in enumerate(body.requests):
         if first.setdefault(item.custom_id, index) != index:
-            problem = f"custom_id {item.custom_id!r} is also that of requests.{first[item.custom_id]}"
+            problem = f"custom_id {item.custom_id!r} is used by requests.{first[item.custom_id]} already"
             raise InvalidRequestError(f"requests.{index}: {problem}; each must be used once", "requests")
         if item.params.get("stream"):
             raise InvalidRequestError(f"requests.{index}.params.stream: results of a batch are in a file", "requests")

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from lightserve.errors import InvalidRequestError, TextOnlyError
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.engine_client import PromptRequest
-
-if TYPE_CHECKING:
-    from lightserve.media.reader import ImageReader
+from lightserve.httpserver.fields.images import beam_error, reader_of
 
 
 async def read_images(context: ServerContext, body: ChatBody) -> None:
@@ -21,23 +14,10 @@ async def read_images(context: ServerContext, body: ChatBody) -> None:
         return
     reader = reader_of(context, sources[0].param)
     if body.beam_width is not None:
-        raise InvalidRequestError("a beam search takes no images; leave out use_beam_search", "messages")
-    body.read_images = await reader.read_all(sources, body.cache_salt or "")
-
-
-def reader_of(context: ServerContext, param: str) -> ImageReader:
-    if context.images is None:
-        raise TextOnlyError("an image", param)
-    return context.images
+        raise beam_error("use_beam_search")
+    body.read_images = await reader.read_all(sources, body.cache_salt or "", body.pixel_limits)
 
 
 def with_placeholders(context: ServerContext, body: ChatBody, ids: list[int]) -> list[int]:
     """The prompt with a token for each part of an image."""
     return reader_of(context, "messages").expand(ids, body.read_images) if body.read_images else ids
-
-
-def with_images(context: ServerContext, body: ChatBody, prompt_request: PromptRequest) -> PromptRequest:
-    if not body.read_images:
-        return prompt_request
-    images = reader_of(context, "messages").locate(prompt_request.prompt_ids, body.read_images)
-    return replace(prompt_request, images=images)

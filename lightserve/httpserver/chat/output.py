@@ -182,8 +182,8 @@ def check_tools(context: ServerContext, body: ChatBody) -> None:
         raise InvalidRequestError("tools: --tool_call_parser none turns them off", "tools")
     if not body.forced_tools:
         problem = "the chat template does not show how the model calls tools"
-        force = "force a call, which works on any model (tool_choice: required, or one tool by its name)"
-        parsers = f"set --tool_call_parser to the format of the model: {', '.join(TOOL_FORMATS_BY_NAME)}"
+        force = "force a call (tool_choice: required, or a tool's name), which works on any model"
+        parsers = f"set --tool_call_parser to its format: {', '.join(TOOL_FORMATS_BY_NAME)}"
         raise InvalidRequestError(f"tools: {problem}; {force}, or {parsers}", "tools")
 
 

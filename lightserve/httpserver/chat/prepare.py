@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 from starlette.requests import Request
 
-from lightserve.httpserver.chat.images import with_images
+from lightserve.httpserver.chat.images import read_images
 from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_tools, output_formats, output_plan
 from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt, generation_prompt_len
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
+from lightserve.httpserver.fields.images import with_images
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.messages.params import MAX_PREDICTION
@@ -44,13 +46,14 @@ async def prepare_chat(
     check_choices(context, 1, body.beam_width or body.choices)
     log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)
+    await _read_images(context, body, log)
     prompt, ids = await render(context, body)
     reasoning = output_formats(context).reasoning
     tags = () if reasoning is None else (reasoning.begin, reasoning.end)
     output = output_plan(context, body, await generation_prompt(context, body, prompt, tags))
     grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
-    prompt_requests = [with_images(context, body, prompt_request) for prompt_request in prompt_requests]
+    prompt_requests = [with_images(context, body.read_images, prompt_request) for prompt_request in prompt_requests]
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
     if num_tokens := generation_prompt_len(context, body, prompt):
         prompt_requests = [_with_generation_prompt(prompt_request, num_tokens) for prompt_request in prompt_requests]
@@ -58,6 +61,13 @@ async def prepare_chat(
     predicted = await _prediction_ids(context, body)
     prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
     return PreparedChat(prompt, prompt_requests, output, log)
+
+
+async def _read_images(context: ServerContext, body: ChatBody, log: AccessLog) -> None:
+    begin_s = time.monotonic()
+    await read_images(context, body)
+    if body.read_images:
+        log.images_read_s = begin_s, time.monotonic()
 
 
 def _with_generation_prompt(prompt_request: PromptRequest, num_tokens: int) -> PromptRequest:

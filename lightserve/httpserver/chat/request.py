@@ -33,6 +33,7 @@ from lightserve.httpserver.chat.tools import (
 )
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody, LimitedLogprobs
+from lightserve.httpserver.fields.images import ImageFields
 from lightserve.httpserver.http.body import Body
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.params import ThinkingLimit
@@ -278,7 +279,7 @@ class Prediction(Body):
     content: Annotated[str, BeforeValidator(_join_predicted), WithJsonSchema(_PREDICTED)]
 
 
-class ChatBody(GenerationBody, TemplateFields):
+class ChatBody(GenerationBody, TemplateFields, ImageFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: LimitedLogprobs | None = None
@@ -295,7 +296,7 @@ class ChatBody(GenerationBody, TemplateFields):
 
     @property
     def own_template(self) -> ChatTemplate | None:
-        """A trainer's, in place of the model's: see own_template.py."""
+        """A trainer's, in place of the model's: see chat_routes.py."""
         return self._own_template
 
     def use_template(self, template: ChatTemplate) -> None:

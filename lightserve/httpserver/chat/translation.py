@@ -14,6 +14,7 @@ from lightserve.errors import NotSupportedYetError, TextOnlyError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody, TemplateFields
 from lightserve.httpserver.fields.generation import TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
+from lightserve.httpserver.fields.images import ImageFields
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
 from lightserve.httpserver.fields.shared import PromptFields
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED
@@ -28,6 +29,7 @@ EXTRA_FIELDS = frozenset(
         *PromptFields.model_fields,
         *TokenRuleFields.model_fields,
         *TemplateFields.model_fields,
+        *ImageFields.model_fields,
         *UNSUPPORTED,
         "allowed_token_ids",
         "bad_words",
@@ -87,9 +89,10 @@ class TextOrParts:
         return {"anyOf": [string, {"type": "array", "items": {"anyOf": parts}}]}
 
     def _join(self, value: Any) -> Any:
-        return PART_SEPARATOR.join(map(self._text_of, value)) if isinstance(value, list) else value
+        return PART_SEPARATOR.join(map(self.text_of, value)) if isinstance(value, list) else value
 
-    def _text_of(self, content_part: Any) -> str:
+    def text_of(self, content_part: Any) -> str:
+        """It raises if this is no text part."""
         kind = content_part.get("type") if isinstance(content_part, dict) else None
         if isinstance(kind, str) and kind in self.media:
             raise TextOnlyError(f"a part of type {kind!r}", self.param)

@@ -69,6 +69,7 @@ class AccessLog:
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
         self.image_tokens = 0  # of the prompt; set by the route
+        self.images_read_s: tuple[float, float] | None = None  # begin and end; None: there were none
         self.cached_tokens = 0
         self.generated_tokens = 0  # counted by the manager
         self.drafts: RequestDrafts | None = None  # of all choices; None: there were none

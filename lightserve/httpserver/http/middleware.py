@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import os
 import re
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
@@ -17,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
 from lightserve.httpserver.http.access_log import ResponseRecord
-from lightserve.httpserver.http.allowed_hosts import ANY, AllowedHosts
 from lightserve.httpserver.http.errors import ErrorFormat, error_response, format_of, log_error
 from lightserve.httpserver.http.paths import route_path
+from lightserve.utils.net import is_local
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
 # they change the server, or show or change requests of other clients
@@ -27,10 +29,71 @@ ADMIN_PATHS = frozenset(
     {"/abort_request", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
 ADMIN_PREFIX = "/debug/"
-ANY_HOST = AllowedHosts([ANY])
+ANY = "*"
+# no public name server has names below these: of this machine, and of a container's host (host.docker.internal)
+LOCAL_NAMES = ("localhost", "*.localhost", "*.internal")
+MAX_SHOWN_HOST = 100  # characters of a refused name
 MAX_ID_LENGTH = 128
 PER_ITERATION = 2  # some 1 ms of parsing, checking and encoding; 2,500 requests take no longer than with 8
 _NOT_IN_AN_ID = re.compile(rb"[^\w.:-]+")  # of bytes, so \w is ASCII
+
+
+class AllowedHosts:
+    """The names of this server that clients may use in the header Host. They may begin with ``*.``.
+
+    The name of a foreign web page can resolve to 127.0.0.1 (DNS rebinding). To the browser, the page and this server
+    then have the same origin, so the page may send requests and read responses. Their Host is the name of the page.
+    An address is always allowed.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        names = [_plain(name) for name in names]
+        self._is_any = ANY in names
+        self._names = frozenset(names)
+        self._endings = tuple(name.removeprefix(ANY) for name in names if name.startswith(f"{ANY}."))
+
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"")
+        if self._is_any or not host:  # browsers always send it
+            return
+        name = _plain(host.decode("latin-1"))
+        if name in self._names or name.endswith(self._endings) or _is_address(name):
+            return
+        problem = f"{name[:MAX_SHOWN_HOST]!r} is not a name of this server; --allowed_hosts adds names, * allows all"
+        raise ForbiddenError(f"the header Host: {problem}")
+
+
+def allowed_hosts(listening: str, names: Sequence[str]) -> AllowedHosts:
+    """``listening``: --host, ``names``: --allowed_hosts. Without names, a server that others can reach allows any: only
+    the operator knows under which names they do.
+    """
+    if not names and not is_local(listening):
+        return AllowedHosts([ANY])
+    return AllowedHosts([*LOCAL_NAMES, *_machine_names(), listening, *names])
+
+
+def _machine_names() -> list[str]:
+    name = socket.gethostname()
+    first_label = name.partition(".")[0]
+    return [name, first_label, f"{first_label}.local"]
+
+
+def _plain(host: str) -> str:
+    """In lower case, without the port, the brackets of an IPv6 address and the dot at the end of a full name."""
+    name, _, port = host.rpartition(":")
+    without_port = name if name and port.isdecimal() and (":" not in name or name.endswith("]")) else host
+    return without_port.lower().strip("[]").rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+ANY_HOST = AllowedHosts([ANY])
 
 
 class ApiKeys:

@@ -60,4 +60,5 @@ def _nearest(path: str, known: Sequence[str]) -> str | None:
     if near:
         return near[0]
     longer = [candidate for candidate in known if candidate.startswith(f"{plain}/")]
-    return longer[0] if len(longer) == 1 else None
+    shortest = min(longer, key=len, default="")
+    return shortest if all(f"{path}/".startswith(f"{shortest}/") for path in longer) and longer else None

@@ -9,20 +9,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.httpserver.chat.own_template import take_template
+from lightserve.errors import ForbiddenError, InvalidRequestError
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import validate_supported
-from lightserve.httpserver.http.body import json_response, openapi_body
+from lightserve.httpserver.http.body import JsonObject, json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter, chat_logprobs
 from lightserve.httpserver.openai.rendered_chat import ID_PREFIX, rendered
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec, message_fields
 from lightserve.httpserver.openai.stream import respond
+from lightserve.model_files.template.chat_template import MAX_TEMPLATE_LENGTH
 
 PATH = "/v1/chat/completions"
+TEMPLATE_FIELD = "chat_template"
 CHAT = EndpointFormat(
     id_prefix=ID_PREFIX,
     object_name="chat.completion",
@@ -80,13 +82,27 @@ def routes(context: ServerContext) -> APIRouter:
 
 async def _read_chat(context: ServerContext, request: Request) -> ChatBody:
     value = await context.read(request)
-    template = take_template(context, request, value)
+    template = _take_template(context, request, value)
     body = validate_supported(ChatBody, value)
     context.check_fields(request, body)
     if template is not None:
         body.use_template(await asyncio.to_thread(context.tokenizer.make_template, template))
     body.limit_logprobs(context)
     return body
+
+
+def _take_template(context: ServerContext, request: Request, value: JsonObject) -> str | None:
+    """A trainer's, taken out of the body. Without --enable_rl the field stays there, and is refused."""
+    text = value.get(TEMPLATE_FIELD)
+    if text is None or not context.config.enable_rl:
+        return None
+    if not context.keys.administers(dict(request.scope["headers"])):
+        raise ForbiddenError("chat_template: a request can set it with an admin key only", TEMPLATE_FIELD)
+    if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEMPLATE_LENGTH:
+        problem = f"chat_template: must be a text of 1 to {MAX_TEMPLATE_LENGTH} characters"
+        raise InvalidRequestError(problem, TEMPLATE_FIELD)
+    del value[TEMPLATE_FIELD]
+    return text
 
 
 def _prompt_logprobs(context: ServerContext, body: ChatBody, chat: PreparedChat) -> list[PromptLogprobsWriter]:

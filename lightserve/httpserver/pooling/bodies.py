@@ -104,8 +104,8 @@ class ScoreBody(PoolingFields):
 def _score_input(value: Any) -> str | list[int]:
     if not _is_input(value) or not value:
         raise PydanticCustomError("query", "a string or token ids, not empty")
-    found: str | list[int] = value
-    return found
+    query: str | list[int] = value
+    return query
 
 
 class LabelScoreBody(SchedulingFields):

@@ -84,8 +84,8 @@ def _labels(context: ServerContext, body: LabelScoreBody) -> list[int]:
         )
     context.manager.check_ids("label_token_ids", labels)
     if len(labels) * len(body.items) > MAX_SCORES:
-        found = f"{len(body.items)} items with {len(labels)} labels are {len(labels) * len(body.items):,} scores"
-        raise InvalidRequestError(f"items: {found}; the limit is {MAX_SCORES:,} in one request", "items")
+        size = f"{len(body.items)} items with {len(labels)} labels are {len(labels) * len(body.items):,} scores"
+        raise InvalidRequestError(f"items: {size}; the limit is {MAX_SCORES:,} in one request", "items")
     return labels
 
 

@@ -1,4 +1,4 @@
-"""Pause, resume, abort and the prefix cache: the endpoints of vLLM, and those of SGLang."""
+"""Pause, resume, abort and the prefix cache, with the endpoints of vLLM and of SGLang."""
 
 from __future__ import annotations
 

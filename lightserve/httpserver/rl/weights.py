@@ -1,4 +1,4 @@
-"""New weights from a trainer, or from a folder that it has written: the endpoints of SGLang and those of vLLM."""
+"""New weights from a trainer or from a folder that it has written, with the endpoints of SGLang and of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spans of one HTTP request: request, queue, prefill, decode.
+"""The spans of one HTTP request: request, images if it has some, queue, prefill, decode.
 
 Everything is taken from the access log of the request when it ends. A token costs nothing.
 """
@@ -117,9 +117,11 @@ class RequestTrace:
 
 
 def _input(log: AccessLog) -> dict[str, AttributeValue]:
+    of_images: dict[str, AttributeValue] = {f"{_PREFIX}image_tokens": log.image_tokens} if log.image_tokens else {}
     return {
         "gen_ai.usage.input_tokens": log.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
+        **of_images,
     }
 
 
@@ -133,7 +135,9 @@ def _phases(log: AccessLog, closed_s: float) -> list[Span]:
         return [Span("queue", log.arrived_s, closed_s, is_error=True)]
     first_token_s = log.arrived_s + log.first_token_s
     admitted_s = min(log.arrived_s + log.queue_s, first_token_s)
+    images = [] if log.images_read_s is None else [Span("images", *log.images_read_s)]
     return [
+        *images,
         Span("queue", log.arrived_s, admitted_s),
         Span("prefill", admitted_s, first_token_s, _input(log)),
         Span("decode", first_token_s, closed_s, _output(log)),

@@ -33,5 +33,12 @@ def placeholder_of(source: ModelSource) -> int:
     return token_id
 
 
+def pair_around(source: ModelSource) -> tuple[int, int] | None:
+    """The token ids before and after an image in a prompt; None: it has none, or config.json does not tell."""
+    hf = source.hf_config()
+    start, end = hf.get("vision_start_token_id"), hf.get("vision_end_token_id")
+    return (start, end) if isinstance(start, int) and isinstance(end, int) else None
+
+
 def has_image_files(source: ModelSource) -> bool:
     return isinstance(source, FolderSource) and (source.path / PREPROCESSOR).is_file()

@@ -87,6 +87,12 @@ class Tokenizer:
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return max(map(len, vocab), default=1), 1 + max(vocab.values(), default=-1)
 
+    def differing_token(self, tokenizer: Tokenizer) -> str | None:
+        """A token that has another id in ``tokenizer``, or none, among the ids that both have; None: there is none."""
+        vocab, common = self._backend.get_vocab(with_added_tokens=True), min(self.num_ids, tokenizer.num_ids)
+        ids = tokenizer._backend.get_vocab(with_added_tokens=True)
+        return next((token for token, i in vocab.items() if i < common and ids.get(token) != i), None)
+
     def warm_up(self) -> None:
         """Compute in advance what the first encoding would otherwise wait for."""
         _ = self._vocab_extent

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: small queries and keys of its own, by which a layer chooses tokens."""
+"""The indexer of sparse attention: with small queries and keys, it chooses the tokens that a layer attends to."""
 
 from __future__ import annotations
 

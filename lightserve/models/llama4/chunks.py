@@ -1,4 +1,4 @@
-"""Attention in chunks: a token sees those of its own chunk only, whose first position is a multiple of the chunk size.
+"""Attention in chunks: a token sees only tokens of its chunk, which begins at a multiple of the chunk size.
 
 The tokens of a request in one chunk are a request of their own for the attention: its table begins with the chunk.
 """

@@ -23,7 +23,7 @@ MOE_NAMES = bm.MoeNames(
 
 
 class ChunkedLayerWeight(bm.DecoderLayerWeight):
-    """The window is that of the KV cache: a token sees no more than its chunk, and so no more than the window."""
+    """The KV cache has a window of this size: a token sees at most its chunk, which fits into the window."""
 
     def _init_attention(self, spec: bm.LayerSpec, context: bm.WeightContext) -> None:
         super()._init_attention(spec, context)

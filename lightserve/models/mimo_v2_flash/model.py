@@ -36,7 +36,7 @@ class MiMoLayerWeight(bm.DecoderLayerWeight):
         ]
         self.qkv_proj = bm.ColumnWeight(blocks, spec.hidden_size, context, bias=spec.qkv_bias)
         self.q_norm = self.k_norm = None
-        self.sinks = bm.SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
+        self.sinks = bm.HeadValues(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
         self.o_proj = bm.RowWeight(f"{at}.{names.o}", spec.num_heads * values, spec.hidden_size, context)
         sinks = self.sinks.tensor if self.sinks else None
         self.attn_options = ops.AttnOptions(spec.scale, causal=spec.is_causal, window=spec.window, sinks=sinks)
@@ -65,6 +65,7 @@ class MiMoLayerInfer(bm.DecoderLayerInferTpl[MiMoLayerWeight]):
 class MiMoV2FlashTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = MiMoLayerWeight
     transformer_layer_infer_class = MiMoLayerInfer
+    unused_prefixes = ("model.mtp.",)
 
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         config, is_windowed = self.config, self.config.is_windowed(layer_num)
@@ -78,6 +79,13 @@ class MiMoV2FlashTpPartModel(bm.TpPartBaseModel):
             qkv_bias=config.flag("attention_bias"),
             moe=deepseek_v3_moe(config) if is_sparse(config, layer_num) else None,
         )
+
+    def mtp_layer_spec(self, prefix: str) -> bm.LayerSpec:
+        """With a window, and without experts."""
+        windowed = (spec for spec in reversed(self.layer_specs) if spec.window is not None)
+        like = next(windowed, self.layer_specs[-1])
+        names = replace(LAYER_NAMES, layers=prefix, has_numbers=False, ffn_norm="pre_mlp_layernorm")
+        return replace(like, layer_num=self.config.num_layers, names=names, moe=None)
 
     def _verify_params(self) -> None:
         config = self.config

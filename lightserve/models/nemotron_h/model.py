@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
@@ -96,7 +95,3 @@ class NemotronHTpPartModel(bm.TpPartBaseModel):
             self.config.check_value("n_shared_experts", 1)
             if self.config.count_or_0("moe_latent_size"):
                 self.config.check_value("mlp_bias", False)
-
-    def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:
-        """Without the layers for drafts."""
-        return (tensor for tensor in super().adapt_checkpoint(checkpoint) if not tensor.name.startswith("mtp."))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ from lightserve.models.qwen2_moe.model import is_sparse, qwen_moe_with_shared
 
 
 class Qwen3NextTpPartModel(bm.TpPartBaseModel):
+    unused_prefixes = ("mtp.",)
     mixer_names: ClassVar[bm.GatedDeltaNames] = bm.GatedDeltaNames(
         qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba"
     )
@@ -36,10 +36,6 @@ class Qwen3NextTpPartModel(bm.TpPartBaseModel):
 
     def _moe(self, layer_num: int) -> bm.MoeSpec | None:
         return qwen_moe_with_shared(self.config) if is_sparse(self.config, layer_num) else None
-
-    def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:
-        """Without the layer for drafts."""
-        return (tensor for tensor in super().adapt_checkpoint(checkpoint) if not tensor.name.startswith("mtp."))
 
 
 def gated_delta_of(config: bm.ModelConfig, names: bm.GatedDeltaNames) -> bm.GatedDeltaSpec:

@@ -50,7 +50,7 @@ class EmbedPool:
 
     @property
     def available_rows(self) -> int:
-        """Free ones, and those of images that nobody holds."""
+        """Free rows, and rows of images that no request holds."""
         return len(self._free) + sum(len(image.arena_rows) for image in self._images.values() if _may_go(image))
 
     def add(self, item: ImageItem) -> EmbeddedImage:

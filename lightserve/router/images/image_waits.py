@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from lightserve.media.tokens import FIRST_ID, ids_of
+from lightserve.media.tokens import FIRST_ID
 from lightserve.messages.int_arrays import NO_INT32, Int32Array
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem, ImageRows, ToEncoder
 from lightserve.messages.step import NewReq
@@ -44,7 +44,7 @@ class ImageWaits(StepPart):
         self._files: dict[bytes, tuple[bytes, set[int]]] = {}  # by digest: of the requests with these ids
         self._room = Wait()  # until rows are released
         self.hits = {"kv": 0, "embedding": 0, "none": 0}
-        self.seconds = {"decode": 0.0, "encode": 0.0}
+        self.num_refused = {"decode": 0}  # images, by reason
         self.num_encoded = 0
 
     def why_refused(self, images: Sequence[ImageItem]) -> str:
@@ -111,7 +111,9 @@ class ImageWaits(StepPart):
 
     def as_new(self, req: Req, new: NewReq) -> NewReq:
         """The request as the workers get it: its images, and token ids that are in the vocabulary."""
-        token_ids = np.where(new.token_ids >= FIRST_ID, req.images[0].placeholder, new.token_ids).astype(np.int32)
+        if not req.images:
+            return new
+        token_ids = _with_placeholder(new.token_ids, req.images[0].placeholder)
         return msgspec.structs.replace(new, token_ids=token_ids, images=[self._rows_of(req, i) for i in req.images])
 
     def _rows_of(self, req: Req, item: ImageItem) -> ImageRows:
@@ -143,9 +145,8 @@ class ImageWaits(StepPart):
         image = self.pool.find(done.digest)
         if done.generation != self._generation or image is None:  # of an encoder that has died
             return None
-        self.seconds["decode"] += done.decode_s
-        self.seconds["encode"] += done.encode_s
         if done.status != 200:
+            self.num_refused["decode"] += done.status == 400
             failed = self._fail(image, done.status, done.message)
             self._send_pending()
             return failed
@@ -178,18 +179,23 @@ class ImageWaits(StepPart):
             under_way.append(image)
 
     def report(self, metrics: RouterMetrics) -> None:
-        pool = self.pool
-        waiting = len(pool.pending())
+        pool, waiting = self.pool, self.num_waiting
         metrics.set_images(
-            ImageFigures(self.hits, self.seconds, self.num_encoded, pool.num_evicted, waiting, pool.used_rows)
+            ImageFigures(self.hits, self.num_refused, waiting, self.num_encoded, pool.num_evicted, pool.used_rows)
         )
 
+    @property
+    def num_waiting(self) -> dict[str, int]:
+        """Images that are not encoded, by stage."""
+        pending = self.pool.pending()
+        sent = sum(image.is_sent for image in pending)
+        return {"queue": len(pending) - sent, "encoder": sent}
 
-def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32Array:
-    """The prompt with ids by which the prefix cache tells images apart."""
-    if not images:
-        return prompt_ids
-    ids = np.array(prompt_ids, dtype=np.int32)
-    for image in images:
-        ids[image.start : image.end] = ids_of(image.digest, image.tokens)
-    return ids
+
+def without_image_ids(req: Req) -> Int32Array:
+    """Its prompt with the ids that the vocabulary has."""
+    return _with_placeholder(req.prompt_ids, req.images[0].placeholder) if req.images else req.prompt_ids
+
+
+def _with_placeholder(token_ids: Int32Array, placeholder: int) -> Int32Array:
+    return np.where(token_ids >= FIRST_ID, placeholder, token_ids).astype(np.int32)

@@ -10,22 +10,18 @@ soon as the last step that reads it is planned.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.kv.group_slots import GroupSlots
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.stored_group import StoredKvGroup
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
 
 UNLIMITED = 2**62
-
-Bools = npt.NDArray[np.bool_]
 
 
 class RunningReqs(Protocol):
@@ -37,7 +33,7 @@ class RunningReqs(Protocol):
     def at(self, rows: Int64Array) -> list[Req]: ...
 
 
-class KvGroupPool(ABC):
+class KvGroupPool(StoredKvGroup):
     """``tokens`` are slots of the pool of all tokens: the first tokens of a request or prefix, in their order.
 
     A request is attached on admission and enters the running requests. Steps then compute its next tokens, until it is
@@ -159,42 +155,6 @@ class KvGroupPool(ABC):
     @abstractmethod
     def pin(self, tokens: Slots) -> None:
         """Never lose what continues this cached prefix, which is usable."""
-
-    # slower memory, in blocks of tokens
-
-    def align(self, tokens: int) -> None:  # noqa: B027  most groups need not
-        """Prefixes are stored in blocks of so many tokens."""
-
-    @property
-    @abstractmethod
-    def blocks_before(self) -> int:
-        """Whole blocks before the end of a prefix that a request needs to continue it there."""
-
-    @abstractmethod
-    def has_blocks(self, tokens: Slots) -> Bools:
-        """Of cached tokens ``[blocks, tokens]``: which blocks have all that is stored of them."""
-
-    @abstractmethod
-    def block_slots(self, tokens: Slots) -> Slots:
-        """The slots that are stored of a block of cached tokens, which has them."""
-
-    @abstractmethod
-    def can_load(self, num_blocks: int, step_tokens: int) -> bool:
-        """Whether so many blocks fit beside what running requests will need. ``step_tokens``: the most of a step."""
-
-    @abstractmethod
-    def start_load(self, num_blocks: int) -> Slots:
-        """Slots for the stored part of so many blocks, which fit. They are taken until ``finish_load``."""
-
-    def finish_load(self, tokens: Slots, slots: Slots) -> None:
-        """These slots hold what was stored of cached tokens ``[blocks, tokens]``; without tokens, they hold nothing."""
-        if len(tokens):
-            self._add_loaded(tokens, slots)
-        self.slots.free(slots)
-
-    @abstractmethod
-    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
-        """The cached tokens of these blocks get the slots."""
 
     def invalidate(self, slots: Slots) -> None:
         """Cached tokens lose these slots, which ``alloc`` returned: the steps that should fill them have failed."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
-from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
+from lightserve.messages.int_arrays import NO_INT32
+from lightserve.router.kv.group_pool import KvGroupPool
+from lightserve.router.kv.group_pools import KvGroupPools
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.kv.slots import Slots, TokenSlots
@@ -53,7 +53,7 @@ class KvPool:
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self._listeners: list[PoolListener] = []
-        self.groups = tuple(groups)
+        self.groups = KvGroupPools(groups)
         self._size = size
         self.reset()
 
@@ -63,18 +63,12 @@ class KvPool:
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
-        for group in self.groups:
-            group.reset()
+        self.groups.reset()
         for listener in self._listeners:
             listener.on_reset()
 
     def add_listener(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
-
-    def bind(self, running: RunningReqs) -> None:
-        """Called once: these are the requests that will run."""
-        for group in self.groups:
-            group.bind(running)
 
     @property
     def size(self) -> int:
@@ -84,7 +78,7 @@ class KvPool:
     def available(self) -> int:
         """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
         available = self.slots.num_free + self.cached_tokens
-        return min(available, *(group.available for group in self.groups)) if self.groups else available
+        return min(available, self.groups.available) if self.groups else available
 
     @property
     def used(self) -> int:
@@ -93,7 +87,7 @@ class KvPool:
     @property
     def max_chunk(self) -> int:
         """The most tokens of one request that fit into a step while no other request runs."""
-        return min([self.size, *(group.max_chunk for group in self.groups)])
+        return min(self.size, self.groups.max_chunk)
 
     @property
     def cached_tokens(self) -> int:
@@ -119,38 +113,13 @@ class KvPool:
     def cached_len(self, req: Req) -> int:
         if not self.groups:
             return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
-        return self._usable_len(self._cache.find_slots(cacheable(req), req.salt))
+        return self.groups.usable_len(self._cache.find_slots(cacheable(req), req.salt))
 
     def cached_prefix(self, req: Req) -> CachedPrefix:
         if not self.groups:
             return CachedPrefix(self.cached_len(req), NO_INT32)
         slots = self._cache.find_slots(cacheable(req), req.salt)
-        return CachedPrefix(self._usable_len(slots), slots)
-
-    def keep_at(self, req: Req, length: int) -> int | None:
-        """Another request waits for these first tokens of a running one.
-
-        Returns how many must be planned before it can use them; None: any number is useful.
-        """
-        for group in self.groups:
-            needed = group.keep_at(req, length)
-            if needed is not None:
-                return needed
-        return None
-
-    def _usable_len(self, tokens: Slots) -> int:
-        """How many tokens of a cached prefix a request can take: every group can continue from there."""
-        usable, before = len(tokens), -1
-        while usable != before:
-            before = usable
-            for group in self.groups:
-                usable = group.usable_len(tokens[:usable])
-        return usable
-
-    def can_load(self, group_blocks: Sequence[Sequence[int]], step_tokens: int) -> bool:
-        """Whether the KV groups have room for so many blocks. ``step_tokens``: the most of a step."""
-        pairs = zip(self.groups, group_blocks, strict=True)
-        return all(not blocks or group.can_load(len(blocks), step_tokens) for group, blocks in pairs)
+        return CachedPrefix(self.groups.usable_len(slots), slots)
 
     def start_load(self, req: Req, begin: int, end: int, group_blocks: tuple[tuple[int, ...], ...] = ()) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
@@ -163,10 +132,7 @@ class KvPool:
         self._cache.lock(node)
         self.loading_tokens += end - begin
         slots = self.alloc(end - begin)
-        group_slots = tuple(
-            [group.start_load(len(blocks)) for group, blocks in zip(self.groups, group_blocks, strict=False)]
-        )
-        return PrefixLoad(req, ids, node, cached, slots, group_blocks, group_slots)
+        return PrefixLoad(req, ids, node, cached, slots, group_blocks, self.groups.start_load(group_blocks))
 
     def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
         """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
@@ -181,21 +147,17 @@ class KvPool:
         self._cache.unlock(load.node)
         self.loading_tokens -= len(load.slots)
         if not is_valid:
-            self._finish_groups(load, NO_INT32)
+            self.groups.finish_load(load.group_blocks, load.group_slots, NO_INT32)
             self._free(load.slots)
             return
         slots = np.concatenate((load.cached, load.slots))
         _, spare = self._cache.insert(load.ids, slots, load.req.salt)
         if load.group_slots:
-            self._finish_groups(load, self._cache.find_slots(load.ids, load.req.salt))
+            tokens = self._cache.find_slots(load.ids, load.req.salt)
+            self.groups.finish_load(load.group_blocks, load.group_slots, tokens)
         self._notify_inserted(load.req, load.ids, len(load.cached))
         self.num_cached_chunks += 1
         self._free(spare)
-
-    def _finish_groups(self, load: PrefixLoad, tokens: Slots) -> None:
-        """``tokens``: of the whole prefix; empty: what has come is not valid."""
-        for group, blocks, slots in zip(self.groups, load.group_blocks, load.group_slots, strict=False):
-            group.finish_load(tokens.reshape(-1, BLOCK_TOKENS)[list(blocks)] if len(tokens) else NO_INT32, slots)
 
     def attach_prefix(self, req: Req) -> None:
         """Give a request the slots of its cached prefix, and lock them.
@@ -208,40 +170,13 @@ class KvPool:
         if self.groups or self._lookahead:
             cached = self._cache.find_slots(ids, req.salt)
             cached = cached[: max(len(cached) - self._lookahead, 0)]
-            ids, matched_len = ids[: self._usable_len(cached)], len(cached)
+            ids, matched_len = ids[: self.groups.usable_len(cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
         if req.images and (usable := req.usable_len(len(slots))) < len(slots):
             node, slots = self._cache.match(ids[:usable], req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
-        for group in self.groups:
-            group.attach(req, slots, matched_len)
-
-    def fits_groups(self, req: Req, step_tokens: int) -> bool:
-        """Whether the groups have room for this request too. ``step_tokens``: the most of a step."""
-        return all(group.fits(req, step_tokens) for group in self.groups)
-
-    def enter(self, req: Req) -> None:
-        """A request has a row of the running requests from now on."""
-        for group in self.groups:
-            group.enter(req)
-
-    def group_slots(self, req: Req) -> tuple[Slots, ...]:
-        """The slots that a running request holds in each group. The workers are told when it enters them."""
-        return tuple([group.held_slots(req) for group in self.groups])
-
-    def alloc_groups(
-        self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]
-    ) -> tuple[Slots, ...]:
-        """What the workers must know of a step, by group: see KvGroupPool.alloc."""
-        for group in self.groups:
-            group.writes = group.alloc(rows, counts, chunks)
-        return tuple([group.writes for group in self.groups])
-
-    def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
-        """A step with these decodes and chunks is planned."""
-        for group in self.groups:
-            group.end_step(rows, chunks)
+        self.groups.attach(req, slots, matched_len)
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
@@ -297,8 +232,7 @@ class KvPool:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
-        for group in self.groups:
-            group.release(req)
+        self.groups.release(req)
         req.clear_slots()
 
     def pin(self, ids: Ids, salt: str) -> int:
@@ -307,9 +241,7 @@ class KvPool:
         node, slots = self._cache.match(ids, salt)
         self._cache.lock(node)
         self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
-        if self.groups and (usable := self._usable_len(slots)):
-            for group in self.groups:
-                group.pin(slots[:usable])
+        self.groups.pin(slots)
         return len(slots)
 
     def clear_cache(self) -> None:
@@ -324,8 +256,7 @@ class KvPool:
         for listener in self._listeners:
             listener.on_discarded(req)
         node, slots = self._cache.match(req.token_ids, req.salt)
-        for group in self.groups:
-            group.remove_cached(slots)
+        self.groups.remove_cached(slots)
         self._free(self._cache.drop(node))
 
     def roll_back(self, slots: Slots, group_slots: Sequence[Slots]) -> None:
@@ -333,22 +264,18 @@ class KvPool:
         for listener in self._listeners:
             listener.on_steps_failed()
         self._free(self._cache.drop_slots(slots))
-        for group, of_group in zip(self.groups, group_slots, strict=True):
-            group.invalidate(of_group)
+        self.groups.invalidate(group_slots)
 
     def _cache_groups(self, req: Req, ids: Ids, begin: int, is_leaving: bool = False) -> None:
         """The first tokens of the request are cached. Its own are from ``begin`` on, or others had cached them too."""
         if not self.groups:
             return
-        tokens = self._cache.find_slots(ids, req.salt)
-        for group in self.groups:
-            group.add_cached(req, tokens, begin, is_leaving)
+        self.groups.add_cached(req, self._cache.find_slots(ids, req.salt), begin, is_leaving)
 
     def _free(self, slots: Slots) -> None:
         if not len(slots):
             return
-        for group in self.groups:
-            group.remove_cached(slots)
+        self.groups.remove_cached(slots)
         for listener in self._listeners:
             listener.on_freed(slots)
         self.slots.free(slots)

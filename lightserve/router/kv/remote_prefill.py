@@ -36,6 +36,19 @@ class PendingTransfer(NamedTuple):
     wait: Wait  # of its request, and of others with the same prefix
 
 
+class _NoReceiver:
+    """The workers are lost."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    def cancel(self, transfer_id: int) -> None:
+        """There is no transfer."""
+
+
+NO_RECEIVER = _NoReceiver()
+
+
 class RemoteKvSource(KvSource, PoolListener):
     def __init__(self, pool: KvPool, send: Callable[[RemotePrefillRequest | KvTransferTimeout], None]) -> None:
         """``send``: to the dispatcher."""
@@ -45,7 +58,7 @@ class RemoteKvSource(KvSource, PoolListener):
         self.num_recomputed = 0  # tokens that were received, and computed all the same
         self._pool = pool
         self._send = send
-        self._receiver: KvReceiverHandle | None = None  # None: the workers are lost
+        self._receiver: KvReceiverHandle = NO_RECEIVER
         self._open: dict[int, PendingTransfer] = {}  # by transfer
         self._coming: dict[PrefixKey, PendingTransfer] = {}  # the latest, by the first block that it brings
         self._transfer_of: dict[int, int] = {}  # by request: its open transfer
@@ -119,8 +132,7 @@ class RemoteKvSource(KvSource, PoolListener):
 
     def _cancel(self, transfer_id: int) -> None:
         self._cancelled.add(transfer_id)
-        if self._receiver is not None:
-            self._receiver.cancel(transfer_id)
+        self._receiver.cancel(transfer_id)
 
     def finish(self, received: KvReceived) -> None:
         """The workers have ended a transfer."""
@@ -148,7 +160,7 @@ class RemoteKvSource(KvSource, PoolListener):
 
     def on_reset(self) -> None:
         """The workers are lost. Requests that wait compute their prompts."""
-        self._receiver = None
+        self._receiver = NO_RECEIVER
         expected = (pending for transfer_id, pending in self._open.items() if transfer_id not in self._declined)
         self.num_given_up += sum(len(pending.prefix.slots) for pending in expected)
         containers = (self._open, self._coming, self._transfer_of, self._received, self._recvs)
@@ -165,7 +177,7 @@ class RemoteKvSource(KvSource, PoolListener):
     def _ask_for(self, req: Req, cached: int, context: LoadContext) -> Wait | None:
         """Have a prefill engine compute the prompt, if one was offered and it is worth it."""
         params = req.kv_transfer_params
-        if params is None or self._receiver is None:
+        if params is None or self._receiver is NO_RECEIVER:
             return None
         begin, end = cached // BLOCK_TOKENS, len(cacheable(req)) // BLOCK_TOKENS
         if end * BLOCK_TOKENS - cached < params.min_tokens:
@@ -185,9 +197,9 @@ class RemoteKvSource(KvSource, PoolListener):
         self._transfer_of[req.req_id] = params.id
         self._recvs.append(KvRecv(params.id, prefix.slots, params.timeout_s))
         self.num_wanted += len(prefix.slots)
-        addresses = [] if self._receiver is None else self._receiver.addresses
         req.timeline.kv("kv_wanted", len(prefix.slots))  # before a prefill engine can begin
-        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, addresses, req.lora_digest))
+        addresses, adapter = self._receiver.addresses, req.lora_digest
+        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, addresses, adapter))
 
     def _on_late(self, req: Req) -> None:
         """The workers have not ended the transfer. Its slots stay reserved, and the request computes its prompt."""

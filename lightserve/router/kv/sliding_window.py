@@ -15,9 +15,10 @@ import numpy as np
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.int_arrays import NO_INT32, GrowingArray, Heads, Int32Array, Int64Array, Tails
-from lightserve.router.kv.group_pool import Bools, KvGroupPool, RunningReqs
+from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.stored_group import Bools
 from lightserve.router.req import Req
 
 

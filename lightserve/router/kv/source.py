@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from lightserve.ipc.worker_calls import WorkerCaller
 from lightserve.messages.cluster import KvCancel
-from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, Step
+from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.tiers.storage import StorageClient
 from lightserve.router.observability.stats import RouterMetrics
@@ -65,6 +65,10 @@ class StepPart:
 
     def on_admitted(self, req: Req) -> None:
         """The request runs now, and computes what it has not cached."""
+
+    def as_new(self, req: Req, new: NewReq) -> NewReq:
+        """The request as the workers get it."""
+        return new
 
     def drop(self, req: Req) -> None:
         """The request has ended, or goes on in another engine."""

@@ -28,9 +28,10 @@ import numpy as np
 from lightserve.messages.control import StateKv
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.router.chunk_boundaries import in_blocks
-from lightserve.router.kv.group_pool import Bools, KvGroupPool, RunningReqs
+from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.stored_group import Bools
 from lightserve.router.req import Req
 
 # Each place where a state is kept costs a request one more step. A prefix of fewer tokens is computed in about the same

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lightserve.messages.int_arrays import int32s
-from lightserve.messages.metrics import Recorder
+from lightserve.messages.metrics import Recorder, add_http_counts
 from lightserve.messages.output import MetricsSnapshot
+from lightserve.messages.request import HttpCounts
 from lightserve.messages.step import DraftColumns
 
 
@@ -15,10 +16,10 @@ class ImageFigures(NamedTuple):
     """What has become of the images of requests."""
 
     hits: dict[str, int]  # by kind
-    seconds: dict[str, float]  # by stage
+    refused: dict[str, int]  # by reason
+    waiting: dict[str, int]  # by stage
     num_encoded: int
     num_evicted: int
-    num_waiting: int
     used_rows: int
 
 
@@ -148,14 +149,26 @@ class RouterMetrics:
         for name, value in values.items():
             self._recorder.labelled[f"kv_tier_{name}"][tier] = value
 
+    def encoded(self, seconds: Mapping[str, float]) -> None:
+        """The encoder has done with an image. ``seconds`` by stage; 0: it did not come so far."""
+        for stage, duration_s in seconds.items():
+            if duration_s:
+                self._recorder.histograms[f"image_{stage}_seconds"].observe(duration_s)
+
+    def add_http_counts(self, counts: HttpCounts) -> None:
+        add_http_counts(self._recorder, counts)
+
+    def http_process_lost(self, process: int) -> None:
+        self.values["http_process_restarts_total"] += 1
+        self._recorder.set_fetching(process, 0)
+
     def set_images(self, images: ImageFigures) -> None:
         for kind, count in images.hits.items():
             self._recorder.labelled["image_hits_total"][kind] = count
-        for stage, seconds in images.seconds.items():
-            self._recorder.labelled["image_stage_seconds_total"][stage] = seconds
+        self._recorder.labelled["image_refused_total"].update(images.refused)
+        self._recorder.labelled["images_waiting"].update(images.waiting)
         self.values["images_encoded_total"] = images.num_encoded
         self.values["images_evicted_total"] = images.num_evicted
-        self.values["images_waiting"] = images.num_waiting
         self.values["image_rows_used"] = images.used_rows
 
     def snapshot(self) -> MetricsSnapshot:

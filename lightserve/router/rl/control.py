@@ -1,4 +1,4 @@
-"""The control calls of a trainer in the router: each is handled in a task of its own, and answered by one reply."""
+"""The control calls of a trainer in the router: each is handled by a separate task, and gets one reply."""
 
 from __future__ import annotations
 

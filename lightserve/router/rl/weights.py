@@ -1,4 +1,4 @@
-"""Weight updates of an engine: no step runs beside one, and no text is generated with half of the new weights.
+"""Weight updates of an engine: no step runs during an update, and no text is generated with half of the weights.
 
     check on all ranks ─▶ hold steps ─▶ receive or load ─▶ all have come ─▶ next generation of the weights ─▶ release
 

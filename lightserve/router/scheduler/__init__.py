@@ -2,8 +2,7 @@
 
     admission.py      which waiting requests start: seats, prompt tokens of the step, KV memory
     waits.py          which ones wait for an event first: a slot for an adapter, a prefix
-    chunk_sizing.py   how many prompt tokens a step computes beside decodes
-    chunking.py       how those tokens are divided among the prompts, with chunks that end where they must
+    chunking.py       how many prompt tokens a step computes beside decodes, and how they are divided among prompts
     planner.py        which tokens the next step computes, in which KV slots
     preemption.py     which requests make room when KV memory runs out
     lora_slots.py     which adapters are on the device

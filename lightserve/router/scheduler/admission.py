@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.int_arrays import Int64Array
-from lightserve.router.images.image_waits import ImageWaits
+from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.router.kv.source import KvSource, LoadContext
 from lightserve.router.policy import LOOK_AHEAD
 from lightserve.router.req import Req
+from lightserve.router.req_columns import SPARE_SLOTS
 from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
+from lightserve.router.scheduler.decodes import Decodes, has_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
-from lightserve.router.token_budget import OutputEstimate, peak_tokens
+from lightserve.router.token_budget import OutputEstimate, Rates, peak_tokens
 
 # Of the room beside running requests. While prefetched KV waits, requests end whose KV is younger in the prefix cache,
 # and would be evicted later. Simulated, two prefill and one decode server with 8 seats at 1.2 times what they can do:
@@ -56,7 +57,7 @@ class AdmissionControl:
         self._head: HeadOfLine | None = None
         self._prefetched_at = 0, 0, 0
         self._sources = sources
-        self.images: ImageWaits | None = None  # None: requests have none
+        self.further_waits: list[Callable[[Req], Wait | None]] = []  # what a request must have besides KV
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -73,7 +74,8 @@ class AdmissionControl:
             return []  # most steps end here, without ordering the queue
         unplanned = self._batch.unplanned()
         prefilling = self._batch.at(self._batch.rows[unplanned > 1])
-        budget = self._chunking.budget(prefilling, int((unplanned == 1).sum()), len(self._queue))
+        decodes = Decodes(self._batch.rows[unplanned == 1])  # the drafts are planned after admission
+        budget = self._chunking.budget(prefilling, decodes, len(self._queue))
         reserved = self._chunking.reserved(budget)
         budget -= int(np.minimum(unplanned[unplanned > 1], reserved).sum())
         if budget <= 0:
@@ -174,9 +176,7 @@ class AdmissionControl:
         """What a request must wait for before it can run; None: nothing but room."""
         wait = self._adapters.wait_of(req) or self.prefixes.wait_of(req, prefilling)
         wait = wait or self._wait_for_kv(req, context)
-        if wait is None and req.images and self.images is not None:
-            return self.images.wait_of(req, self._pool.cached_len(req))
-        return wait
+        return wait or next(filter(None, (wait_of(req) for wait_of in self.further_waits)), None)
 
     def _wait_for_kv(self, req: Req, context: LoadContext) -> Wait | None:
         for source in self._sources:
@@ -195,7 +195,7 @@ class AdmissionControl:
     def _room(self) -> int:
         """Slots that neither loads hold nor running requests need at their peak."""
         running = self._batch.columns.values[:, self._batch.rows]
-        peak = self._peak_tokens(running, self._pool.used)
+        peak = self._peak_tokens(running, self._pool.used, self._tokens_a_step())
         return min(self._pool.size - peak, self._pool.available)
 
     def _remaining(self, reqs: Sequence[Req]) -> Int64Array:
@@ -223,7 +223,7 @@ class AdmissionControl:
         return False
 
     def _fits_groups(self, req: Req) -> bool:
-        return self._pool.fits_groups(req, self._limits.batch_max_tokens)
+        return self._pool.groups.fits(req, self._limits.batch_max_tokens)
 
     def _fits_without_output(self, req: Req) -> bool:
         """Whether the tokens of all prompts fit. A text that is pooled holds its own tokens, and no output follows."""
@@ -245,15 +245,25 @@ class AdmissionControl:
         numbers = np.concatenate((self._batch.columns.values[:, self._batch.rows], req_numbers), axis=1)
         _, _, shared, *_ = numbers
         shared[-1] = shared_len
-        return self._peak_tokens(numbers, used) + to_lock <= self._pool.size
+        return self._peak_tokens(numbers, used, self._tokens_a_step(req)) + to_lock <= self._pool.size
 
-    def _peak_tokens(self, numbers: Int64Array, used: int) -> int:
+    def _tokens_a_step(self, *waiting: Req) -> Rates | None:
+        """Of running requests and of these; None: one each."""
+        if not has_drafts(self._limits):
+            return None
+        columns = [(self._batch.columns, self._batch.rows), *((req.columns, int64s([req.row])) for req in waiting)]
+        return np.concatenate([each.tokens_a_step(rows, self._limits.num_drafts) for each, rows in columns])
+
+    def _peak_tokens(self, numbers: Int64Array, used: int, tokens_a_step: Rates | None) -> int:
         """The most tokens that requests and loads hold at once. ``numbers``: the columns of these requests."""
         prompt_len, max_new_tokens, shared, _, _, generated, *_ = numbers
         is_tight = used >= self._limits.token_ratio * self._pool.size
-        remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
+        left = max_new_tokens - generated
+        remaining = left if is_tight else self._estimate.remaining(generated, max_new_tokens)
         held = generated + prompt_len - shared  # once prompts are computed
-        return self._pool.shared_tokens + self._pool.loading_tokens + peak_tokens(held, remaining)
+        if tokens_a_step is not None:  # slots of drafts are beyond the estimated end, but never beyond the longest
+            held += np.minimum(numbers[SPARE_SLOTS], left - remaining)
+        return self._pool.shared_tokens + self._pool.loading_tokens + peak_tokens(held, remaining, tokens_a_step)
 
     def _start(self, req: Req, now_s: float) -> None:
         self._queue.admit(req)

@@ -41,7 +41,7 @@ class RunningBatch:
         self._released: dict[int, None] = {}  # requests that left since then, in order
         self._reqs: dict[int, Req] = {}
         self._row_of: dict[int, int] = {}
-        pool.bind(self)
+        pool.groups.bind(self)
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -90,7 +90,7 @@ class RunningBatch:
             self._eos_ids.update(req.eos_ids)
             self._ends = np.array(sorted(self._eos_ids), dtype=np.int32)
         self.loras.acquire(req)
-        self.pool.enter(req)
+        self.pool.groups.enter(req)
 
     def may_end(self, tokens: TokenColumns) -> npt.NDArray[np.bool_]:
         """Which of these requests get an end token. They may ignore it."""

@@ -28,13 +28,17 @@ class Decodes(NamedTuple):
         return int(self.slot_counts.sum()) if len(self.slot_counts) else len(self.rows)
 
 
+def has_drafts(limits: SchedulerLimits) -> bool:
+    return limits.num_drafts > 0 and limits.num_stages == 1
+
+
 def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, available: int) -> Decodes:
     """Decodes of these requests with drafts, if the workers make any. ``available``: slots of the KV pool.
 
     A request has the slots of drafts that were rejected, and gets only those that are missing. If memory is short,
     there are no drafts, and requests use up the slots that they have.
     """
-    if not limits.num_drafts or limits.num_stages > 1 or not len(rows):
+    if not has_drafts(limits) or not len(rows):
         return Decodes(rows)
     most = min(limits.num_drafts, limits.batch_max_tokens // len(rows) - 1)
     draft_counts = columns.max_drafts(rows, max(most, 0))

@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from lightserve.messages.int_arrays import Int64Array, int32s
 from lightserve.messages.step import DraftColumns
-from lightserve.router.req_columns import ReqColumns
+from lightserve.router.req_columns import MOST_ACCEPTANCE, ReqColumns
 
 WEIGHT = 0.3  # of the last draft that was reached
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # decodes
 LEAST_COST = 0.03  # proposals and verification take time too
-LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-3, 0.999  # no draft is certain
+LEAST_ACCEPTANCE = 1e-3
 
 
 def draft_cost(num_decodes: int, weight_read_tokens: float) -> float:

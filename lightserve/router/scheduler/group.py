@@ -65,6 +65,7 @@ class GroupScheduler:
         self.sends = KvSends()
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
+        self.images: ImageWaits | None = None  # None: this server reads none
         self.admission = AdmissionControl(self.queue, self.batch, self.chunking, limits, self._estimate, self.sources)
 
     def add_source(self, source: KvSource) -> None:
@@ -74,7 +75,10 @@ class GroupScheduler:
 
     def enable_images(self, images: ImageWaits) -> None:
         """Requests may have images."""
-        self.admission.images = images
+        self.images = images
+        self.admission.further_waits.append(
+            lambda req: images.wait_of(req, self.pool.cached_len(req)) if req.images else None
+        )
         self.parts.append(images)
 
     def plan(self, now_s: float) -> GroupStep | None:
@@ -100,9 +104,10 @@ class GroupScheduler:
         return admitted
 
     def _as_new(self, req: Req) -> NewReq:
-        new = self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.group_slots(req)))
-        images = self.admission.images
-        return images.as_new(req, new) if req.images and images is not None else new
+        new = self.past_outputs.predict(req, self.fork_points.as_new(req, self.pool.groups.held_slots(req)))
+        for step_part in self.parts:
+            new = step_part.as_new(req, new)
+        return new
 
     def _activity(self, computes: bool) -> Activity:
         if computes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.messages.control import PoolingLimits, StepLimits
@@ -12,7 +13,7 @@ from lightserve.messages.control import PoolingLimits, StepLimits
 class SchedulerLimits:
     max_running: int  # requests
     batch_max_tokens: int  # tokens of a step
-    chunk_size: int | None  # prompt tokens of a step with decodes, scaled by chunk_sizing.py; None: whole prompts
+    chunk_size: int | None  # prompt tokens of a step with decodes, scaled by chunking.py; None: whole prompts
     preferred_step_tokens: tuple[int, ...] = ()  # step sizes that the device computes efficiently; (): any
     num_stages: int = 1  # of the pipeline; if several, steps in flight compute different requests
     token_ratio: float = 0.0  # share of the pool up to which output lengths are estimated; above it the maximum counts
@@ -43,13 +44,22 @@ def make_limits(
         num_stages=worker.pp,
         token_ratio=router.router_token_ratio,
         long_prompt_step_s=_long_prompt_step_s(router, device) / worker.pp,
-        num_drafts=0 if worker.speculation is None else worker.speculation.num_speculative_tokens,
-        kv_lookahead=1 if worker.speculation is not None and worker.speculation.has_head else 0,
-        past_outputs=0 if worker.speculation is None else worker.speculation.past_outputs,
-        has_synthetic_drafts=worker.speculation is not None and worker.speculation.is_synthetic,
         weight_read_tokens=device.weight_read_tokens,
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
+        **_draft_limits(worker),
     )
+
+
+def _draft_limits(worker: WorkerConfig) -> dict[str, Any]:
+    config = worker.speculation
+    if config is None:
+        return {}
+    return {
+        "num_drafts": config.num_speculative_tokens,
+        "kv_lookahead": int(config.has_head),
+        "past_outputs": config.past_outputs,
+        "has_synthetic_drafts": config.is_synthetic,
+    }
 
 
 def _long_prompt_step_s(router: RouterConfig, device: StepLimits) -> float:

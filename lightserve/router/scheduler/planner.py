@@ -89,7 +89,7 @@ class StepPlanner:
         batch, columns, begin = self._batch, self._batch.columns, decodes.num_slots
         slots = self._pool.alloc(begin + sum(count for _, count in chunks))
         of_prompts = batch.at(decodes.rows[columns.planned_len[decodes.rows] < columns.prompt_len[decodes.rows]])
-        group_slots = self._pool.alloc_groups(decodes.rows, decodes.slot_counts, chunks)
+        group_slots = self._pool.groups.alloc(decodes.rows, decodes.slot_counts, chunks)
         batch.plan_decodes(decodes, slots[:begin])
         prefills = [self._cache_prompt(req, 1) for req in of_prompts]
         for req, count in chunks:
@@ -102,7 +102,7 @@ class StepPlanner:
         counts = np.array([1] * len(decodes.rows) + [count for _, count in chunks], dtype=np.int64)
         if len(decodes.draft_counts):
             counts[: len(decodes.rows)] += decodes.draft_counts
-        self._pool.end_step(decodes.rows, chunks)
+        self._pool.groups.end_step(decodes.rows, chunks)
         self.num_planned += 1
         columns.planned_step[rows] = self.num_planned
         return PlannedStep(
@@ -144,12 +144,13 @@ class StepPlanner:
         decoding = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
         if self._pool.loading_tokens:  # loads hold slots that no preemption frees
-            decoding = decoding[: self._pool.available]
+            missing = self._batch.columns.missing_slots(decoding, np.zeros_like(decoding))
+            decoding = decoding[np.cumsum(missing) <= self._pool.available]
         decodes = plan_drafts(decoding, self._batch.columns, self._limits, self._pool.available)
         if not prompts:
             return decodes, []
         available = self._pool.available - decodes.num_slots
-        return decodes, self._chunking.divide(prompts, decodes.num_tokens, len(self._queue), available)
+        return decodes, self._chunking.divide(prompts, decodes, len(self._queue), available)
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.

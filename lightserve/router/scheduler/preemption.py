@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lightserve.router.policy import Policy
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
@@ -21,10 +23,15 @@ class Preemption:
         """Preempt until every decoding request can have its next token. A single request always can."""
         available = self._batch.pool.available
         while len(self._batch) > max(1, available):  # decodes are counted only if memory is short
-            if (self._batch.unplanned() == 1).sum() <= available:
+            if self._missing_slots() <= available:
                 return
             self.preempt_newest()
             available = self._batch.pool.available
+
+    def _missing_slots(self) -> int:
+        """Of the next tokens of all decoding requests. Those that have slots of rejected drafts use these."""
+        decoding = self._batch.rows[self._batch.unplanned() == 1]
+        return int(self._batch.columns.missing_slots(decoding, np.zeros_like(decoding)).sum())
 
     def is_stuck(self) -> bool:
         """Whether no request has memory to continue, and no request in flight can end and free some."""

@@ -69,11 +69,6 @@ class Scheduler:
         return sum(group.preemption.count for group in self.groups)
 
     @property
-    def num_forced(self) -> int:
-        """Tokens that followed a sampled one in the same result, and were not drafts."""
-        return sum(group.num_forced for group in self.groups)
-
-    @property
     def is_isolating_crash(self) -> bool:
         """If so, no step may be planned before the tokens of the last are back: see CrashIsolation."""
         return any(group.isolation.is_active for group in self.groups)

@@ -86,7 +86,7 @@ class PrefixWaits:
     def _needed(self, req: Req, candidate: Req) -> int:
         """How many tokens of the other request must be planned. Recurrent layers keep their states there."""
         common = common_len(req.prompt_ids, candidate.prompt_ids)
-        needed = self._batch.pool.keep_at(candidate, min(common, len(req.prompt_ids) - 1))
+        needed = self._batch.pool.groups.keep_at(candidate, min(common, len(req.prompt_ids) - 1))
         return common - MIN_PENDING_PREFIX_TOKENS + 1 if needed is None else needed
 
     def wake(self) -> None:

@@ -21,6 +21,7 @@ from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
 from lightserve.messages.media import ImageRows
 
 NOT_ENCODED = -1  # in place of a row of the arena
+AFTER_IMAGES = -1  # in place of a position
 
 
 class PackedImages(NamedTuple):
@@ -28,7 +29,7 @@ class PackedImages(NamedTuple):
 
     tokens: Int64Array  # their places in the step
     arena_rows: Int32Array  # the same
-    positions: Int64Array  # [3, tokens of the step]
+    positions: Int64Array  # [3, tokens of the step]; AFTER_IMAGES: see BatchImages.rotary_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +109,7 @@ class BatchImages:
         unfinished = [index for index, row in enumerate(rows.tolist()) if self._is_unfinished(row, ready[index])]
         if not unfinished:
             return None
-        positions = np.zeros(num_tokens, dtype=np.int64)
-        offsets = np.fromiter(map(self._offset_of, rows.tolist()), dtype=np.int64, count=len(rows))
-        positions[: int(q_len.sum())] = np.arange(int(q_len.sum())) + np.repeat(ready - starts + offsets, q_len)
-        by_axis = np.stack((positions, positions, positions))
+        by_axis = np.full((3, num_tokens), AFTER_IMAGES, dtype=np.int64)
         tokens, arena_rows = [], []
         for index in unfinished:
             images, begin, first = self._reqs[int(rows[index])], int(ready[index]), int(starts[index])
@@ -127,13 +125,13 @@ class BatchImages:
             self._unfinished.remove(row)
         return row in self._unfinished
 
-    def of_step(self, packed: PackedImages) -> StepImages:
+    def of_step(self, packed: PackedImages, rotary_positions: Tensor | None) -> StepImages:
+        """``rotary_positions``: those after images, of all tokens of the step. Drafts make them known here only."""
         embeddings = self._arena.index_select(0, torch.from_numpy(packed.arena_rows.astype(np.int64)))
-        return StepImages(
-            to_device(packed.tokens, self._device),
-            embeddings.to(self._device),
-            to_device(packed.positions, self._device),
-        )
+        positions = to_device(packed.positions, self._device)
+        if rotary_positions is not None:
+            positions = torch.where(positions == AFTER_IMAGES, rotary_positions.long(), positions)
+        return StepImages(to_device(packed.tokens, self._device), embeddings.to(self._device), positions)
 
 
 def _encoded(arena_rows: Int32Array) -> Int32Array:

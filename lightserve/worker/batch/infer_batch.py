@@ -328,8 +328,6 @@ class InferBatch:
             *group_slots, state_rows = group_slots
         counts = draft_counts(step, rows, self.columns)
         if counts is not None:
-            if self.states is not None:
-                raise ValueError("a model with recurrent layers cannot take drafts back; the router planned some")
             q_len += counts.drafts
             slots = spread(slots, counts.slots, q_len)
             group_slots = [spread(of_group, counts.slots, q_len) for of_group in group_slots]

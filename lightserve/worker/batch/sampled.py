@@ -1,4 +1,4 @@
-"""The requests of a step that get tokens, and what becomes of them."""
+"""The requests of a step that get tokens, and where their tokens go."""
 
 from __future__ import annotations
 

@@ -143,6 +143,11 @@ class DraftInput:
         return int(self.drafts.max())
 
     @property
+    def num_drafting(self) -> int:
+        """The first requests, among which are all that have drafts."""
+        return int(np.flatnonzero(np.append(1, self.drafts))[-1])
+
+    @property
     def draft_tokens(self) -> Int64Array:
         """The places of the drafts among the tokens of the step."""
         first = np.cumsum(self.q_len) - np.cumsum(self.drafts)

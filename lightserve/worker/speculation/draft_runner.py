@@ -7,6 +7,7 @@ request needs more than temperature to be sampled, its drafts are verified again
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from lightserve.config.speculation import SpeculativeConfig
 from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.step import Step
 from lightserve.worker.batch.drafted_req import DraftedReq
+from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -32,12 +34,22 @@ from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
+from lightserve.worker.speculation.state_replay import StateReplay
 from lightserve.worker.speculation.token_table import TokenTable
 from lightserve.worker.step_runner import StepOut, StepRunner
 
 # Of steps that attend as decodes do: the KV of a request is then split among many multiprocessors. Otherwise few
 # requests occupy few of them. But each draft reads the KV again.
 MAX_SPLIT_TOKENS = 64
+
+
+class StepDrafts(NamedTuple):
+    """The drafts of a step, on the device."""
+
+    tensors: DraftTensors
+    draft_ids: Tensor  # [tokens] int64; NO_DRAFT at other tokens
+    max_drafts: int  # of a request
+    num_drafting: int  # the first requests, among which are all that have drafts
 
 
 class DraftRunner:
@@ -167,17 +179,30 @@ class DraftRunner:
 
     @torch.inference_mode()
     def run(
-        self, packed: PackedStep, shape: StepShape, prompts: StepPromptLogprobs | None, draft_ids: Tensor
+        self,
+        packed: PackedStep,
+        shape: StepShape,
+        prompts: StepPromptLogprobs | None,
+        draft_ids: Tensor,
+        is_verified_later: bool = False,
     ) -> StepOut:
-        """``draft_ids``: those of ``propose``."""
+        """``draft_ids``: those of ``propose``.
+
+        ``is_verified_later``: tokens will be sampled in another way than by temperature alone. A captured step would
+        have changed the states of recurrent layers by then.
+        """
         assert packed.drafts is not None
-        inputs = np.concatenate((packed.inputs, packed.drafts.packed(shape)))
-        if shape.num_drafts:
+        drafts = packed.drafts
+        inputs = np.concatenate((packed.inputs, drafts.packed(shape)))
+        if shape.num_drafts and not (is_verified_later and self._batch.states is not None):
             return self._runner.replay(inputs, shape)
         on_device = to_device(inputs, self._model.device)
+        if shape.num_drafts:
+            return self._compute_padded(on_device, shape)
         columns = columns_of(on_device[: len(packed.inputs)], shape, self._batch.states is not None)
-        tensors = DraftTensors.of(on_device[len(packed.inputs) :], shape, packed.drafts.num_rows)
-        return self._compute(columns, shape, (tensors, draft_ids, packed.drafts.max_drafts), prompts)
+        tensors = DraftTensors.of(on_device[len(packed.inputs) :], shape, drafts.num_rows)
+        step_drafts = StepDrafts(tensors, draft_ids, drafts.max_drafts, drafts.num_drafting)
+        return self._compute(columns, shape, step_drafts, prompts, packed.images)
 
     @torch.inference_mode()
     def masked(self, out: StepOut, masks: StepMasks) -> StepOut:
@@ -223,33 +248,48 @@ class DraftRunner:
         b_row, b_known = to_device(np.stack((rows, known)), self._model.device)
         return torch.where(b_known != COUNTED, b_known, self._batch.lengths[b_row]).int()
 
+    @torch.inference_mode()
+    def advance_states(self, out: StepOut, counts: VerifiedCounts) -> None:
+        """Let the states of recurrent layers see the accepted tokens. Called once, with the last counts."""
+        if out.replay is not None:
+            out.replay.advance(counts)
+
     def _compute_captured(self, inputs: Tensor, shape: StepShape) -> StepOut:
-        """The function that is captured. It reads the drafts that ``propose`` has written."""
+        """The function that is captured."""
+        out = self._compute_padded(inputs, shape)
+        assert out.drafts is not None
+        verified = self.verify(out, out.tokens)
+        self.advance_states(out, verified)
+        if self._head is not None:
+            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), None)
+        return out._replace(drafts=out.drafts._replace(verified=verified), replay=None)
+
+    def _compute_padded(self, inputs: Tensor, shape: StepShape) -> StepOut:
+        """A step of a captured shape. It reads the drafts that ``propose`` has written."""
         assert self._captured_drafts is not None
         end = len(inputs) - packed_size(shape)
         tensors = DraftTensors.of(inputs[end:], shape, shape.tokens)
-        draft_ids = self._captured_drafts[: shape.tokens]
-        out = self._compute(self._runner.columns(inputs[:end], shape), shape, (tensors, draft_ids, shape.num_drafts))
-        assert out.drafts is not None
-        verified = self.verify(out, out.tokens)
-        if self._head is not None:
-            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), None)
-        return out._replace(drafts=out.drafts._replace(verified=verified))
+        drafts = StepDrafts(tensors, self._captured_drafts[: shape.tokens], shape.num_drafts, shape.requests)
+        return self._compute(self._runner.columns(inputs[:end], shape), shape, drafts)
 
     def _compute(
         self,
         columns: StepColumns,
         shape: StepShape,
-        of_drafts: tuple[DraftTensors, Tensor, int],
+        step_drafts: StepDrafts,
         prompts: StepPromptLogprobs | None = None,
+        images: PackedImages | None = None,
     ) -> StepOut:
-        """``of_drafts``: where they are, their ids, and the most of a request."""
-        tensors, draft_ids, max_drafts = of_drafts
+        tensors, draft_ids, max_drafts, num_drafting = step_drafts
         columns = self._located(columns, tensors)
         token_ids = columns.tokens["token_id"]
         token_ids.copy_(torch.where(draft_ids != NO_DRAFT, draft_ids.int(), token_ids))
         rows, reqs = tensors.logit_tokens.long(), tensors.logit_reqs.long()
-        step = replace(self._runner.model_input(columns, shape), logit_rows=rows)
+        step = replace(self._runner.model_input(columns, shape, images), logit_rows=rows)
+        replay = None
+        if step.states is not None and num_drafting:
+            replay = StateReplay(step.states, tensors, num_drafting, max_drafts)
+            step = replace(step, states=replay.recording)
         is_split = shape.num_drafts > 0 and shape.tokens <= MAX_SPLIT_TOKENS
         logits = self._runner.logits(_as_decodes(step, columns) if is_split else step, prompts)
         b_position = columns.tokens["position"][rows] + 1
@@ -258,7 +298,8 @@ class DraftRunner:
         drafts_after = torch.cat((draft_ids[1:], draft_ids.new_full((1,), NO_DRAFT)))[rows]
         drafts = DraftRows(sampled_at, step.input_ids[rows], drafts_after, tensors, max_drafts)
         for_head = self._runner.for_head
-        return StepOut(logits, tokens, columns, drafts, None if for_head is None else for_head._replace(step=step))
+        for_head = None if for_head is None else for_head._replace(step=step)
+        return StepOut(logits, tokens, columns, drafts, for_head, replay)
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
         """The input as the host would have made it, had it known the lengths."""

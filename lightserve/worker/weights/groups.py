@@ -29,7 +29,7 @@ class TrainerGroup(ABC):
 
 
 class TorchGroup(TrainerGroup):
-    """A process group beside those of the ranks: torch's default group may not exist, or not reach the trainer.
+    """A process group with a trainer: torch's default group may not exist, or not reach the trainer.
 
     The store's keys are those of ``init_process_group`` with the group's name as a prefix, as trainers make them.
     """

@@ -40,7 +40,7 @@ logger = init_logger(__name__)
 
 
 class WeightUpdater:
-    """Serves one command at a time. The router makes sure that no step runs beside one that writes weights."""
+    """Serves one command at a time. The router makes sure that no step runs while weights are written."""
 
     def __init__(self, config: WorkerConfig, model: TpPartBaseModel, platform: Device, rank: int) -> None:
         self._config = config
@@ -98,7 +98,7 @@ class WeightUpdater:
         self._leave(command.name)
         backend = command.backend if isinstance(command, JoinTorchGroup) else "nccl"
         if backend not in ("gloo", self._platform.comm_backend):
-            raise InvalidRequestError(f"the backend {backend} is not that of {self._platform.name}; use gloo")
+            raise InvalidRequestError(f"the device {self._platform.name} has no backend {backend}; use gloo")
         kind: Any = TorchGroup if isinstance(command, JoinTorchGroup) else NcclGroup
         self._groups[command.name] = kind(command, self._rank, self._model.device)
 

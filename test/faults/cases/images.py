@@ -12,6 +12,7 @@ from typing import Any
 from lightserve.media.fetch.fetcher import MAX_PER_HOST
 from test.api.server import ServerProcess
 from test.faults.start_case import Start, StartCase
+from test.media.corpus import damaged_files, flipped_files, unusual_files
 from test.media.fetch.image_host import answer, image_host_in_thread
 from test.vision_model import picture, png, save_vision_model
 from test.waiting import wait_until
@@ -62,14 +63,41 @@ def signal_encoder(number: signal.Signals, start: Start, *flags: str) -> None:
     assert server.stop() == 0
 
 
+def encoders_of(server: ServerProcess) -> dict[str, list[int]]:
+    """Process ids by name."""
+    found = server.processes()
+    return {name: [process.pid for process in found[name]] for name in found if name.startswith("ls-encoder")}
+
+
+def kill_router(start: Start) -> None:
+    """Of one of two engines. Its encoder is replaced too, because rows that it writes are given to other images."""
+    server = launch(start, "--dp", "2")
+    encoders = encoders_of(server)
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        texts = [threads.submit(text_of, server, seed) for seed in range(REQUESTS)]
+        os.kill(server.processes()["ls-router"][0].pid, signal.SIGKILL)
+        found = [text.result() for text in texts]
+    server.wait_for_log("is back")
+    server.wait_for_log("a new encoder is ready")
+
+    assert [text_of(server, seed) for seed in range(REQUESTS)] == found
+    assert len(set(found)) > 1
+    after = encoders_of(server)
+    assert after["ls-encoder"] != encoders["ls-encoder"]
+    assert after["ls-encoder-1"] == encoders["ls-encoder-1"]
+    assert server.stop() == 0
+
+
 def send_damaged_files(start: Start) -> None:
-    """Every one is refused, and all processes live on."""
+    """Every one is refused, or read if only its metadata are unusual, and all processes live on."""
     server = launch(start)
     before = {process.pid for each in server.processes().values() for process in each}
-    whole = png(picture(200, 150))
-    files = [whole[: len(whole) * share // 10] for share in range(1, 10)] + [b"", b"<svg/>", b"\x89PNG\r\n\x1a\n" * 99]
-    answers = [ask(server, data)[0] for data in files]
-    assert set(answers) == {400}, answers
+    damaged = [ask(server, data)[0] for data in damaged_files()]
+    unusual = [ask(server, data)[0] for data in unusual_files()]
+    assert set(damaged) == {400}, damaged
+    assert set(unusual) == {200}, unusual
+    flipped = {ask(server, data)[0] for data in flipped_files()}
+    assert flipped <= {200, 400}
     text_of(server, 1)
 
     assert {process.pid for each in server.processes().values() for process in each} == before
@@ -106,6 +134,12 @@ START_CASES = [
         60.0,
     ),
     StartCase("damaged image files", send_damaged_files, "400 each, and no process ends", 60.0),
+    StartCase(
+        "kill -9 ls-router, images, --dp 2",
+        kill_router,
+        "its requests go on in the other engine, with the same text; its encoder is replaced too",
+        90.0,
+    ),
     StartCase(
         "a host of images hangs",
         let_image_host_hang,

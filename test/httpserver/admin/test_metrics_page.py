@@ -9,8 +9,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from lightserve.httpserver.admin.metrics_page import NAMES, MetricsPage
-from lightserve.messages.metrics import METRICS, Kind, Metric
+from lightserve.messages.metrics import METRICS, Kind, Metric, image_histogram
 from lightserve.messages.output import MetricsSnapshot
+from lightserve.messages.request import ImageCounts
 from lightserve.router.observability.stats import RouterMetrics
 
 Series = dict[tuple[tuple[str, str], ...], float]  # labels -> value
@@ -31,6 +32,8 @@ def busy() -> MetricsSnapshot:
     metrics.preempted()
     metrics.evicted(tokens=77)
     metrics.step(num_tokens=103)
+    metrics.encoded({"decode": 0.01, "resize": 0.02, "encode": 0.1})
+    metrics.add_http_counts(ImageCounts(0, [1, *image_histogram().counts[1:]], 0.001, 2, {"file": 1}))
     metrics.set_load(running=3, waiting=4, used_tokens=512, total_tokens=2048)
     return metrics.snapshot()
 

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from lightserve.config import HttpConfig
 from lightserve.errors import ForbiddenError
-from lightserve.httpserver.http.allowed_hosts import allowed_hosts
+from lightserve.httpserver.http.middleware import allowed_hosts
 from test.httpserver.app_client import served
 
 FOREIGN = "evil.example:8000"

@@ -209,7 +209,7 @@ def test_an_image_in_the_output_of_a_tool_is_named_in_text(server: Server) -> No
         {"type": "function_call_output", "call_id": "1", "output": output},
     )
 
-    assert result["content"] == "Look:\n[input_image left out: this model reads text only]"
+    assert result["content"] == "Look:\n[input_image left out: this model does not read it]"
 
 
 def test_messages_may_have_a_phase_and_a_refusal(server: Server) -> None:

@@ -126,6 +126,8 @@ TEXTS = {"text_1": "w5", "text_2": "w6", "instructoin": "w7"}
 MISSPELT: dict[str, tuple[PoolingConfig, dict[str, Any], str]] = {  # body, and the field that was meant
     "/v1/embeddings": (EMBED, {"input": "w5", "dimension": 2}, "dimensions"),
     "/pooling": (EMBED, {"input": "w5", "modle": "m"}, "model"),
+    "/api/embed": (EMBED, {"input": "w5", "dimension": 2}, "dimensions"),
+    "/api/embeddings": (EMBED, {"prompt": "w5", "modle": "m"}, "model"),
     "/embed": (EMBED, {"inputs": "w5", "normalise": True}, "normalize"),
     "/classify": (CLASSIFY, {"input": "w5", "modle": "m"}, "model"),
     "/predict": (CLASSIFY, {"inputs": "w5", "raw_score": True}, "raw_scores"),

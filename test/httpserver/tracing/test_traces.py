@@ -15,9 +15,10 @@ import pytest
 
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
+from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.tracing import exporter as exporter_module
 from lightserve.httpserver.tracing.exporter import SpanExporter, headers_from_env, report_counts, traces_url
-from lightserve.httpserver.tracing.request_trace import Span, TraceRecord, trace_context
+from lightserve.httpserver.tracing.request_trace import RequestTrace, Span, TraceRecord, trace_context
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.request import GenerateReq, SpanCounts
@@ -60,6 +61,22 @@ def traced(
 
     with running_collector() as collector:
         asyncio.run(run(collector))
+
+
+def test_a_chat_with_images_has_a_span_for_reading_them() -> None:
+    records: list[TraceRecord] = []
+    trace, log = RequestTrace(b"", "m", records.append), AccessLog("id", "/v1/chat/completions", is_written=False)
+    trace.watch(log)
+    log.images_read_s, log.image_tokens, log.first_token_s = (log.arrived_s, log.arrived_s + 1.0), 12, 2.0
+    log.is_generating = True
+    log.close(None)
+
+    trace.response_sent(200, "id", "/v1/chat/completions")
+
+    spans = {span.name: span for span in records[0].spans}
+    assert list(spans) == ["POST /v1/chat/completions", "images", "queue", "prefill", "decode"]
+    assert spans["images"].end_s - spans["images"].begin_s == pytest.approx(1.0)
+    assert spans["prefill"].attributes["lightserve.image_tokens"] == 12
 
 
 def test_a_request_has_spans_for_queue_prefill_and_decode(tmp_path: Path) -> None:

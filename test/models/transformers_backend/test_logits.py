@@ -135,10 +135,10 @@ def test_drafts_do_not_change_the_text(tmp_path: Path) -> None:
     prompts = [[5, 6, 7, 8] * 10, [9, 3, 4]]
 
     texts = [
-        LLM(str(tmp_path), device="cpu", max_total_token_num=1024, **flags).generate(
+        LLM(str(tmp_path), device="cpu", max_total_token_num=1024, speculative_config=config).generate(
             prompts, max_new_tokens=30, temperature=0, ignore_eos=True
         )
-        for flags in ({}, {"speculative_config": drafts})
+        for config in (None, drafts)
     ]
 
     assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from lightserve.media.tokens import digest_of, ids_of
+from lightserve.media.tokens import digest_of, ids_of, with_image_ids
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import NewReq
-from lightserve.router.images.image_waits import ImageWaits, with_image_ids
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
 

@@ -30,8 +30,7 @@ from lightserve.router.kv.state_pool import StatePool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits, make_limits
-from lightserve.router.scheduler.chunk_sizing import prompt_tokens
-from lightserve.router.scheduler.chunking import SHORT_PROMPT
+from lightserve.router.scheduler.chunking import SHORT_PROMPT, prompt_tokens
 from lightserve.router.token_budget import MIN_HISTORY
 from test.router.group_memory import memory_of
 from test.router.processing import process_tokens

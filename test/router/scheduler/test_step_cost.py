@@ -9,7 +9,9 @@ import pytest
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.messages.control import StepLimits
-from lightserve.router.scheduler.chunk_sizing import bounded_tokens, long_prompt_tokens
+from lightserve.messages.int_arrays import NO_INT32, int32s
+from lightserve.router.scheduler.chunking import bounded_tokens, long_prompt_tokens
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import make_limits
 from lightserve.router.scheduler.step_cost import MIN_STEPS, StepCost
 from lightserve.simulate.load import Load, fixed
@@ -17,6 +19,11 @@ from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.simulation import simulate
 
 TOKEN_S, PAIR_S = 22e-6, 1e-9
+
+
+def decodes_of(streams: int, drafts: int = 0) -> Decodes:
+    """``drafts``: of each stream."""
+    return Decodes(np.arange(streams), int32s([drafts] * streams) if drafts else NO_INT32)
 
 
 def learned(rng: np.random.Generator, steps: int = 100, noise: float = 0.1) -> StepCost:
@@ -66,18 +73,26 @@ def test_it_says_nothing_before_it_knows() -> None:
     cost = learned(np.random.default_rng(1), MIN_STEPS - 1)
 
     assert cost.tokens_within(0.02, 0) is None
-    assert long_prompt_tokens(LIMITS, cost, 4, 0, 252) == 252
+    assert long_prompt_tokens(LIMITS, cost, decodes_of(4), 0, 252) == 252
     assert bounded_tokens(replace(LIMITS, max_step_s=1e-3), cost, 4, 0, 252) == 252
 
 
 def test_a_long_prompt_uses_the_time_of_few_streams_but_not_of_many() -> None:
     cost = learned(np.random.default_rng(1), noise=0)
 
-    tokens = {decodes: long_prompt_tokens(LIMITS, cost, decodes, 0, 252) for decodes in (1, 4, 6, 10, 15, 16, 64)}
+    tokens = {n: long_prompt_tokens(LIMITS, cost, decodes_of(n), 0, 252) for n in (1, 4, 6, 10, 15, 16, 64)}
 
     assert tokens == {1: 767, 4: 764, 6: 762, 10: 502, 15: 252, 16: 252, 64: 252}
-    assert long_prompt_tokens(replace(LIMITS, batch_max_tokens=512), cost, 4, 0, 252) == 508
-    assert long_prompt_tokens(LIMITS, cost, 4, 1_000_000, 252) == 252, "never shorter than without it"
+    assert long_prompt_tokens(replace(LIMITS, batch_max_tokens=512), cost, decodes_of(4), 0, 252) == 508
+    assert long_prompt_tokens(LIMITS, cost, decodes_of(4), 1_000_000, 252) == 252, "never shorter than without it"
+
+
+def test_a_long_prompt_uses_the_time_of_few_streams_with_drafts() -> None:
+    """They are few, though they compute 24 tokens. These take time of the step, too."""
+    cost = learned(np.random.default_rng(1), noise=0)
+
+    assert long_prompt_tokens(LIMITS, cost, decodes_of(4, drafts=5), 0, 252) == 768 - 24
+    assert long_prompt_tokens(LIMITS, cost, decodes_of(24), 0, 252) == 252
 
 
 def test_a_bound_holds_for_every_step_with_decodes() -> None:

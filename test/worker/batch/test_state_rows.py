@@ -131,10 +131,11 @@ def test_a_model_without_states_has_no_columns_for_them() -> None:
     assert np.array_equal(plain[0], with_states[0][: len(plain[0])])
 
 
-def test_drafts_are_refused() -> None:
+def test_a_request_with_drafts_writes_one_row() -> None:
     batch = make_batch()
     batch.add(new(0, 3, [0, 1], [4]))
-    step = Step([], decode_ids=[0], decode_slots=[2, 3], slot_counts=[2], draft_counts=[1], group_slots=([4],))
+    step = Step([], decode_ids=[0], decode_slots=[2, 3], slot_counts=[2], draft_counts=[1], group_slots=([5],))
 
-    with pytest.raises(ValueError, match="recurrent layers cannot take drafts back"):
-        batch.pack(step, as_it_is)
+    states = states_of(batch.pack(step, as_it_is))
+
+    assert (states.start.tolist(), states.read_row.tolist(), states.write_row.tolist()) == ([0, 2], [4], [5])

@@ -25,7 +25,7 @@ from lightserve.common.basemodel.layer_weights.row_map import (
     pairs_to_halves,
     whole,
 )
-from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
+from lightserve.common.basemodel.layer_weights.weight import HeadValues, Weight, WeightContext
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, QkvLayout
 from lightserve.common.checkpoint.piece import Piece
 
@@ -97,7 +97,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
         self.q_norm = qk_norm_weight(f"{at}.{names.q_norm}", spec.num_heads, spec, context)
         has_keys = spec.kv_source is None
         self.k_norm = qk_norm_weight(f"{at}.{names.k_norm}", spec.num_kv_heads, spec, context) if has_keys else None
-        self.sinks = SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
+        self.sinks = HeadValues(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
         self.o_proj = RowWeight(
             f"{at}.{names.o}", width, hidden, context, bias=spec.o_bias, is_transposed=is_transposed
         )
@@ -151,19 +151,6 @@ class TokenTypeWeight(Weight):
 
     def embed(self, types: Tensor) -> Tensor:
         return self.tensor.index_select(0, types)
-
-
-class SinksWeight(Weight):
-    """The score of a key without a value, for each head of this rank."""
-
-    def __init__(self, name: str, num_heads: int, context: WeightContext) -> None:
-        self._name, self._num_heads = name, num_heads
-        self._own = context.tp.part_of(num_heads)
-        count = self._own.stop - self._own.start
-        self.tensor = torch.empty(count, dtype=torch.float32, device=context.device)
-
-    def pieces(self) -> Iterator[Piece]:
-        yield Piece(self._name, (self._num_heads,), self.tensor, lambda sinks: sinks[self._own])
 
 
 def _norm(name: str | None, spec: LayerSpec, context: WeightContext) -> NormWeight | None:

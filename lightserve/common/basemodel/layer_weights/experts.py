@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,12 +12,12 @@ from lightserve.common import ops
 from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.layer_weights.ffn import DenseFfnWeight, FfnWeight, dense_ffn_weight
 from lightserve.common.basemodel.layer_weights.linears import Block, ReplicatedWeight
-from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.layer_weights.weight import MethodWeight, Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.common.basemodel.spec import LayerSpec
-from lightserve.common.checkpoint.piece import Piece, StoredSize
+from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.parallel import Parallel
-from lightserve.common.quantization import ExpertsSpec, are_alike
+from lightserve.common.quantization import ExpertsMethod, ExpertsSpec, are_alike
 from lightserve.errors import ModelFilesError, ServerError
 
 # of a layer: what its experts compute between their linears
@@ -25,8 +25,10 @@ GATED_ACTIVATIONS: dict[str, ops.ExpertActivation] = {"silu": ops.GatedSilu(), "
 PLAIN_ACTIVATIONS: dict[str, ops.ExpertActivation] = {"relu2": ops.Relu2()}
 
 
-class ExpertsWeight(Weight):
+class ExpertsWeight(MethodWeight):
     """The experts of a layer. Every rank has a part of each, or, with expert parallel, some of them as a whole."""
+
+    method: ExpertsMethod
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
         total = moe.num_experts + moe.num_shared
@@ -59,21 +61,6 @@ class ExpertsWeight(Weight):
         """The ids among this rank's experts; ``NO_EXPERT`` for those of other ranks."""
         local_ids: Tensor = ids - self._first
         return local_ids.masked_fill((local_ids < 0) | (local_ids >= self._num_own), ops.NO_EXPERT)
-
-    def pieces(self) -> Iterator[Piece]:
-        return self.method.pieces()
-
-    def kernel_key(self) -> Hashable:
-        return type(self), self.method.kernel_key()
-
-    def stored_size(self) -> StoredSize:
-        return self.method.stored_size()
-
-    def restore_weights_before_loading(self) -> None:
-        self.method.restore_weights_before_loading()
-
-    def process_weights_after_loading(self) -> None:
-        self.method.process_weights_after_loading()
 
 
 class ScoreBiasWeight(Weight):

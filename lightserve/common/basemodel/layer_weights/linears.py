@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.norms import NormWeight
 from lightserve.common.basemodel.layer_weights.row_map import RowMap
-from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
-from lightserve.common.checkpoint.piece import Piece, StoredSize
+from lightserve.common.basemodel.layer_weights.weight import MethodWeight, WeightContext
 from lightserve.common.parallel import RankGroup
-from lightserve.common.quantization import LinearPart, LinearSpec
+from lightserve.common.quantization import LinearMethod, LinearPart, LinearSpec
 
 
-class LinearWeight(Weight):
+class LinearWeight(MethodWeight):
+    method: LinearMethod
+
     def __init__(self, spec: LinearSpec, context: WeightContext, *, takes_lora: bool = False) -> None:
         self.method = context.linear_method(spec)
         self.lora = context.linear_lora(spec) if takes_lora else None
@@ -31,21 +32,6 @@ class LinearWeight(Weight):
         """The product of this rank, with what the adapters of the step add."""
         active = self._active_lora
         return self.method.mm(x) if active is None else self.method.mm_lora(x, *active)
-
-    def pieces(self) -> Iterator[Piece]:
-        return self.method.pieces()
-
-    def kernel_key(self) -> Hashable:
-        return type(self), self.method.kernel_key()
-
-    def stored_size(self) -> StoredSize:
-        return self.method.stored_size()
-
-    def restore_weights_before_loading(self) -> None:
-        self.method.restore_weights_before_loading()
-
-    def process_weights_after_loading(self) -> None:
-        self.method.process_weights_after_loading()
 
 
 class VocabWeight(LinearWeight):

@@ -81,6 +81,40 @@ class Weight(ABC):
         """Called once all pieces are filled. What is derived from them is written to the memory of the load before."""
 
 
+class HeadValues(Weight):
+    """A number for each head of this rank, in float32."""
+
+    def __init__(self, name: str, num_heads: int, context: WeightContext) -> None:
+        self._name, self._num_heads = name, num_heads
+        self._own = context.tp.part_of(num_heads)
+        count = self._own.stop - self._own.start
+        self.tensor = torch.empty(count, dtype=torch.float32, device=context.device)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(self._name, (self._num_heads,), self.tensor, lambda values: values[self._own])
+
+
+class MethodWeight(Weight):
+    """What a method of quantization stores and computes."""
+
+    method: LinearMethod | ExpertsMethod
+
+    def pieces(self) -> Iterator[Piece]:
+        return self.method.pieces()
+
+    def kernel_key(self) -> Hashable:
+        return type(self), self.method.kernel_key()
+
+    def stored_size(self) -> StoredSize:
+        return self.method.stored_size()
+
+    def restore_weights_before_loading(self) -> None:
+        self.method.restore_weights_before_loading()
+
+    def process_weights_after_loading(self) -> None:
+        self.method.process_weights_after_loading()
+
+
 class WeightGroup:
     """Has weights and groups of weights as attributes. One under two names counts once."""
 

@@ -116,8 +116,8 @@ class GatedDeltaWeight(MixerWeight):
         inputs, matrices = states
         qkv, z = self._parts(self.qkvz_proj.mm(x), self._num_heads * self._mixer.value_dim)
         b, a = self._parts(self.ba_proj.mm(x), self._num_heads)
-        qkv = ops.causal_conv1d(qkv, self._conv_params, inputs, batch)
-        out = ops.gated_delta_rule(self._delta_inputs(qkv, b, a), matrices, batch)
+        qkv = batch.run(ops.causal_conv1d, qkv, self._conv_params, inputs)
+        out = batch.run(ops.gated_delta_rule, self._delta_inputs(qkv, b, a), matrices)
         normed = ops.gated_rms_norm(out, z.view(out.shape), self.norm.tensor, self.norm.eps, ops.GatedNorm())
         return self.out_proj.mm(normed.flatten(1))
 

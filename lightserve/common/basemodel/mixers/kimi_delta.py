@@ -106,12 +106,12 @@ class KimiDeltaWeight(MixerWeight):
     def forward(self, x: Tensor, states: Sequence[Tensor], batch: ops.StateBatch) -> Tensor:
         inputs, matrices = states
         forget, gate = self.first_proj.mm(x).tensor_split(2, dim=1)
-        qkv = ops.causal_conv1d(self.qkv_proj.mm(x), self._conv_params, inputs, batch)
+        qkv = batch.run(ops.causal_conv1d, self.qkv_proj.mm(x), self._conv_params, inputs)
         q, k, v = map(self._in_heads, qkv.tensor_split(3, dim=1))
         a = self.forget_proj.mm(forget.contiguous())
         log_decay, beta = ops.delta_gates(a, self.b_proj.mm(x), self.decay_rates.tensor, self.dt_bias.tensor)
         inputs_of_delta = ops.DeltaInputs(q, k, v, self._in_heads(log_decay), beta)
-        out = ops.gated_delta_rule(inputs_of_delta, matrices, batch)
+        out = batch.run(ops.gated_delta_rule, inputs_of_delta, matrices)
         gates = self._in_heads(self.gate_proj.mm(gate.contiguous()))
         normed = ops.gated_rms_norm(out, gates, self.norm.tensor, self.norm.eps, GATED_NORM)
         return self.out_proj.mm(normed.flatten(1))

@@ -137,8 +137,8 @@ class Mamba2Weight(MixerWeight):
         projected = self._project(x)
         sizes = [self._width, self.conv.num_channels, len(self.dt_bias.tensor)]
         gate, conv_inputs, dt = projected.split_with_sizes(sizes, dim=1)
-        convolved = ops.causal_conv1d(conv_inputs, self._conv_params, inputs, batch)
-        out = ops.mamba_scan(self._scan_inputs(convolved, dt), self._params, matrices, batch)
+        convolved = batch.run(ops.causal_conv1d, conv_inputs, self._conv_params, inputs)
+        out = batch.run(ops.mamba_scan, self._scan_inputs(convolved, dt), self._params, matrices)
         out = self.out_proj.mm(self._gated(out.flatten(1), gate))
         return out if self._mixer.out_scale == 1.0 else out * self._mixer.out_scale
 

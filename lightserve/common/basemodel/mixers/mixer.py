@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.layer_weights.weight import (
+    HeadValues as HeadValues,
+    Weight,
+    WeightContext,
+    WeightGroup,
+)
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.kv.layout import StateGroup, StateTensor
 from lightserve.errors import ModelFilesError
@@ -74,19 +79,6 @@ def check_heads(what: str, count: int, tp_size: int) -> None:
     """Check that each rank gets the same number of heads, or that ranks share heads equally."""
     if count % tp_size and tp_size % count:
         raise ModelFilesError(f"{count} {what} and tp={tp_size}: one must divide the other")
-
-
-class HeadValues(Weight):
-    """A number for each head of this rank, in float32."""
-
-    def __init__(self, name: str, num_heads: int, context: WeightContext) -> None:
-        self._name, self._num_heads = name, num_heads
-        self._own = context.tp.part_of(num_heads)
-        count = self._own.stop - self._own.start
-        self.tensor = torch.empty(count, dtype=torch.float32, device=context.device)
-
-    def pieces(self) -> Iterator[Piece]:
-        yield Piece(self._name, (self._num_heads,), self.tensor, lambda values: values[self._own])
 
 
 class DecayRates(HeadValues):

@@ -63,5 +63,5 @@ class ShortConvWeight(MixerWeight):
 
     def forward(self, x: Tensor, states: Sequence[Tensor], batch: ops.StateBatch) -> Tensor:
         before, behind, inputs = self.in_proj.mm(x).tensor_split(3, dim=1)
-        mixed = ops.causal_conv1d(before * inputs, self._conv_params, states[0], batch)
+        mixed = batch.run(ops.causal_conv1d, before * inputs, self._conv_params, states[0])
         return self.out_proj.mm(behind * mixed)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ class StateBatch:
     max_tokens: int  # no request has more; 1 in a decode step
     # What a backend derives once for all layers of a step. The key is all that it depends on.
     plans: dict[Hashable, Any] = field(default_factory=dict)
+    # The ops that ``run`` has computed, without a batch: they can be computed again with fewer tokens. None: not kept.
+    recorded: list[Callable[[StateBatch], Tensor]] | None = None
+
+    def run(self, state_op: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Compute an op with these requests. Its last parameter is the batch."""
+        if self.recorded is not None:
+            self.recorded.append(partial(state_op, *args))
+        return state_op(*args, self)
 
     def requests(self) -> Iterator[tuple[slice, int, int]]:
         """The tokens, the row to read and the row to write of each request that has tokens. It waits for the device."""

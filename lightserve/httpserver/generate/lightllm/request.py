@@ -13,9 +13,12 @@ from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, LogitBias, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
-from lightserve.httpserver.fields.shared import PromptFields, check_input_ids, check_stop_strings, refuse_media
+from lightserve.httpserver.fields.images import beam_error, read_prompt_images, with_images, with_placeholders
+from lightserve.httpserver.fields.shared import PromptFields, check_input_ids, check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, healing_error
+from lightserve.httpserver.generate.lightllm.media import image_sources
 from lightserve.httpserver.http.body import Body
+from lightserve.media.sources import ReadImage
 from lightserve.messages.params import GenerationParams
 from lightserve.text.beam_search import BeamParams
 
@@ -111,7 +114,9 @@ async def lightllm_request(context: ServerContext, body: LightllmBody, streams: 
     parameters = body.parameters or LightllmParameters()
     _refuse_unsupported(body, parameters)
     n, best_of = _choices(context, parameters, streams)
+    images = await _read_images(context, body, parameters)
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.add_special_tokens)
+    prompt_ids = with_placeholders(context, prompt_ids, images)
     prompt_ids = context.with_pinned_prefix(parameters.task_id, prompt_ids)
     details = bool(parameters.return_details)
     needs_logprobs = streams or details or n < best_of
@@ -127,7 +132,7 @@ async def lightllm_request(context: ServerContext, body: LightllmBody, streams: 
     )
     if not parameters.do_sample:
         params = params.replace(temperature=0.0)
-    prompt_request = PromptRequest(prompt_ids, params, parameters.scheduling)
+    prompt_request = with_images(context, images, PromptRequest(prompt_ids, params, parameters.scheduling))
     if parameters.token_healing:
         _check_healing(body, parameters)
         prompt_request = await heal(context, prompt_request)
@@ -147,7 +152,13 @@ def _refuse_unsupported(body: LightllmBody, parameters: LightllmParameters) -> N
         value = unknown.get(name)
         if value is not None and value not in no_effect:
             raise NotSupportedYetError(f"`{name}`", name)
-    refuse_media(body.multimodal_params)
+
+
+async def _read_images(context: ServerContext, body: LightllmBody, parameters: LightllmParameters) -> list[ReadImage]:
+    sources = image_sources(body.multimodal_params)
+    if sources and parameters.is_beam_search:
+        raise beam_error("num_beams")
+    return await read_prompt_images(context, sources, parameters.cache_salt or "")
 
 
 def _choices(context: ServerContext, parameters: LightllmParameters, streams: bool) -> tuple[int, int]:

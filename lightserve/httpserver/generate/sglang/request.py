@@ -14,8 +14,11 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.generation import GenerationBody, RequestId, validate_supported
 from lightserve.httpserver.fields.grammar import requested_grammar
+from lightserve.httpserver.fields.images import read_prompt_images, with_images, with_placeholders
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
+from lightserve.httpserver.generate.sglang.media import image_sources
 from lightserve.httpserver.http.body import Body
+from lightserve.media.sources import ReadImage
 
 DEFAULT_NEW_TOKENS = 128
 # a field of sampling_params: ours; the others have the same name
@@ -26,7 +29,7 @@ SAME_NAME = (
     *("json_schema", "regex", "ebnf"),
 )
 WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval"})
-REFUSED = ("image_data", "video_data", "audio_data", "input_embeds", "custom_logit_processor", "session_params")
+REFUSED = ("video_data", "audio_data", "input_embeds", "custom_logit_processor", "session_params")
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
@@ -39,6 +42,7 @@ class SglangBody(Body):
 
     text: str | list[str] | None = None
     input_ids: Ids | IdLists | None = None
+    image_data: Any = Field(None, description="images: URLs or base64; for several prompts a list with one entry each")
     sampling_params: dict[str, Any] = Field(description="temperature, top_p, max_new_tokens, stop and others")
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = Field(
@@ -73,6 +77,8 @@ class SglangRequest:
 async def sglang_request(context: ServerContext, body: SglangBody) -> SglangRequest:
     _refuse(context, body)
     prompts = await _prompt_ids(context, body)
+    images = await _read_images(context, body, len(prompts))
+    prompts = [with_placeholders(context, ids, read) for ids, read in zip(prompts, images, strict=True)]
     has_logprobs = bool(body.return_logprob)
     top = body.top_logprobs_num or 0
     start = body.logprob_start_len if has_logprobs and body.logprob_start_len not in (None, -1) else None
@@ -94,6 +100,7 @@ async def sglang_request(context: ServerContext, body: SglangBody) -> SglangRequ
         raise _renamed(error) from error
     is_list = body.is_batch or sampling.choices > 1
     requests = [_of_api(context, body, request) for request in requests]
+    requests = [with_images(context, read, request) for read, request in zip(images, requests, strict=True)]
     shows_text = bool(body.return_text_in_logprobs)
     return SglangRequest(
         requests, sampling.choices, is_list, has_logprobs, start, top, shows_text, sampling.is_prompt_only
@@ -116,6 +123,11 @@ def _refuse(context: ServerContext, body: SglangBody) -> None:
         raise NotSupportedYetError("return_routed_experts", "return_routed_experts")
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give text or input_ids, one of them", "input_ids")
+
+
+async def _read_images(context: ServerContext, body: SglangBody, prompts: int) -> list[list[ReadImage]]:
+    sources = image_sources(body.image_data, prompts, body.is_batch)
+    return [await read_prompt_images(context, of_prompt, "") for of_prompt in sources]
 
 
 async def _prompt_ids(context: ServerContext, body: SglangBody) -> list[list[int]]:

@@ -13,8 +13,10 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.grammar import TgiGrammar, requested_grammar
+from lightserve.httpserver.fields.images import read_prompt_images, with_images, with_placeholders
 from lightserve.httpserver.fields.shared import check_input_ids, check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal
+from lightserve.httpserver.generate.tgi.markdown import split_images
 from lightserve.httpserver.http.body import Body
 from lightserve.messages.params import GenerationParams, SchedulingParams
 
@@ -92,7 +94,11 @@ async def tgi_request(context: ServerContext, body: TgiBody, streams: bool) -> T
     _check(context, parameters, streams)
     best_of = 1 if parameters.best_of is None else parameters.best_of
     seed = _seed(parameters)
-    prompt_ids = await _prompt_ids(context, body.inputs, parameters.truncate)
+    text, sources = split_images(context, body.inputs)
+    images = await read_prompt_images(context, sources, "")
+    if images and parameters.truncate is not None:
+        raise InvalidRequestError("`truncate` does not combine with images")
+    prompt_ids = with_placeholders(context, await _prompt_ids(context, text, parameters.truncate), images)
     has_prefill = bool(parameters.decoder_input_details)
     details = bool(parameters.details) or has_prefill
     params = GenerationParams.of(
@@ -109,7 +115,8 @@ async def tgi_request(context: ServerContext, body: TgiBody, streams: bool) -> T
         **context.sampling_defaults.fill(_sampling_params(parameters)),
     )
     before = body.inputs if parameters.return_full_text else ""
-    prompt_request = PromptRequest(prompt_ids, params, SchedulingParams(lora=parameters.adapter_id or ""))
+    scheduling = SchedulingParams(lora=parameters.adapter_id or "")
+    prompt_request = with_images(context, images, PromptRequest(prompt_ids, params, scheduling))
     if parameters.token_healing:
         prompt_request = await heal(context, prompt_request)
     return TgiRequest(prompt_request, best_of, seed, details, before)

@@ -37,23 +37,24 @@ REASONING_PREFIX = "lightserve."  # of encrypted_content that this server wrote
 
 
 class ToolOutputParts(TextOrParts):
-    """The output of a tool may have an image. The model reads that there was one: refusing it would end an agent's
-    conversation, because the agent sends the output again with every request."""
+    """The output of a tool may have media that the model does not read. It reads that there were some: refusing them
+    would end an agent's conversation, because the agent sends the output again with every request."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         string, parts = super().__get_pydantic_json_schema__(schema, handler)["anyOf"]
         media = {"type": "object", "required": ["type"], "properties": {"type": {"enum": sorted(self.media)}}}
         return {"anyOf": [string, {"type": "array", "items": {"anyOf": [*parts["items"]["anyOf"], media]}}]}
 
-    def _text_of(self, content_part: Any) -> str:
+    def text_of(self, content_part: Any) -> str:
         kind = content_part.get("type") if isinstance(content_part, dict) else None
         if isinstance(kind, str) and kind in self.media:
-            return f"[{kind} left out: this model reads text only]"
-        return super()._text_of(content_part)
+            return f"[{kind} left out: this model does not read it]"
+        return super().text_of(content_part)
 
 
 Text = Annotated[str, TextOrParts("input", MEDIA, KINDS)]
-OutputText = Annotated[str, ToolOutputParts("input", MEDIA | {"encrypted_content"}, KINDS)]
+OUTPUT_PARTS = ToolOutputParts("input", MEDIA | {"encrypted_content"}, KINDS)
+OutputText = Annotated[str, OUTPUT_PARTS]
 CallId = Annotated[str, Field(min_length=1)]
 Objects = Annotated[list[JsonObject], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
@@ -62,6 +63,11 @@ def _text_of(content_part: JsonObject) -> str:
     """Of a part that is valid."""
     text: str = content_part[KINDS[content_part["type"]]]
     return text
+
+
+def _has_url(value: Any) -> bool:
+    """Whether it is an image that can be read: others have a file_id."""
+    return is_image(value) and isinstance(value.get("image_url"), str)
 
 
 class MessageItem(Body):
@@ -125,6 +131,21 @@ class CallOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: OutputText
+    _parts: list[JsonObject] = PrivateAttr(default_factory=list)  # of a chat, if some of them are images
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_images(cls, value: Any, handler: ModelWrapValidatorHandler[CallOutputItem]) -> CallOutputItem:
+        item = handler(value)
+        output = value.get("output") if isinstance(value, dict) else None
+        if isinstance(output, list) and any(map(_has_url, output)):
+            item._parts = [
+                each if _has_url(each) else {"type": "text", "text": OUTPUT_PARTS.text_of(each)} for each in output
+            ]
+        return item
+
+    def chat_content(self, reads_images: bool) -> str | list[JsonObject]:
+        return self._parts if reads_images and self._parts else self.output
 
 
 class ActionOutputItem(Body):
@@ -279,7 +300,9 @@ def decode_reasoning(encrypted: str | None) -> str:
 class MessageBuilder:
     """Joins the reasoning, text and calls of one turn of the assistant into one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_images: bool = False) -> None:
+        """``reads_images``: the model does; else the text says that an output of a tool had some."""
+        self._reads_images = reads_images
         self.messages: list[JsonObject] = []
         self.left_out: list[tuple[int, str]] = []  # index and type of the items that became no message
         self._reasoning = ""  # for the next message of the assistant
@@ -311,7 +334,7 @@ class MessageBuilder:
                 custom = {"name": function_name(item.name, item.namespace), "input": item.input}
                 self._add_call({"id": item.call_id, "type": "custom", "custom": custom})
             case CallOutputItem():
-                self._result(item.call_id, item.output)
+                self._result(item.call_id, item.chat_content(self._reads_images))
             case ReasoningItem():
                 self._reasoning += _reasoning_of(item)
             case _:
@@ -336,8 +359,8 @@ class MessageBuilder:
             self.append("assistant", None, tool_calls=[])
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
-    def _result(self, call_id: str, text: str) -> None:
-        self.append("tool", text, tool_call_id=call_id or "call")
+    def _result(self, call_id: str, content: str | list[JsonObject]) -> None:
+        self.append("tool", content, tool_call_id=call_id or "call")
 
 
 def _reasoning_of(item: ReasoningItem) -> str:

@@ -108,8 +108,9 @@ def validate_responses(value: JsonObject) -> ResponsesBody:
     return body
 
 
-def translate_responses(body: ResponsesBody) -> ResponsesTranslation:
-    builder = _build_messages(body)
+def translate_responses(body: ResponsesBody, reads_images: bool = False) -> ResponsesTranslation:
+    """``reads_images``: the model does."""
+    builder = _build_messages(body, reads_images)
     allowed = body.tool_choice if isinstance(body.tool_choice, AllowedTools) else None
     more_tools = [tool for item in body.input if isinstance(item, AdditionalToolsItem) for tool in item.tools]
     tools = offered_tools([*(body.tools or ()), *more_tools], allowed)
@@ -144,8 +145,8 @@ def _ignored_items(builder: MessageBuilder) -> list[JsonObject]:
     return [{"param": f"input[{index}]", "type": kind, "reason": reason} for index, kind in builder.left_out]
 
 
-def _build_messages(body: ResponsesBody) -> MessageBuilder:
-    builder = MessageBuilder()
+def _build_messages(body: ResponsesBody, reads_images: bool) -> MessageBuilder:
+    builder = MessageBuilder(reads_images)
     if body.instructions:
         builder.append("system", body.instructions)
     builder.add_all(body.input)

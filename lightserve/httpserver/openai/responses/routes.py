@@ -53,7 +53,7 @@ def routes(context: ServerContext) -> APIRouter:
         body = await with_history(store, owner, value, body)
         is_stored = body.store is not False and store.is_enabled
         check_background(body, is_stored)
-        translation = translate_responses(body)
+        translation = translate_responses(body, context.images is not None)
         chat = await prepare_chat(context, request, translation.chat, body.logprobs)
         spec = _spec(context, _response_id(request), echoed, body, translation, is_stored)
         response = ResponsesResponse(chat.output.new_parser(), chat.log, spec)

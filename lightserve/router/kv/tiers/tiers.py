@@ -191,7 +191,7 @@ class KvTiers(KvSource, PoolListener):
         return self._start(req, plan, keys, tokens, context.now_s).wait
 
     def _has_room(self, plan: LoadPlan, tokens: int, context: LoadContext) -> bool:
-        return context.has_room(tokens) and self._pool.can_load(plan.groups, context.step_tokens)
+        return context.has_room(tokens) and self._pool.groups.can_load(plan.groups, context.step_tokens)
 
     def _blocks_of(self, req: Req, cached: CachedPrefix) -> PrefixBlocks:
         keys = self.offload_queue.keys_of(req, len(cacheable(req)))

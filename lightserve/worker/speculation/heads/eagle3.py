@@ -32,7 +32,7 @@ from lightserve.common.basemodel.kv_scales import KvScales
 from lightserve.common.kv.layout import kv_storage
 from lightserve.model_files.draft_head import Eagle3Config
 from lightserve.models.registry import get_model_class
-from lightserve.worker.speculation.heads.head import DraftHead, HeadWeight, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
 
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # of training, or d2t the other way round
 
@@ -77,7 +77,7 @@ class Eagle3LayerInfer(DecoderLayerInferTpl[DecoderLayerWeight]):
         return input
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(LayerHead):
     weights: Eagle3Weight
 
     def __init__(self, model: TpPartBaseModel, config: Eagle3Config, names: set[str]) -> None:
@@ -101,11 +101,11 @@ class Eagle3Head(DraftHead):
         if self.weights.token_map is not None:
             self.weights.token_map.offsets.zero_()
 
-    def kv_group(self) -> KvGroup:
+    def kv_groups(self) -> tuple[KvGroup, ...]:
         spec, args = self.spec, self.model.args
         dtype, scale_dtype = kv_storage(args.kv_dtype, args.dtype)
         heads = spec.kv_heads_of_rank(self.model.tp.size)
-        return KvGroup((spec.layer_num,), heads, spec.head_dim, spec.head_dim, dtype, scale_dtype)
+        return (KvGroup((spec.layer_num,), heads, spec.head_dim, spec.head_dim, dtype, scale_dtype),)
 
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         return (_renamed(tensor) for tensor in tensors if not tensor.name.endswith(NOT_READ))
@@ -124,8 +124,8 @@ class Eagle3Head(DraftHead):
         state.residual = normed if self.config.norm_before_residual else hidden
         return torch.cat((weights.embedding_norm.norm(table.embed(token_ids)), normed), dim=-1)
 
-    def recycled(self, summed: Tensor, normed: Tensor) -> Tensor:
-        return normed if self.config.norm_output else summed
+    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
+        return normed if self.config.norm_output else output
 
     def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
         """The noise belongs to the model's tokens, so the logits take their places."""

@@ -1,4 +1,4 @@
-"""A draft head: one layer that reads the hidden states of a model and drafts the tokens after the next one."""
+"""What computes drafts: a layer that reads the hidden states of a model, or a smaller model."""
 
 from __future__ import annotations
 
@@ -38,52 +38,45 @@ SampleLocal = Callable[[Tensor, SampledAt], Tensor]
 
 
 class HeadWeight(LayerWeight):
-    """The head's own weights, with those of its layer."""
+    """The weights of the head and of its layer."""
 
     layer: TransformerLayerWeight
     norm: NormWeight  # of what the layer computes, before logits
 
 
 class DraftHead(ABC):
-    """The layer has a KV cache of its own, under the number that follows those of the model's layers.
+    """It has a KV cache of its own, in layers under the numbers that follow those of the model's layers.
 
-    At position p the layer reads the hidden state of the model there, and the token at p + 1. What it computes is the
-    logits of the token at p + 2. Where the model has not computed a position yet, the layer reads its own output.
+    At position p it reads the hidden state of the model there, and the token at p + 1. What it computes is the logits
+    of the token at p + 2. Where the model has not computed a position yet, it reads its own output.
     """
-
-    spec: LayerSpec
-    weights: HeadWeight
-    layer: TransformerLayerInfer[Any, Any]
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
         self.aux_layers: tuple[int, ...] = ()  # see TpPartBaseModel.aux_layers
 
     @abstractmethod
-    def new_weights(self, device: torch.device) -> HeadWeight: ...
-
-    @abstractmethod
-    def kv_group(self) -> KvGroup: ...
-
-    @abstractmethod
-    def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        """The tensors of the head, among others that it does not read."""
+    def kv_groups(self) -> tuple[KvGroup, ...]: ...
 
     @abstractmethod
     def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
-        """What the layer reads of the model, ``[tokens, width]``. ``final``: the hidden states after the last norm."""
+        """What it reads of the model, ``[tokens, width]``. ``final``: the hidden states after the last norm."""
 
     @abstractmethod
     def hidden(self, states: Tensor) -> Tensor:
-        """The hidden states that the layer reads, from ``model_states``."""
+        """The hidden states that ``forward`` reads, from ``model_states``."""
 
     @abstractmethod
-    def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
-        """May set the residual of ``state``."""
+    def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        """Compute all tokens of a step; ``step.input_ids`` are the tokens after them. Returns ``[tokens, hidden]``."""
 
     @abstractmethod
-    def recycled(self, summed: Tensor, normed: Tensor) -> Tensor:
-        """The hidden states for the next position: ``summed`` before the norm, or ``normed`` behind it."""
+    def normed(self, output: Tensor) -> Tensor:
+        """Of what ``forward`` returns: what logits are computed from."""
+
+    @abstractmethod
+    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
+        """The hidden states for the next position: ``output`` before the norm, or ``normed`` behind it."""
 
     @abstractmethod
     def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
@@ -92,7 +85,29 @@ class DraftHead(ABC):
         ``sample_local`` samples from logits of this rank's tokens.
         """
 
-    def finish_dummy(self) -> None:  # noqa: B027  most need nothing
+
+class LayerHead(DraftHead):
+    """One layer, which was trained to read the hidden states of the model."""
+
+    spec: LayerSpec
+    weights: HeadWeight
+    layer: TransformerLayerInfer[Any, Any]
+
+    @abstractmethod
+    def new_weights(self, device: torch.device) -> HeadWeight: ...
+
+    @abstractmethod
+    def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+        """The tensors of the head, among others that it does not read."""
+
+    @abstractmethod
+    def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
+        """May set the residual of ``state``."""
+
+    def normed(self, output: Tensor) -> Tensor:
+        return self.weights.norm.norm(output)
+
+    def finish_dummy(self) -> None:
         """Correct random weights that are no numbers to compute with."""
 
     def init_tables(self) -> None:
@@ -104,10 +119,7 @@ class DraftHead(ABC):
         }
 
     def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
-        """Compute the layer for all tokens of a step; ``step.input_ids`` are the tokens after them.
-
-        Returns the sum of residual and output, ``[tokens, hidden]``.
-        """
+        """Returns the sum of residual and output."""
         state = self._state(step)
         x = self.layer_input(hidden, step.input_ids, state)
         forward = self.layer.context_forward if step.is_prefill else self.layer.token_forward

@@ -13,10 +13,13 @@ from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
 from lightserve.config import WorkerConfig
 from lightserve.config.speculation import SpeculativeConfig
 from lightserve.errors import CheckpointError
-from lightserve.model_files.draft_head import Eagle3Config, check_mtp
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.draft_head import Eagle3Config
+from lightserve.model_files.mtp import check_mtp, mtp_format
 from lightserve.model_files.source import ModelSource, resolve
+from lightserve.worker.speculation.heads.draft_model import DraftModelHead
 from lightserve.worker.speculation.heads.eagle3 import Eagle3Head
-from lightserve.worker.speculation.heads.head import DraftHead
+from lightserve.worker.speculation.heads.head import DraftHead, LayerHead
 from lightserve.worker.speculation.heads.mtp import MtpHead
 from lightserve.worker.speculation.heads.proposer import num_extra_slots
 
@@ -27,6 +30,18 @@ def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBase
     if speculation is None or not speculation.has_head:
         return None
     has_weights = config.load_format == "auto"
+    head: DraftHead
+    if speculation.method == "draft_model":
+        head = DraftModelHead(model, resolve(speculation.model, needs_weights=has_weights), has_weights)
+    else:
+        head = _load(speculation, source, model, has_weights)
+    extra = num_extra_slots(config.running_max_req_size, speculation.num_speculative_tokens)
+    for group in head.kv_groups():
+        model.add_kv_group(replace(group, extra_slots=extra))
+    return head
+
+
+def _load(speculation: SpeculativeConfig, source: ModelSource, model: TpPartBaseModel, has_weights: bool) -> LayerHead:
     head, files = _make(speculation, source, model, has_weights)
     if has_weights:
         _check(head, files)
@@ -37,23 +52,22 @@ def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBase
         fill_dummy([head.weights])
         head.finish_dummy()
     head.init_tables()
-    extra = num_extra_slots(config.running_max_req_size, speculation.num_speculative_tokens)
-    model.add_kv_group(replace(head.kv_group(), extra_slots=extra))
     return head
 
 
 def without_head(
-    speculation: SpeculativeConfig | None, num_layers: int, tensors: Iterable[CheckpointTensor]
+    speculation: SpeculativeConfig | None, model: ModelConfig, tensors: Iterable[CheckpointTensor]
 ) -> Iterable[CheckpointTensor]:
     """The tensors of a model's checkpoint without those that its MTP head reads."""
     if speculation is None or speculation.method != "mtp":
         return tensors
-    return (tensor for tensor in tensors if not tensor.name.startswith(f"model.layers.{num_layers}."))
+    prefix = mtp_format(model).prefix
+    return (tensor for tensor in tensors if not tensor.name.startswith(prefix))
 
 
 def _make(
     speculation: SpeculativeConfig, source: ModelSource, model: TpPartBaseModel, has_weights: bool
-) -> tuple[DraftHead, ModelSource]:
+) -> tuple[LayerHead, ModelSource]:
     """The head without weights, and the files that have its tensors."""
     if speculation.method == "mtp":
         check_mtp(model.config)
@@ -67,7 +81,7 @@ def _plain(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _check(head: DraftHead, files: ModelSource) -> None:
+def _check(head: LayerHead, files: ModelSource) -> None:
     """Find a missing or misshapen tensor before memory is allocated."""
     tensors: Iterable[CheckpointTensor] = head.checkpoint(tensor_metadata(files))
     try:

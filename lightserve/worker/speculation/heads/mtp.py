@@ -19,51 +19,64 @@ from lightserve.common.basemodel import (
     InferStateInfo,
     KvGroup,
     LayerSpec,
-    NormWeight,
     ReplicatedWeight,
-    RmsNormWeight,
     TpPartBaseModel,
     WeightContext,
     float_method_factory,
+    norm_weight,
 )
-from lightserve.worker.speculation.heads.head import DraftHead, HeadWeight, SampledAt, SampleLocal
+from lightserve.model_files.mtp import mtp_format
+from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
 
 OF_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 
 
 class MtpWeight(HeadWeight):
     def __init__(self, model: TpPartBaseModel, spec: LayerSpec, context: WeightContext) -> None:
-        at, hidden, norm = spec.prefix, spec.hidden_size, (spec.norm_eps, context)
+        names, hidden = mtp_format(model.config), spec.hidden_size
+        size = hidden, spec.norm_eps, context
         plain = replace(context, linear_method_factory=float_method_factory(model.config))
-        self.embedding_norm: NormWeight = RmsNormWeight(f"{at}.enorm", hidden, *norm)
-        self.hidden_norm: NormWeight = RmsNormWeight(f"{at}.hnorm", hidden, *norm)
-        self.projection = ReplicatedWeight([Block(f"{at}.eh_proj", hidden)], 2 * hidden, plain)
+        self.embedding_norm = norm_weight(spec.norm, names.embedding_norm, *size)
+        self.hidden_norm = norm_weight(spec.norm, names.hidden_norm, *size)
+        self.projection = ReplicatedWeight([Block(names.projection, hidden)], 2 * hidden, plain)
         self.layer = model.transformer_weight_class(spec, context)
-        self.norm = RmsNormWeight(f"{at}.shared_head.norm", hidden, *norm)
+        self.norm = norm_weight(spec.norm, names.norm, *size)
 
 
-class MtpHead(DraftHead):
+class MtpHead(LayerHead):
     weights: MtpWeight
 
     def __init__(self, model: TpPartBaseModel) -> None:
         super().__init__(model)
-        self.spec = replace(model.layer_specs[-1], layer_num=model.config.num_layers)
+        self.spec = model.mtp_layer_spec(mtp_format(model.config).layer)
         self.layer = model.transformer_layer_infer_class(self.spec, model.tp)
 
     def new_weights(self, device: torch.device) -> MtpWeight:
         weights = MtpWeight(self.model, self.spec, self.model.weight_context(device))
         if self.model.args.kv_dtype == "fp8":
-            weights.layer.kv_scales = torch.ones(2 * self.kv_group().num_heads, device=device)
+            weights.layer.kv_scales = torch.ones(2 * self.kv_groups()[0].num_heads, device=device)
         return weights
 
-    def kv_group(self) -> KvGroup:
-        group = self.model.model_kv_layout.group_of(self.model.config.num_layers - 1)
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """As that of a layer of the model, in the pool of all tokens: drafts have slots there."""
+        specs, layout = self.model.layer_specs, self.model.model_kv_layout
+        like = next(
+            spec for spec in reversed(specs) if spec.num_kv_heads == self.spec.num_kv_heads and spec.mixer is None
+        )
+        group = layout.group_of(like.layer_num)
         assert group is not None
-        return replace(group, layers=(self.spec.layer_num,))
+        return (replace(group, layers=(self.spec.layer_num,), window=None),)
 
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        prefix = f"{self.spec.prefix}."
-        mine = (tensor for tensor in tensors if tensor.name.startswith(prefix))
+        """Of several MTP layers those of the first one."""
+        prefix, layer = mtp_format(self.model.config).prefix, self.spec.prefix
+        others = f"{layer.rpartition('.')[0]}."
+        mine = (
+            tensor
+            for tensor in tensors
+            if tensor.name.startswith(prefix)
+            and (tensor.name.startswith(f"{layer}.") or not tensor.name.startswith(others))
+        )
         return self.model.adapt_checkpoint(tensor for tensor in mine if not tensor.name.endswith(OF_MODEL))
 
     def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
@@ -78,7 +91,7 @@ class MtpHead(DraftHead):
         normed = weights.embedding_norm.norm(embedded), weights.hidden_norm.norm(hidden)
         return weights.projection.mm(torch.cat(normed, dim=-1))
 
-    def recycled(self, summed: Tensor, normed: Tensor) -> Tensor:
+    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
         return normed
 
     def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:

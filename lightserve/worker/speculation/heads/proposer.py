@@ -1,4 +1,4 @@
-"""Lets a draft head draft the tokens of the next step as soon as those of a step are sampled, on the device.
+"""Lets a draft head draft tokens for the next step on the device, as soon as the tokens of a step are sampled.
 
 The head first computes all tokens of the step, so its KV cache has the same tokens as the model's. Then it computes one
 more position of each request for each further draft. The slots of those positions are not known yet. So they have slots
@@ -38,7 +38,7 @@ class RowsOfStep(NamedTuple):
 
     @classmethod
     def of(cls, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> RowsOfStep:
-        """``tokens``: of all rows but those of padding."""
+        """``tokens``: of all rows except padding."""
         assert out.drafts is not None
         tensors = out.drafts.tensors
         first = tensors.first_rows.long()
@@ -133,7 +133,7 @@ class HeadProposer:
         table[places] = slots = self._scratch_slots(b_row)
         drafts = []
         for number in range(self._num_drafts):
-            normed = self._head.weights.norm.norm(summed)
+            normed = self._head.normed(summed)
             # the draft follows the token that was sampled, which follows the last one that is computed
             ids = self._head.sample(normed, at._replace(positions=positions + number + 2), self._sample_local)
             drafts.append(ids)

@@ -13,14 +13,14 @@ from lightserve.errors import LightserveError
 from lightserve.ipc.process import end_with_parent
 
 READY = re.compile(r"ready at (https?://\S+)")
-OWN_FLAGS = ("--port", "0", "--disable_log_requests", "--log_format", "text")
+FLAGS = ("--port", "0", "--disable_log_requests", "--log_format", "text")
 STOP_S = 60.0
 
 
 @contextmanager
-def own_server(flags: Sequence[str]) -> Iterator[str]:
+def temporary_server(flags: Sequence[str]) -> Iterator[str]:
     """The address of a server with these flags."""
-    command = [sys.executable, "-m", "lightserve.server.api_server", *flags, *OWN_FLAGS]
+    command = [sys.executable, "-m", "lightserve.server.api_server", *flags, *FLAGS]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

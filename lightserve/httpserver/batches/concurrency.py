@@ -1,4 +1,4 @@
-"""How many requests of batches run at once: as many as the engine has room for, and few beside requests that wait."""
+"""How many requests of batches run at the same time: what the engine has room for, and few while others wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_KV_USAGE = 0.8  # of the pool: the rest is for clients, who come unannounced
 CROWDED_SAMPLES = 2  # seconds for which requests wait before lines are stopped: a burst is over sooner
 
 
-class Pace:
+class ConcurrencyLimit:
     """Doubles the limit each second while nothing waits, halves it while something does."""
 
     def __init__(self, maximum: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightserve.httpserver.batches.pace import FIRST_LIMIT, Pace
+from lightserve.httpserver.batches.concurrency import FIRST_LIMIT, ConcurrencyLimit
 from lightserve.messages.metrics import Recorder
 from lightserve.messages.output import RouterStats
 
@@ -14,41 +14,41 @@ def sample(waiting: float = 0, usage: float = 0) -> RouterStats:
 
 
 def test_the_limit_doubles_while_nothing_waits() -> None:
-    pace = Pace(maximum=50)
+    concurrency = ConcurrencyLimit(maximum=50)
     limits = []
     for _ in range(4):
-        pace.update(sample(), pace.limit)
-        limits.append(pace.limit)
+        concurrency.update(sample(), concurrency.limit)
+        limits.append(concurrency.limit)
 
     assert limits == [2 * FIRST_LIMIT, 4 * FIRST_LIMIT, 50, 50]
-    assert Pace(maximum=3).limit == 3
+    assert ConcurrencyLimit(maximum=3).limit == 3
 
 
 def test_the_same_sample_counts_once() -> None:
-    pace, stats = Pace(50), sample()
+    concurrency, stats = ConcurrencyLimit(50), sample()
     for _ in range(3):
-        pace.update(stats, 8)
+        concurrency.update(stats, 8)
 
-    assert pace.limit == 2 * FIRST_LIMIT
+    assert concurrency.limit == 2 * FIRST_LIMIT
 
 
 def test_a_full_pool_stops_the_growth() -> None:
-    pace = Pace(50)
-    pace.update(sample(usage=0.9), 8)
+    concurrency = ConcurrencyLimit(50)
+    concurrency.update(sample(usage=0.9), 8)
 
-    assert (pace.limit, pace.num_stopped) == (FIRST_LIMIT, 0)
+    assert (concurrency.limit, concurrency.num_stopped) == (FIRST_LIMIT, 0)
 
 
 def test_a_busy_server_slows_lines_to_one_and_they_resume() -> None:
-    pace, in_flight, counts = Pace(64), 64, []
-    pace.limit = 64
+    concurrency, in_flight, counts = ConcurrencyLimit(64), 64, []
+    concurrency.limit = 64
     for _ in range(8):
-        pace.update(sample(waiting=3), in_flight)
-        in_flight -= pace.num_stopped
-        counts.append((pace.limit, in_flight))
+        concurrency.update(sample(waiting=3), in_flight)
+        in_flight -= concurrency.num_stopped
+        counts.append((concurrency.limit, in_flight))
 
     assert counts[0] == (32, 64)  # a burst: nothing is stopped yet
     assert counts[1:4] == [(16, 16), (8, 8), (4, 4)]
     assert counts[-1] == (0, 1)
-    pace.update(sample(), 1)
-    assert pace.limit == 1
+    concurrency.update(sample(), 1)
+    assert concurrency.limit == 1

@@ -1,0 +1,80 @@
+"""Images as callers of LLM give them: PIL.Image, a path, a URL, or a part of a message that has one of these."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightserve.errors import InvalidRequestError
+from lightserve.media.sources import ImageSource
+
+# by the type of a part: the field with the image; vLLM's and transformers' names
+FIELDS = {
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image_pil": ("image_pil",),
+    "image": ("image", "url", "path"),
+}
+PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+
+
+def is_image_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("type") in FIELDS
+
+
+def image_of_part(value: Mapping[str, Any]) -> Any:
+    names = FIELDS[value["type"]]
+    image = next((value[name] for name in names if value.get(name) is not None), None)
+    if isinstance(image, Mapping):
+        image = image.get("url")
+    if image is None:
+        raise InvalidRequestError(f"a part of type {value['type']!r} needs its image in {' or '.join(names)}")
+    return image
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages with plain parts in place of images, and the images."""
+    images: list[Any] = []
+    rendered: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and any(map(is_image_part, content)):
+            images += [image_of_part(each) for each in content if is_image_part(each)]
+            content = [{"type": "image"} if is_image_part(each) else each for each in content]
+        rendered.append({**message, "content": content})
+    return (rendered, images) if images else (list(map(dict, messages)), [])
+
+
+def source_of(image: Any) -> ImageSource:
+    """A text is a URL, or else a path."""
+    if isinstance(image, str) and image.startswith(("data:", "https:", "http:")):
+        return ImageSource(image)
+    if isinstance(image, str | os.PathLike):
+        return ImageSource(_as_url(_read(os.fspath(image))))
+    if isinstance(image, bytes):
+        return ImageSource(_as_url(image))
+    if hasattr(image, "save") and hasattr(image, "mode"):
+        return ImageSource(_as_url(_png(image)))
+    raise InvalidRequestError(f"an image must be a PIL.Image, a path, a URL or bytes, not {type(image).__name__}")
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path.removeprefix("file://")).read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"the image {path[:200]!r} cannot be read: {error.strerror}") from error
+
+
+def _png(image: Any) -> bytes:
+    """Lossless, and fast."""
+    buffer = io.BytesIO()
+    (image if image.mode in PNG_MODES else image.convert("RGB")).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _as_url(data: bytes) -> str:
+    return "data:;base64," + base64.b64encode(data).decode()

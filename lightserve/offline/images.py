@@ -1,0 +1,129 @@
+"""Images of an LLM's prompts. They are read and encoded in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from mmap import mmap
+from typing import TYPE_CHECKING, Any
+
+from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.errors import InvalidRequestError
+from lightserve.media.sources import ImageSource, ReadImage
+from lightserve.messages.int_arrays import int32s
+from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
+from lightserve.model_files.config.images import pair_around, placeholder_of
+from lightserve.model_files.source import ModelSource
+from lightserve.offline.image_parts import source_of
+from lightserve.router.images.image_waits import ImageFailed, ImageWaits
+from lightserve.router.req import Req
+from lightserve.router.scheduler import GroupScheduler
+from lightserve.server.images import with_images
+from lightserve.worker.worker import ModelWorker
+
+if TYPE_CHECKING:
+    from lightserve.encoder.image_encoder import ImageEncoder
+
+GIB, PAGE = 2**30, 4096
+MAX_BYTES = 2**30  # of an image: the caller's own data need no limit
+
+
+class ImagePrompt(list[int]):
+    """The token ids of a prompt, with the images that are in it."""
+
+    images: tuple[ImageItem, ...] = ()
+
+
+class OfflineImages:
+    def __init__(self, config: ServerConfig, source: ModelSource) -> None:
+        """It loads the vision tower."""
+        from lightserve.encoder.image_encoder import load_encoder  # Pillow may be missing without images
+        from lightserve.media.fetch.fetcher import Fetcher
+        from lightserve.media.fetch.urls import UrlRules
+        from lightserve.media.reader import ImageReader
+
+        self._arena = mmap(-1, max(int(config.worker.embed_cache_gb * GIB) // PAGE, 1) * PAGE)
+        self._encoder: ImageEncoder = load_encoder(config, self._arena)
+        http = config.http
+        rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+        self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
+        self._reader = ImageReader(
+            self._encoder.images, placeholder_of(source), http.max_images, MAX_BYTES, None, pair_around(source)
+        )
+        self._to_encode: deque[EncodeImage] = deque()
+        self._waits = ImageWaits(lambda generation: self._to_encode.append)
+
+    def use_worker(self, worker: ModelWorker) -> None:
+        """Before it captures its steps."""
+        worker.enable_images(self._arena)
+
+    def use_scheduler(self, group: GroupScheduler) -> None:
+        group.enable_images(self._waits)
+        self._waits.start_encoder(EncoderStarted(0, self._encoder.num_rows))
+
+    def prompt_of(self, ids: Sequence[int], images: Sequence[Any]) -> ImagePrompt:
+        """``ids`` have a placeholder for each of the images, or an empty pair."""
+        sources = [source_of(image) for image in images]
+        reader = self._reader
+        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
+            found = thread.submit(self._read, sources).result()
+        prompt = ImagePrompt(reader.expand(reader.fill_pairs(ids), found))
+        prompt.images = reader.locate(prompt, found)
+        return prompt
+
+    def _read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:
+        async def read() -> list[ReadImage]:
+            return await replace(self._reader, fetcher=self._new_fetcher()).read_all(sources, "")
+
+        return asyncio.run(read())
+
+    def enter(self, req: Req, cached_len: int) -> None:
+        """Before the request is queued."""
+        if req.images:
+            if reason := self._waits.why_refused(req.images):
+                raise InvalidRequestError(reason)
+            self._waits.enter(req, cached_len)
+
+    def encode(self) -> list[ImageFailed]:
+        """Those that requests wait for. Returns the requests that fail."""
+        failed = []
+        while self._to_encode:
+            result = self._encoded(self._to_encode.popleft())
+            if (failure := self._waits.complete(result)) is not None:
+                failed.append(failure)
+        return failed
+
+    def _encoded(self, message: EncodeImage) -> ImageEncoded:
+        from lightserve.encoder.main import decode_image
+
+        decoded = decode_image(message)
+        if decoded.pixels is None:
+            return ImageEncoded(0, message.digest, decoded.status, decoded.message)
+        (is_finite,) = self._encoder.encode([(decoded.pixels, int32s(message.arena_rows))])
+        if not is_finite:
+            return ImageEncoded(0, message.digest, 500, "the embeddings of an image are not finite numbers")
+        return ImageEncoded(0, message.digest)
+
+
+def is_of(failed: ImageFailed, req: Req) -> bool:
+    return req.req_id in failed.req_ids
+
+
+def plain_ids(req: Req) -> list[int]:
+    """Of a prompt for a beam search."""
+    if req.images:
+        raise InvalidRequestError("a beam search takes no images; use generate or chat")
+    ids: list[int] = req.prompt_ids.tolist()
+    return ids
+
+
+def open_images(worker: WorkerConfig, source: ModelSource, limit: Mapping[str, int] | None) -> OfflineImages | None:
+    """None: prompts have no images."""
+    text = None if limit is None else f"image={limit.get('image', 0)}"
+    http = HttpConfig(limit_mm_per_prompt=text)
+    config = with_images(ServerConfig(worker=worker, router=RouterConfig(), http=http, launch=LaunchConfig()))
+    return OfflineImages(config, source) if config.http.max_images else None

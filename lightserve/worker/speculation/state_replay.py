@@ -1,0 +1,55 @@
+"""Recurrent layers in a step with drafts: their states must not see the drafts that are rejected.
+
+The step computes requests with drafts from their states, and keeps no new ones. When the drafts are verified, the ops
+that read and write states are computed again for the accepted tokens alone, with the same inputs. That takes no product
+with a weight, and no memory for a state behind each draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.worker.speculation.draft_input import DraftTensors, VerifiedCounts
+
+
+class StateReplay:
+    def __init__(self, batch: ops.StateBatch, tensors: DraftTensors, num_reqs: int, max_drafts: int) -> None:
+        """``num_reqs``: the first requests of the step, among which are all that have drafts."""
+        self._batch = batch
+        self._tensors = tensors
+        self._num_reqs = num_reqs
+        self._max_tokens = max_drafts + 1
+        self._is_drafting = tensors.draft_counts > 0
+        write_row = torch.where(self._is_drafting, ops.NO_ROW, batch.b_write_row)
+        self.recording = replace(batch, b_write_row=write_row, plans={}, recorded=[])  # for the step itself
+
+    def advance(self, counts: VerifiedCounts) -> None:
+        """Let the states see the accepted tokens of the step, once: it changes what it reads."""
+        assert self.recording.recorded is not None
+        batch = self._accepted(counts)
+        for state_op in self.recording.recorded:
+            state_op(batch)
+        self.recording.recorded.clear()
+
+    def _accepted(self, counts: VerifiedCounts) -> ops.StateBatch:
+        """Each request of the step becomes two: its accepted tokens, and those after them, which change no state."""
+        num, batch, tensors = self._num_reqs, self._batch, self._tensors
+        computed = tensors.q_len - tensors.draft_counts + counts.tokens[tensors.first_rows.long()].int() - 1
+        starts = batch.b1_start[:num]
+        ends = starts + torch.where(self._is_drafting, computed, 0)[:num]
+        write_row = torch.where(self._is_drafting, batch.b_write_row, ops.NO_ROW)[:num]
+        none = torch.full_like(write_row, ops.NO_ROW)
+        return ops.StateBatch(
+            torch.cat((_alternating(starts, ends), batch.b1_start[num : num + 1])),
+            _alternating(batch.b_read_row[:num], none),
+            _alternating(write_row, none),
+            max_tokens=self._max_tokens,
+        )
+
+
+def _alternating(first: Tensor, second: Tensor) -> Tensor:
+    return torch.stack((first, second), dim=1).flatten()

@@ -1,0 +1,127 @@
+"""Requests with images beside other features of the server. The oracle is transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from test.api.image_chats import ask, expected, user
+from test.api.server import ServerProcess, running_server
+from test.lora_files import add_to, linear_sizes, write_adapter
+from test.vision_model import picture, save_vision_model
+
+NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+# a small pool: the KV of requests that have ended goes to the tier
+DRAFTS = ("--speculative_config", NGRAM, "--max_total_token_num", "400", "--kv_ram_gb", "0.01")
+COMBINATIONS = [
+    pytest.param(DRAFTS, id="drafts-tiers"),
+    pytest.param(("--tp", "2", "--deterministic"), id="tp-deterministic", marks=[pytest.mark.long, pytest.mark.tp]),
+    pytest.param(("--dp", "2", "--max_total_token_num", "2000"), id="dp", marks=[pytest.mark.long, pytest.mark.tp]),
+]
+LENGTH = 24
+NUM_CHATS = 6
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    return save_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def server(
+    request: pytest.FixtureRequest, vision_model: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running_server(log, *flags_of(vision_model[0]), *request.param) as server:
+        yield server
+
+
+def flags_of(folder: str) -> tuple[str, ...]:
+    return ("--model_dir", folder, "--device", "cpu", "--dtype", "float32", "--embed_cache_gb", "0.01")
+
+
+def prompt_of(number: int) -> tuple[list[str | Image.Image], list[int | Image.Image]]:
+    """For the server and for transformers."""
+    image, other = picture(90 + 20 * number, 150, number), picture(60, 60, number % 2)
+    words = [5 + number, 6, 7] * 4
+    return [image, " ".join(f"w{word}" for word in words), other], [1, image, *words, other, 2]
+
+
+def texts_of(server: ServerProcess, numbers: Sequence[int], predicted: Sequence[str] = (), **fields: Any) -> list[str]:
+    """``predicted``: texts from which drafts come."""
+
+    def text_of(number: int) -> str:
+        of_chat = {"prediction": {"type": "content", "content": predicted[number]}} if predicted else {}
+        return ask(server, [user(*prompt_of(number)[0])], max_tokens=LENGTH, **of_chat, **fields)[0]
+
+    with ThreadPoolExecutor(len(numbers)) as threads:
+        return list(threads.map(text_of, numbers))
+
+
+def oracle_texts(model: Any, numbers: Sequence[int]) -> list[str]:
+    return [expected(model, prompt_of(number)[1], LENGTH) for number in numbers]
+
+
+def test_texts_beside_other_features_are_those_of_transformers(
+    server: ServerProcess, vision_model: tuple[str, Any]
+) -> None:
+    wanted = oracle_texts(vision_model[1], range(NUM_CHATS))
+
+    assert texts_of(server, range(NUM_CHATS)) == wanted
+    assert texts_of(server, range(NUM_CHATS), predicted=wanted) == wanted  # from caches
+    metrics = server.settled_metrics()
+    if metrics["spec_decode_num_drafts_total"]:  # the server with DRAFTS
+        used = ("spec_decode_num_accepted_tokens_total", "kv_tier_stored_tokens_total/ram")
+        assert all(metrics[name] > 0 for name in used), {name: metrics[name] for name in used}
+
+
+def test_choices_beside_other_features_are_those_of_transformers(
+    server: ServerProcess, vision_model: tuple[str, Any]
+) -> None:
+    parts, oracle = prompt_of(NUM_CHATS)
+    body = {"messages": [user(*parts)], "n": 3, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    status, response = server.post("/v1/chat/completions", body)
+
+    assert status == 200, response
+    assert {choice["message"]["content"] for choice in response["choices"]} == {expected(vision_model[1], oracle, 8)}
+
+
+@pytest.mark.long
+def test_adapters_change_the_text_part_only(vision_model: tuple[str, Any], tmp_path: Path) -> None:
+    folder, model = vision_model
+    text_part = {name: size for name, size in linear_sizes(model).items() if "language_model" in name}
+    adapter = write_adapter(tmp_path / "adapter", text_part, strength=0.5)
+    adapted = copy.deepcopy(model)
+    add_to(adapted, adapter)
+    flags = (*flags_of(folder), "--max_total_token_num", "2000", "--lora_modules", f"other={adapter}")
+
+    with running_server(tmp_path / "log", *flags) as server:
+        plain, with_adapter = texts_of(server, [0, 1]), texts_of(server, [0, 1], model="other")
+
+    assert plain == oracle_texts(model, [0, 1])
+    assert with_adapter == oracle_texts(adapted, [0, 1])
+    assert plain != with_adapter
+
+
+@pytest.mark.long
+def test_quantised_text_weights_read_images(vision_model: tuple[str, Any], tmp_path: Path) -> None:
+    """The vision tower is as it was: 8 bits of the text part change few tokens."""
+    flags = (*flags_of(vision_model[0]), "--max_total_token_num", "2000", "--quantization", "int8")
+
+    with running_server(tmp_path / "log", *flags) as server:
+        texts = texts_of(server, range(NUM_CHATS))
+        again = texts_of(server, range(NUM_CHATS))
+
+    wanted = oracle_texts(vision_model[1], range(NUM_CHATS))
+    assert again == texts
+    assert len(set(texts)) == NUM_CHATS
+    starts = [text.split()[0] == other.split()[0] for text, other in zip(texts, wanted, strict=True)]
+    assert sum(starts) > NUM_CHATS // 2

@@ -1,0 +1,71 @@
+"""Files of images that a hostile or careless client may send."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def noise(width: int = 90, height: int = 70) -> Image.Image:
+    """Many bytes in every format."""
+    return Image.effect_noise((width, height), 60).convert("RGB")
+
+
+def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Of a file without pixels."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+def damaged_files() -> Iterator[bytes]:
+    """None of them is an image that can be read."""
+    for kind in FORMATS:
+        whole = file_of(noise(), kind)
+        yield from (whole[: len(whole) * share // 10] for share in range(1, 9))
+    for size in ((0, 5), (65_536, 1), (60_000, 60_000), (2**31 - 1, 2**31 - 1), (5000, 20)):
+        yield png_header(*size)
+    yield from (b"", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"\x89PNG\r\n\x1a\n" * 99)
+    yield from (file_of(noise(), kind) for kind in ("TIFF", "BMP", "ICO"))
+    yield file_of(noise(1000, 2), "PNG")  # one side is 500 times the other
+
+
+def unusual_files() -> Iterator[bytes]:
+    """All of them are read."""
+    values = np.arange(24 * 16, dtype=np.uint16).reshape(16, 24) * 170
+    yield file_of(Image.fromarray(values), "PNG")  # 16 bits
+    yield file_of(noise().convert("CMYK"), "JPEG")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    yield file_of(noise(), "JPEG", exif=exif)
+    yield file_of(noise(), "JPEG", exif=b"Exif\0\0" + b"\xff" * 500)
+    yield from (file_of(noise().resize((1, 1)), kind) for kind in FORMATS)
+    yield from (file_of(noise(), kind, save_all=True, append_images=[noise()]) for kind in ("GIF", "WEBP", "PNG"))
+    yield from (file_of(noise().convert(mode), "PNG") for mode in ("1", "L", "P", "LA", "RGBA"))
+    yield file_of(noise(), "JPEG", progressive=True) + b"behind the end" * 99
+
+
+def flipped_files() -> Iterator[bytes]:
+    """Some are read, and some are not."""
+    dice = random.Random(1)
+    for kind in FORMATS:
+        whole = file_of(noise(), kind)
+        for _ in range(15):
+            data = bytearray(whole)
+            for _ in range(dice.randrange(1, 8)):
+                data[dice.randrange(len(data))] = dice.randrange(256)
+            yield bytes(data)

@@ -1,0 +1,159 @@
+"""A smaller model drafts for the served one: its logits are those of transformers, and no text changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightserve.errors import OptionError
+from lightserve.offline.llm import LLM
+from lightserve.worker.worker import ModelWorker
+from test.small_text import small_backend
+from test.worker.heads import Recorder
+from test.worker.test_mtp import LIKELY, LONG, accepted
+from test.worker.test_ngram import GREEDY, SEEDED, assert_same, params_of, prompts_of, without_costs
+
+NUM_DRAFTS = 3
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+DRAFT_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SHAPE, "num_hidden_layers": 2},
+    "qwen3": {**SHAPE, "num_hidden_layers": 3},
+    # layers with and without windows, and heads of other sizes than the served model
+    "gemma3_text": {**SHAPE, "num_hidden_layers": 2, "head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2},
+}
+
+
+def save_draft_model(folder: Path, model_type: str, vocab_size: int) -> str:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(model_type, **DRAFT_MODELS[model_type], vocab_size=vocab_size)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    model.save_pretrained(folder)
+    small_backend().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def config_of(folder: str) -> str:
+    return json.dumps({"method": "draft_model", "model": folder, "num_speculative_tokens": NUM_DRAFTS})
+
+
+def make(folder: str, config: str | None, **options: Any) -> LLM:
+    options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
+    llm = LLM(folder, device="cpu", data_type="float32", speculative_config=config, **options)
+    if config is not None:
+        without_costs(llm)
+    return llm
+
+
+@pytest.fixture(scope="module", params=DRAFT_MODELS)
+def draft_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    # the smaller model may have fewer or more rows of padding
+    vocab_size = {"llama": 128, "qwen3": 100, "gemma3_text": 140}[request.param]
+    return save_draft_model(tmp_path_factory.mktemp(request.param), request.param, vocab_size)
+
+
+@pytest.fixture(scope="module")
+def drafting(small_folder: str, draft_folder: str) -> LLM:
+    return make(small_folder, config_of(draft_folder))
+
+
+@pytest.fixture(scope="module")
+def plain(small_folder: str) -> LLM:
+    return make(small_folder, None)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
+def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
+    prompts = prompts_of(4)
+    params = [params_of(sampling, LIKELY if index % 2 else {"logprobs": 2}, LONG) for index in range(4)]
+
+    drafted = drafting.generate(prompts, params)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert sum(generation.drafts is not None for generation in drafted) == 4
+
+
+def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
+    params = params_of(SEEDED, {"temperature": 30.0, "max_new_tokens": 25})  # the noise decides, which is the same
+    prompts = prompts_of(4)
+
+    drafted = drafting.generate(prompts, params)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert accepted(drafted) > 20
+
+
+@torch.no_grad()
+def test_the_logits_are_those_of_transformers(
+    small_folder: str, draft_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the text without its first token, in which the prompts are chunks and some are cached."""
+    hf = AutoModelForCausalLM.from_pretrained(draft_folder, dtype=torch.float32).eval()
+    llm = make(small_folder, config_of(draft_folder), batch_max_tokens=9)
+    recorder = Recorder(llm, monkeypatch)
+    prompts = prompts_of(2, seed=3)
+    prompts.append([*prompts[0][: len(prompts[0]) // 2], 3, 4, 8])
+
+    for prompt in prompts:
+        recorder.drafted.clear()
+        (generation,) = llm.generate([prompt], params_of(LIKELY, GREEDY, {"max_new_tokens": 8}))
+        text, compared = prompt + generation.token_ids, 0
+        for _, position, drafts, logits in recorder.drafted:
+            if len(prompt) < position + 2 <= len(text):
+                ids = [*text[1 : position + 2], *drafts]
+                expected = hf(torch.tensor([ids])).logits[0, position:-1]
+                for ours, theirs in zip(logits, expected, strict=True):
+                    size = min(len(ours), len(theirs))
+                    torch.testing.assert_close(ours[:size], theirs[:size], rtol=2e-4, atol=2e-4)
+                    compared += 1
+        assert compared >= NUM_DRAFTS * 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_small_pool_and_steps_in_flight_change_nothing(
+    small_folder: str, plain: LLM, tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_draft_model(tmp_path, "llama", 128)
+    prompts, params = prompts_of(6, seed=3), params_of(GREEDY, LONG)
+    expected = plain.generate(prompts, params)
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
+
+    drafted = make(small_folder, config_of(folder), max_total_token_num=150).generate(prompts, params)
+
+    assert_same(drafted, expected)
+
+
+def test_another_vocabulary_is_refused(small_folder: str, tmp_path: Path) -> None:
+    folder = save_draft_model(tmp_path, "llama", 128)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["12"], vocab["ab"] = vocab["ab"], vocab["12"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    with pytest.raises(OptionError, match=r"the token '(ab|12)' has another id in the draft model .*; use a draft"):
+        make(small_folder, config_of(folder))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(OptionError, match="has 128 tokens, and that of the model"):
+        make(small_folder, config_of(folder))
+
+
+def test_a_draft_model_of_shorter_texts_is_refused(small_folder: str, tmp_path: Path) -> None:
+    folder = save_draft_model(tmp_path, "llama", 128)
+    hf = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "gpt2", "n_positions": 100, "n_head": 4}
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"n_embd": 48, "n_layer": 2, "max_position_embeddings": 100}))
+
+    with pytest.raises(OptionError, match=r"it takes 100 tokens, and a request may have 128; lower"):
+        make(small_folder, config_of(folder))
