@@ -176,7 +176,7 @@ class ServerContext:
         self.check_model(name)
         adapter = self.adapter_of(name)
         if adapter:
-            await self.manager.find_adapter(adapter)
+            await self.manager.queries.find_adapter(adapter)
         return adapter
 
     def check_model(self, name: str | None) -> None:

@@ -32,7 +32,6 @@ from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
 from lightserve.messages.output import (
-    AdapterCard,
     BatchStrOut,
     EmbeddingOut,
     EndedOut,
@@ -48,7 +47,6 @@ from lightserve.messages.request import (
     AbortReq,
     ContinueReq,
     GenerateReq,
-    ListAdapters,
     LoadAdapter,
     ReleaseParents,
     ToRouter,
@@ -184,14 +182,6 @@ class HttpServerManager:
     def new_group(self) -> int:
         """A group id for sequences that start one after the other and share prefixes."""
         return next(self._ids)
-
-    async def adapters(self) -> list[AdapterCard]:
-        """All LoRA adapters that have a name."""
-        return (await self.queries.ask_adapters(ListAdapters)).adapters
-
-    async def find_adapter(self, name: str) -> None:
-        """Raise if a request cannot use this adapter."""
-        await self.queries.ask_adapters(lambda query_id: ListAdapters(query_id, name))
 
     async def load_adapter(self, name: str, path: str, replaces: bool) -> None:
         """Returns when requests can use the adapter."""
