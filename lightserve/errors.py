@@ -23,6 +23,8 @@ LightserveError
 │   ├── MediaTypeError             415
 │   ├── WebSocketError             426: the client must use HTTP
 │   ├── OverloadedError            429
+│   │   └── KeyLimitError              the limits of an API key
+│   ├── McpError                   424: an MCP server that the request names cannot be used
 │   ├── HeadersTooLargeError       431
 │   ├── AbortedError               499: by /abort_request
 │   └── ClientDisconnectedError    499, for the log only
@@ -40,6 +42,8 @@ LightserveError
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class LightserveError(Exception):
@@ -201,6 +205,23 @@ class WebSocketError(RequestError):
 class OverloadedError(RequestError):
     status = 429
     code = "rate_limit_exceeded"
+    retry_after_s = 1  # a step takes milliseconds, so the queue is shorter after a second
+
+
+class KeyLimitError(OverloadedError):
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class McpError(RequestError):
+    status = 424
+    code = "mcp_server_error"
+
+    def __init__(self, message: str, details: dict[str, Any] | None = None, param: str | None = None) -> None:
+        """``details``: the error as an mcp_call item of OpenAI has it; None: there is only the message."""
+        super().__init__(message, param)
+        self.details = details
 
 
 class HeadersTooLargeError(RequestError):

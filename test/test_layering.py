@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "messages", "ipc"}
 HTTP_GROUND = {"httpserver.context", "httpserver.engine_client", "httpserver.http", "httpserver.prompt_request"}
-HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
+HTTP_API = {*HTTP_GROUND, "mcp", "errors", "httpserver.fields", "text.logprobs", "messages", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
@@ -36,9 +36,11 @@ LAYERS: dict[str, set[str]] = {
     "model_files.config.text_part": {"errors"},
     "model_files.lora": {"errors", "model_files.config.text_part", "model_files.safetensors_header"},
     "model_files.safetensors_header": {"errors"},
-    "media": {"errors", "messages"},
-    "media.reader": {"errors", "media", "messages"},
-    "media.fetch": {"errors"},
+    "media": {"errors", "messages", "model_files"},
+    "media.reader": {"errors", "media", "messages", "outbound"},
+    "media.fetch": {"errors", "outbound"},
+    "outbound": {"errors"},
+    "mcp": {"errors", "outbound", "utils"},
     "media.sources": {"media.sizes"},
     "media.sizes": set(),
     "media.tokens": {"errors", "messages"},
@@ -118,9 +120,11 @@ LAYERS: dict[str, set[str]] = {
         "httpserver.tracing",
         "httpserver.rl.settings",
         "httpserver.http",
+        "mcp",
         "media.reader",
         "messages",
         "model_files",
+        "outbound",
     },
     "httpserver.rl.settings": {"config"},
     "text.beam_search": {"errors", "messages"},
@@ -140,6 +144,7 @@ LAYERS: dict[str, set[str]] = {
         "errors",
         "text.grammar",
         "httpserver.fields",
+        "mcp",
         "media.reader",
         "media.sources",
         "messages",
@@ -192,7 +197,7 @@ LAYERS: dict[str, set[str]] = {
         "utils",
     },
     "httpserver.web": {*HTTP_GROUND, "httpserver.pooling"},
-    "httpserver": {"batches", "config", "media", "messages", "model_files", "utils", "ipc", "links.tls"},
+    "httpserver": {"batches", "config", "media", "messages", "model_files", "outbound", "utils", "ipc", "links.tls"},
     "cluster.routing": {"errors"},
     "links": {*GROUND, "model_files"},
     "cluster.nodes": {*GROUND, "links", "model_files"},
@@ -204,6 +209,7 @@ LAYERS: dict[str, set[str]] = {
         "cluster.nodes",
         "cluster.routing",
         "links",
+        "media",
         "model_files",
         "models.registry",
         "models.served_config",
@@ -221,6 +227,7 @@ LAYERS: dict[str, set[str]] = {
         "text.grammar",
         "text.logprobs",
         "model_files",
+        "outbound",
         "models.registry",
         "models.served_config",
         "router",

@@ -30,7 +30,38 @@ TEXT: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
+QWEN3 = {**TEXT, "head_dim": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+RECURRENT = {
+    **QWEN3,
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": TEXT,
+    "qwen2_5_vl": TEXT,
+    "qwen3_vl": {**QWEN3, "num_hidden_layers": 4},
+    "qwen3_vl_moe": {**QWEN3, **EXPERTS, "num_hidden_layers": 3},
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32},
+}
+QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "out_hidden_size": 48,
+    "num_heads": 2,
+    "intermediate_size": 40,
+    "num_position_embeddings": 25,
+}
 VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {**QWEN3_VISION, "deepstack_visual_indexes": [2, 0]},
+    "qwen3_vl_moe": {**QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_5": QWEN3_VISION,
+    "qwen3_5_moe": QWEN3_VISION,
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 2},
     "qwen2_5_vl": {
         "depth": 2,
@@ -48,11 +79,16 @@ FILES = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+QWEN3_FILES = {**FILES, "patch_size": 16, "min_pixels": 64 * 64, "max_pixels": 32 * 32 * 40}
 CHAT_TEMPLATE = (
     "{% for message in messages %}w1 {% if message.content is string %}{{ message.content }} {% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|> "
     "{% else %}{{ part.text }} {% endif %}{% endfor %}{% endif %}{% endfor %}w2"
 )
+
+
+def preprocessor_of(model_type: str) -> dict[str, Any]:
+    return QWEN3_FILES if model_type.startswith("qwen3") else FILES
 
 
 def save_vision_model(folder: Path, model_type: str = "qwen2_5_vl") -> tuple[str, Any]:
@@ -61,7 +97,7 @@ def save_vision_model(folder: Path, model_type: str = "qwen2_5_vl") -> tuple[str
     ids = {"image_token_id": PAD, "video_token_id": VOCAB_SIZE + 3, "vision_start_token_id": START}
     ids["vision_end_token_id"] = END
     config = AutoConfig.for_model(
-        model_type, text_config=TEXT, vision_config=VISION[model_type], tie_word_embeddings=False, **ids
+        model_type, text_config=TEXTS[model_type], vision_config=VISION[model_type], tie_word_embeddings=False, **ids
     )
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     for name, weight in model.state_dict().items():
@@ -73,7 +109,7 @@ def save_vision_model(folder: Path, model_type: str = "qwen2_5_vl") -> tuple[str
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    (folder / "preprocessor_config.json").write_text(json.dumps(FILES))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor_of(model_type)))
     (folder / "generation_config.json").unlink(missing_ok=True)
     return str(folder), model
 
@@ -90,11 +126,13 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def oracle_inputs(prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
+def oracle_inputs(prompt: Sequence[int], images: Sequence[Image.Image], model_type: str) -> dict[str, Any]:
     """``prompt`` has PAD once for each image."""
     if not images:
         return {"input_ids": torch.tensor([list(prompt)])}
-    values = Qwen2VLImageProcessorPil(**{**FILES, "image_processor_type": None})(list(images), return_tensors="pt")
+    values = Qwen2VLImageProcessorPil(**{**preprocessor_of(model_type), "image_processor_type": None})(
+        list(images), return_tensors="pt"
+    )
     counts = iter((values["image_grid_thw"].prod(-1) // 4).tolist())
     ids = [token_id for each in prompt for token_id in ([each] * next(counts) if each == PAD else [each])]
     tensor = torch.tensor([ids])
@@ -106,5 +144,5 @@ def greedy(model: Any, prompt: Sequence[int], images: Sequence[Image.Image], cou
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
-            ids.append(int(model(**oracle_inputs(ids, images)).logits[0, -1].argmax()))
+            ids.append(int(model(**oracle_inputs(ids, images, model.config.model_type)).logits[0, -1].argmax()))
     return ids[len(prompt) :]

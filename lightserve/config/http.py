@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,7 +76,10 @@ class HttpConfig:
     )
     api_key: list[str] = option([], "keys that clients may use; default: no key is needed", group=FlagGroup.COMMON)
     api_key_file: str | None = option(
-        None, "file with API keys, one per line; unlike --api_key, ps does not show them", group=FlagGroup.KEYS
+        None,
+        "file with API keys, one per line, each with a name and limits of its own if you like; unlike --api_key, ps "
+        "does not show them",
+        group=FlagGroup.KEYS,
     )
     admin_key: list[str] = option(
         [],
@@ -83,6 +87,20 @@ class HttpConfig:
         group=FlagGroup.KEYS,
     )
     admin_key_file: str | None = option(None, "file with admin keys, one per line", group=FlagGroup.KEYS)
+    key_requests_per_minute: int | None = option(
+        None,
+        "requests of an API key in a minute at most, then 429; a line of --api_key_file may have another number; "
+        "default: no limit",
+        group=FlagGroup.KEYS,
+        at_least=1,
+    )
+    key_concurrency: int | None = option(
+        None,
+        "requests of an API key at once at most, then 429; a line of --api_key_file may have another number; "
+        "default: no limit",
+        group=FlagGroup.KEYS,
+        at_least=1,
+    )
     ssl_keyfile: str | None = option(
         None, "private key for HTTPS, PEM; default: contained in --ssl_certfile", group=FlagGroup.KEYS
     )
@@ -173,6 +191,38 @@ class HttpConfig:
     response_store_bytes: int = option(
         128 * 2**20, "maximum bytes of all stored responses, on the disk", group=FlagGroup.HTTP, at_least=0
     )
+    tool_server: list[str] = option(
+        [],
+        "MCP servers of the operator, as LABEL=URL; requests use one by its label, and web_search and code_interpreter "
+        "are those of these names",
+        group=FlagGroup.HTTP,
+    )
+    no_mcp_urls: bool = option(
+        False, "call no MCP servers that requests name by URL; those of --tool_server stay", group=FlagGroup.HTTP
+    )
+    allowed_mcp_domains: list[str] = option(
+        [],
+        "hosts, such as mcp.example.com or *.example.com, of MCP servers that requests may name; default: all that are "
+        "public",
+        group=FlagGroup.HTTP,
+    )
+    mcp_private_hosts: list[str] = option(
+        [],
+        "hosts of MCP servers that requests may name although their addresses are not public: clients reach them "
+        "through this server",
+        group=FlagGroup.HTTP,
+    )
+    allow_http_mcp: bool = option(False, "call MCP servers of http: URLs too, unencrypted", group=FlagGroup.HTTP)
+    mcp_timeout: int = option(
+        60, "seconds until an MCP server must have answered a call", group=FlagGroup.HTTP, at_least=1, at_most=3600
+    )
+    max_tool_rounds: int = option(
+        16,
+        "times that a model may go on after calls of MCP tools in one response; then it must answer",
+        group=FlagGroup.HTTP,
+        at_least=1,
+        at_most=1024,
+    )
     stream_log: str | None = option(
         None,
         "Redis or Valkey server that keeps streams, such as redis://10.0.0.5:6379/1; a client that lost its connection "
@@ -230,7 +280,7 @@ class HttpConfig:
             raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         if self.stream_log is not None:
             check_redis("stream_log", self.stream_log)
-        _ = self.template_variables, self.max_images
+        _ = self.template_variables, self.max_images, self.tool_servers
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
             raise OptionError(
@@ -265,6 +315,17 @@ class HttpConfig:
     def template_variables(self) -> dict[str, Any]:
         """The object of --default_chat_template_kwargs."""
         return _json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def tool_servers(self) -> dict[str, str]:
+        """The URLs of --tool_server by label."""
+        servers: dict[str, str] = {}
+        for text in self.tool_server:
+            label, _, url = text.partition("=")
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", label) or not is_http_url(url) or label in servers:
+                raise OptionError(f"tool_server={text!r}: must be LABEL=URL, as search=http://127.0.0.1:9000/mcp, once")
+            servers[label] = url
+        return servers
 
     @property
     def compat_names(self) -> list[str]:

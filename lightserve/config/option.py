@@ -33,8 +33,8 @@ def option(
 ) -> Any:
     """A field that is also a flag. ``aliases`` are its names in other servers.
 
-    ``limits``: at_least and at_most of a number. ``choices_from``: the registry that has its values, as module:NAME,
-    which is imported only to parse flags.
+    ``limits``: at_least and at_most of a number. ``choices_from``: the registry that has its values, or a class that
+    makes it, as module:NAME; it is imported only to parse flags.
     """
     metadata = {"help": help, "aliases": aliases, "group": group, "choices_from": choices_from, **limits}
     if isinstance(default, list):

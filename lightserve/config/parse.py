@@ -155,7 +155,8 @@ def _arguments_of(spec: Field[Any], kind: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if registry := spec.metadata["choices_from"]:
         module, _, name = registry.partition(":")
-        return {"choices": list(getattr(import_module(module), name))}
+        values = getattr(import_module(module), name)
+        return {"choices": values() if isinstance(values, type) else list(values)}
     if get_origin(kind) is list:
         (kind,) = get_args(kind)
         return {"type": kind, "nargs": "+", "metavar": METAVARS[kind]}

@@ -15,10 +15,10 @@ class RouterConfig:
 
     router_policy: str = option(
         "priority",
-        "order in which waiting requests are admitted",
+        "order in which waiting requests are admitted; or a class of yours, as my.module:Class",
         "scheduling_policy",
         group=FlagGroup.SCHEDULING,
-        choices_from="lightserve.router.policy:POLICIES",
+        choices_from="lightserve.router.policy:PolicyNames",
     )
     router_token_ratio: float = option(
         0.85,

@@ -4,45 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from mmap import mmap
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 
 from lightserve.common.device import Device, pick_device
 from lightserve.config import ServerConfig, WorkerConfig
 from lightserve.media.image_file import Pixels
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layout import ImageLayout, read_layout
 from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.media import EncodeImage
 from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.vision.load import load_tower
-from lightserve.vision.qwen import QwenTower, patches_of
+from lightserve.vision.tower import ImageTiles, VisionTower
 
 GIB = 2**30
 GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
 
 
+class DecodedImage(NamedTuple):
+    tiles: list[Pixels]
+    height: int  # of its ImageSize
+    width: int
+
+
 class ImageEncoder:
-    def __init__(self, tower: QwenTower, images: QwenImages, arena: mmap, device: torch.device) -> None:
+    def __init__(self, tower: VisionTower, layout: ImageLayout, arena: mmap, device: torch.device) -> None:
         self._tower = tower
-        self._images = images
+        self.layout = layout  # how the model reads an image
         self._device = device
         values = torch.frombuffer(arena, dtype=next(tower.parameters()).dtype)
-        width = tower.config.out_size
+        width = tower.row_width
         self._arena = values[: len(values) // width * width].view(-1, width)
         # a CPU encodes several images no faster than one after the other
-        self.max_patches = max(GPU_PATCHES, images.most_tokens * images.merge**2) if device.type != "cpu" else 1
-
-    @property
-    def images(self) -> QwenImages:
-        """How the model reads an image."""
-        return self._images
+        most = GPU_PATCHES // layout.patches_per_token
+        self.max_tokens = max(most, layout.largest.tokens) if device.type != "cpu" else 1
 
     @property
     def num_rows(self) -> int:
         return len(self._arena)
 
-    def patches_of(self, height: int, width: int) -> int:
-        return height * width // self._images.patch**2
+    def resized(self, picture: Image.Image, message: EncodeImage) -> DecodedImage:
+        """From any thread."""
+        tiles = self.layout.pixels(picture, message.height, message.width)
+        return DecodedImage(tiles, message.height, message.width)
 
     @property
     def summary(self) -> str:
@@ -55,28 +63,29 @@ class ImageEncoder:
         )
 
     @torch.inference_mode()
-    def encode(self, batch: Sequence[tuple[Pixels, Int32Array]]) -> list[bool]:
-        """Pixels ``[height, width, 3]`` of images, and rows for their embeddings. Returns which are finite."""
-        patch = self._images.patch
-        grids = [(pixels.shape[0] // patch, pixels.shape[1] // patch) for pixels, _ in batch]
-        inputs = [
-            patches_of(torch.tensor(pixels, device=self._device), self._images, self._tower.config.times)
-            for pixels, _ in batch
-        ]
-        embeddings = self._tower(torch.cat(inputs).to(self._arena.dtype), grids).cpu()
+    def encode(self, batch: Sequence[tuple[DecodedImage, Int32Array]]) -> list[bool]:
+        """Images, and rows for their embeddings. Returns which are finite."""
+        images = [self._on_device(image) for image, _ in batch]
         are_finite: list[bool] = []
-        for rows, (_, arena_rows) in zip(embeddings.split([len(rows) for _, rows in batch]), batch, strict=True):
+        for embeddings, (_, arena_rows) in zip(self._tower.encode(images), batch, strict=True):
+            rows = embeddings.to("cpu", self._arena.dtype)
             self._arena[torch.from_numpy(arena_rows.astype("int64"))] = rows
             are_finite.append(bool(rows.isfinite().all()))
         return are_finite
 
+    def _on_device(self, image: DecodedImage) -> ImageTiles:
+        return ImageTiles([torch.tensor(tile, device=self._device) for tile in image.tiles], image.height, image.width)
+
     def warm_up(self) -> None:
         """Run the largest batch once, so that its memory is taken before the KV pool is sized."""
-        rows = self.max_patches // self._images.merge**2
-        shape = (rows * self._images.side, self._images.side, 3)
-        pixels = torch.zeros(shape, dtype=torch.uint8).numpy()
-        if rows <= self.num_rows:
-            self.encode([(pixels, torch.arange(rows, dtype=torch.int32).numpy())])
+        largest = self.layout.largest
+        blank = Image.new("RGB", (largest.width, largest.height))
+        tiles = self.layout.pixels(blank, largest.height, largest.width)
+        count = max(self.max_tokens // largest.tokens, 1)
+        if count * largest.tokens <= self.num_rows:
+            rows = np.arange(count * largest.tokens, dtype=np.int32).reshape(count, -1)
+            image = DecodedImage(tiles, largest.height, largest.width)
+            self.encode([(image, of_image) for of_image in rows])
 
 
 def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> ImageEncoder:
@@ -85,9 +94,10 @@ def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> Im
     device = platform.torch_device(device_index)
     platform.bind(device, worker.deterministic)
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto", trusts_code=worker.trust_remote_code)
-    images = QwenImages.read(*read_image_files(source), config.http.max_image_tokens)
+    layout = read_layout(read_image_files(source), config.http.max_image_tokens)
     dtype = _dtype(worker, source, platform)
-    encoder = ImageEncoder(load_tower(source, worker.load_format == "auto", dtype, device), images, arena, device)
+    tower = load_tower(source, layout, worker.load_format == "auto", dtype, device)
+    encoder = ImageEncoder(tower, layout, arena, device)
     if device.type != "cpu":
         encoder.warm_up()
     return encoder

@@ -20,14 +20,13 @@ from lightserve.utils.cpu import available_cores
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
-    from lightserve.encoder.image_encoder import ImageEncoder
-    from lightserve.media.image_file import Pixels
+    from lightserve.encoder.image_encoder import DecodedImage, ImageEncoder
 
 logger = init_logger(__name__)
 
 
 class Decoded(NamedTuple):
-    pixels: Pixels | None  # None: it could not be decoded
+    image: DecodedImage | None  # None: it could not be decoded
     decode_s: float
     resize_s: float = 0.0
     status: int = 200
@@ -77,7 +76,7 @@ class EncoderLoop:
         loop = asyncio.get_running_loop()
         while True:
             message = await self._inbox.recv()
-            decoding = loop.run_in_executor(self._threads, decode_image, message)
+            decoding = loop.run_in_executor(self._threads, decode_image, self._encoder, message)
             self._waiting.append((message, decoding))
             self._has_waiting.set()
 
@@ -92,24 +91,24 @@ class EncoderLoop:
         """The first image that waits, and those behind it that are decoded, up to the encoder's budget."""
         await self._waiting[0][1]
         batch: list[tuple[EncodeImage, Decoded]] = []
-        patches = 0
+        tokens = 0
         while self._waiting and self._waiting[0][1].done():
             message, decoding = self._waiting[0]
-            patches += self._encoder.patches_of(message.height, message.width)
-            if batch and patches > self._encoder.max_patches:
+            tokens += len(message.arena_rows)
+            if batch and tokens > self._encoder.max_tokens:
                 break
             self._waiting.popleft()
             batch.append((message, decoding.result()))
-        usable = [(message, decoded) for message, decoded in batch if decoded.pixels is not None]
+        usable = [(message, decoded) for message, decoded in batch if decoded.image is not None]
         for message, decoded in batch:
-            if decoded.pixels is None:
+            if decoded.image is None:
                 self._report(message, decoded)
         if usable:
             await self._encode(usable)
 
     async def _encode(self, batch: Sequence[tuple[EncodeImage, Decoded]]) -> None:
         begin_s = time.monotonic()
-        parts: list[tuple[Any, Any]] = [(decoded.pixels, message.arena_rows) for message, decoded in batch]
+        parts: list[tuple[Any, Any]] = [(decoded.image, message.arena_rows) for message, decoded in batch]
         are_finite = await asyncio.to_thread(self._encoder.encode, parts)
         seconds = (time.monotonic() - begin_s) / len(batch)
         for (message, decoded), is_finite in zip(batch, are_finite, strict=True):
@@ -133,19 +132,18 @@ class EncoderLoop:
         )
 
 
-def decode_image(message: EncodeImage) -> Decoded:
+def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     """In any thread."""
-    from lightserve.media.image_file import decode, resized
-    from lightserve.media.qwen import BICUBIC
+    from lightserve.media.image_file import decode
 
     begin_s = time.monotonic()
     try:
         picture = decode(message.data)
         decoded_s = time.monotonic()
-        pixels = resized(picture, message.height, message.width, BICUBIC)
+        image = encoder.resized(picture, message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
-    return Decoded(pixels, decoded_s - begin_s, time.monotonic() - decoded_s)
+    return Decoded(image, decoded_s - begin_s, time.monotonic() - decoded_s)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,14 @@ from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.grammar.check import GrammarCheck
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import Body, read_json, validate
+from lightserve.httpserver.http.key_limits import KeyLimiter, KeyLimits
+from lightserve.httpserver.http.key_usage import KeyUsage
 from lightserve.httpserver.http.middleware import ApiKeys
 from lightserve.httpserver.http.unknown_fields import UnknownFields
 from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.httpserver.rl.settings import RlSettings
 from lightserve.httpserver.tracing.request_trace import Export
+from lightserve.mcp.servers import MCP_FLAGS, McpConnector
 from lightserve.messages.params import MAX_LOGPROBS
 from lightserve.model_files.config.sampling_defaults import SamplingDefaults
 from lightserve.model_files.model_summary import ModelDetails
@@ -29,6 +32,7 @@ from lightserve.model_files.pinned_prefixes import after_pinned_prefix
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.template.generation_prompts import GenerationPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+from lightserve.outbound.urls import UrlRules
 
 if TYPE_CHECKING:
     from lightserve.media.reader import ImageReader
@@ -65,9 +69,16 @@ class ServerContext:
     generation_prompts: GenerationPrompts = field(default_factory=GenerationPrompts)  # used by chats
     images: ImageReader | None = None  # None: the server reads none
     keys: ApiKeys = field(init=False)
+    mcp: McpConnector = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", ApiKeys(self.config.api_key, self.config.admin_key))
+        config = self.config
+        usage = KeyUsage(self.run_dir, self.http_index, config.num_processes) if config.api_key else None
+        limiter = KeyLimiter(KeyLimits(config.key_requests_per_minute, config.key_concurrency), usage)
+        object.__setattr__(self, "keys", ApiKeys(config.api_key, config.admin_key, limiter))
+        rules = UrlRules(MCP_FLAGS, config.allowed_mcp_domains, config.mcp_private_hosts, config.allow_http_mcp)
+        connector = McpConnector(rules, config.mcp_timeout, config.tool_servers, not config.no_mcp_urls)
+        object.__setattr__(self, "mcp", connector)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -135,6 +146,7 @@ class ServerContext:
         is_written = not self.config.disable_log_requests
         log = AccessLog(request.state.request_id, request.scope["path"], is_written, request.state.record)
         log.owner = self.owner(request)
+        log.on_tokens = self.keys.limiter.count_tokens
         trace = request.scope["state"].get("trace")
         if trace is not None:
             trace.watch(log)

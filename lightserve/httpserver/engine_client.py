@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -25,7 +23,7 @@ from lightserve.httpserver.engine_state import EngineState as EngineState
 from lightserve.httpserver.grammar.memory import GrammarMemory
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.validation_errors import listed
-from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed
+from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed, with_seeds
 from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.httpserver.weight_versions import WeightVersions, record_versions
 from lightserve.ipc.channel import Receiver, Sender
@@ -275,12 +273,6 @@ class HttpServerManager:
         if self.state is not EngineState.READY:
             self._check_drained()
 
-    def _end(self, generation: Generation) -> None:
-        self._grammars.remove(generation.grammars)
-
-    def _release_parents(self, req_ids: list[int]) -> None:
-        self._to_router.send(ReleaseParents(req_ids))
-
     def _check_drained(self) -> None:
         if not self._running:
             self._drained.set()
@@ -331,11 +323,11 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._manager._end(self)
+        self._manager._grammars.remove(self.grammars)
         for index, req_id in enumerate(self.req_ids):
             self._manager._close(req_id, is_finished=index not in self._unfinished)
         if self._is_open:
-            self._manager._release_parents([*self.parent_ids, *self.req_ids])
+            self._manager._to_router.send(ReleaseParents([*self.parent_ids, *self.req_ids]))
         self.log.close(error)
 
     def continue_with(self, prompt_requests: Sequence[PromptRequest]) -> None:
@@ -344,13 +336,14 @@ class Generation:
         Their parents are among those that have finished, so the parents of those are not needed any more.
         """
         unneeded, self.parent_ids, self.req_ids = self.parent_ids, self.req_ids, []
-        self.prompt_requests = list(prompt_requests)
+        grammars, self.prompt_requests = self.grammars, list(prompt_requests)
+        self._manager._grammars.replace(grammars, self.grammars)
         self._unfinished = set(range(len(self.prompt_requests)))
         self._manager._send(self)
         for req_id in self.parent_ids:
             self._manager._close(req_id, is_finished=True)
-        if unneeded:
-            self._manager._release_parents(unneeded)
+        if unneeded and self._is_open:
+            self._manager._to_router.send(ReleaseParents(unneeded))
 
     @property
     def _is_open(self) -> bool:
@@ -374,12 +367,8 @@ class Generation:
 
     def fix_seeds(self, seeds: Sequence[int] | None = None) -> list[int]:
         """Sample with these seeds; None: with those of the request, random ones where it has none. Returns them."""
-        if seeds is None:
-            given = [req.params.sampling.seed for req in self.prompt_requests]
-            seeds = [random.getrandbits(63) if seed is None else seed for seed in given]
-        pairs = zip(self.prompt_requests, seeds, strict=True)
-        self.prompt_requests = [replace(req, params=req.params.replace(seed=seed)) for req, seed in pairs]
-        return list(seeds)
+        self.prompt_requests, fixed = with_seeds(self.prompt_requests, seeds)
+        return fixed
 
     def continue_after(self, outs: Sequence[tuple[int, StrOut]], age_s: float) -> None:
         """The client has these tokens, from another server. The request came ``age_s`` ago, and starts after this."""

@@ -31,12 +31,12 @@ from lightserve.links.tls import server_context
 from lightserve.messages.control import CertificateRenewed, Drain, Drained, EngineDied, EngineInfo, Keys, Ready
 from lightserve.messages.output import ToHttpserver
 from lightserve.messages.request import ToRouter
-from lightserve.model_files.config.images import pair_around, placeholder_of, read_image_files
+from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
-from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         export_trace=None if exporter is None else exporter.put,
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
-        images=_image_reader(config, source),
+        images=_image_reader(config, source, tokenizer),
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
         batches=None if config.http.batch_dir is None else BatchStore(config.http.batch_dir),
         rl=settings_of(config),
@@ -108,21 +108,22 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
 
 
-def _image_reader(config: ServerConfig, source: ModelSource) -> ImageReader | None:
+def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenizer | None) -> ImageReader | None:
     """None: requests have no images, and Pillow is not needed."""
     if not config.http.max_images:
         return None
-    from lightserve.media.fetch.fetcher import Fetcher
-    from lightserve.media.fetch.urls import UrlRules
-    from lightserve.media.qwen import QwenImages
-    from lightserve.media.reader import MB, ImageReader
+    from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
+    from lightserve.media.layout import read_layout
+    from lightserve.media.make_reader import make_reader
+    from lightserve.media.reader import MB
+    from lightserve.outbound.urls import UrlRules
 
     http = config.http
-    images = QwenImages.read(*read_image_files(source), http.max_image_tokens)
-    rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+    layout = read_layout(read_image_files(source), http.max_image_tokens)
+    rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
     limits = http.max_images, http.max_image_mb * MB
-    return ImageReader(images, placeholder_of(source), *limits, fetcher, pair_around(source))
+    return make_reader(source, layout, tokenizer, limits, fetcher)
 
 
 async def _report_images(images: ImageReader, process: int, to_router: Sender[ToRouter]) -> None:

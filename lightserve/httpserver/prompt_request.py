@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightserve.messages.media import ImageItem
@@ -32,3 +34,12 @@ def with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:
     if seed is None or choice == 0:
         return prompt_request
     return replace(prompt_request, params=prompt_request.params.replace(seed=(seed + choice + 2**63) % 2**64 - 2**63))
+
+
+def with_seeds(reqs: Sequence[PromptRequest], seeds: Sequence[int] | None) -> tuple[list[PromptRequest], list[int]]:
+    """None: the seeds of the requests, random ones where they have none. Returns the seeds too."""
+    if seeds is None:
+        given = [req.params.sampling.seed for req in reqs]
+        seeds = [random.getrandbits(63) if seed is None else seed for seed in given]
+    pairs = zip(reqs, seeds, strict=True)
+    return [replace(req, params=req.params.replace(seed=seed)) for req, seed in pairs], list(seeds)

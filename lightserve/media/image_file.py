@@ -58,9 +58,13 @@ def decode(data: bytes) -> Image.Image:
 
 def resized(image: Image.Image, height: int, width: int, resample: int) -> Pixels:
     """``[height, width, 3]``"""
-    if image.size != (width, height):
-        image = image.resize((width, height), resample=Image.Resampling(resample))
-    return np.asarray(image, dtype=np.uint8)
+    return np.asarray(resized_image(image, height, width, resample), dtype=np.uint8)
+
+
+def resized_image(image: Image.Image, height: int, width: int, resample: int) -> Image.Image:
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), resample=Image.Resampling(resample))
 
 
 def _open(data: bytes) -> Image.Image:

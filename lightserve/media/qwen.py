@@ -1,14 +1,20 @@
-"""How Qwen2-VL and Qwen2.5-VL read an image: its size, its tokens and its grid."""
+"""How the models of the Qwen family read an image: its size, its tokens and its grid."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits
+from lightserve.media.layout import ImageLayout
+from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits, one_grid
+from lightserve.model_files.config.images import ImageFiles
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from lightserve.media.image_file import Pixels
 
 BICUBIC = 3  # PIL.Image.Resampling
 MAX_RATIO = 200  # of the longer side to the shorter one
@@ -16,7 +22,7 @@ LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's ``detail: low``
 
 
 @dataclass(frozen=True, slots=True)
-class QwenImages:
+class QwenImages(ImageLayout):
     """The numbers of preprocessor_config.json."""
 
     min_pixels: int
@@ -27,20 +33,17 @@ class QwenImages:
     std: tuple[float, ...]
 
     @classmethod
-    def read(cls, files: Mapping[str, Any], vision: Mapping[str, Any], max_tokens: int | None) -> QwenImages:
-        """``files``: preprocessor_config.json. ``vision``: vision_config of config.json."""
-        size = files.get("size") or {}
-        least = files.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
-        most = files.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
+    def read(cls, files: ImageFiles, max_tokens: int | None) -> QwenImages:
+        given = files.preprocessor
+        size = given.get("size") or {}
+        least = given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+        most = given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
         if not least or not most:
             raise ModelFilesError("preprocessor_config.json has no min_pixels and max_pixels; fetch it again")
-        patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
+        patch, merge = patch_size(files), int(files.vision.get("spatial_merge_size", 2))
         if max_tokens is not None:
             most = min(most, max_tokens * (patch * merge) ** 2)
-        mean, std = files.get("image_mean"), files.get("image_std")
-        if not mean or not std:
-            raise ModelFilesError("preprocessor_config.json has no image_mean and image_std; fetch it again")
-        return cls(int(least), int(most), patch, merge, tuple(mean), tuple(std))
+        return cls(int(least), int(most), patch, merge, *files.colors())
 
     @property
     def side(self) -> int:
@@ -48,9 +51,18 @@ class QwenImages:
         return self.patch * self.merge
 
     @property
-    def most_tokens(self) -> int:
-        """Of one image."""
-        return self.max_pixels // self.side**2
+    def largest(self) -> ImageSize:
+        rows = self.max_pixels // self.side**2
+        return one_grid(rows * self.side, self.side, rows, 1)
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge**2
+
+    def pixels(self, image: Image, height: int, width: int) -> list[Pixels]:
+        from lightserve.media.image_file import resized
+
+        return [resized(image, height, width, BICUBIC)]
 
     def within(self, limits: PixelLimits) -> QwenImages:
         """For a request that wants its images between these sizes."""
@@ -80,7 +92,7 @@ class QwenImages:
                 f"the image has {width} x {height} pixels; one side is more than {MAX_RATIO} times the other; crop it"
             )
         height, width = self._resized(height, width, LOW_DETAIL_PIXELS if is_low else self.max_pixels)
-        return ImageSize(height, width, height // self.side, width // self.side)
+        return one_grid(height, width, height // self.side, width // self.side)
 
     def _resized(self, height: int, width: int, most: int) -> tuple[int, int]:
         """Both sides as multiples of ``side``, with an area between the limits and nearly the same ratio."""
@@ -102,3 +114,9 @@ class QwenImages:
 
     def _floor(self, length: float) -> int:
         return max(self.side, math.floor(length / self.side) * self.side)
+
+
+def patch_size(files: ImageFiles) -> int:
+    """Pixels of a patch's side."""
+    default = 14 if files.model_type in ("qwen2_vl", "qwen2_5_vl") else 16
+    return int(files.vision.get("patch_size", default))

@@ -5,32 +5,38 @@ from __future__ import annotations
 import asyncio
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import Fetcher
-from lightserve.media.fetch.urls import is_fetched
 from lightserve.media.image_file import read_header
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layout import ImageLayout
 from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.stats import ImageStats
-from lightserve.media.tokens import digest_of, expand, fill_pairs, locate
+from lightserve.media.tokens import check_places, digest_of, expand, fill_pairs, locate
 from lightserve.messages.media import ImageItem
+from lightserve.outbound.urls import is_fetched
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
 MB = 10**6
 
 
+def _no_tokenizer(text: str) -> list[int]:
+    raise InvalidRequestError("images of this model need its tokenizer, and the server has none")
+
+
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    images: QwenImages
+    layout: ImageLayout
     placeholder: int  # the token id that stands for an image in a prompt
+    placeholder_text: str
     max_images: int  # of a request
     max_bytes: int  # of an image
     fetcher: Fetcher | None = None  # None: images of other servers are refused
     pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
+    encode: Callable[[str], list[int]] = _no_tokenizer
     stats: ImageStats = field(default_factory=ImageStats)
 
     async def read_all(
@@ -38,7 +44,7 @@ class ImageReader:
     ) -> list[ReadImage]:
         """``salt``: only requests of the same salt share embeddings."""
         self._check_number(sources)
-        reader = self if limits.is_empty else replace(self, images=self.images.within(limits))
+        reader = self if limits.is_empty else replace(self, layout=self.layout.within(limits))
         with self.stats.reading():
             files = await self._fetch_all(sources)
             return await asyncio.to_thread(reader._read_all, sources, salt, files)
@@ -77,12 +83,14 @@ class ImageReader:
             raise _of_image(number, source, error) from error
 
     def _read_all(self, sources: Sequence[ImageSource], salt: str, files: Mapping[str, bytes]) -> list[ReadImage]:
+        if len(sources) > 1 and self.layout.shows_wholes_of_several:
+            sources = [replace(source, is_low=True) for source in sources]
         return [self._read(source, salt, files, number) for number, source in enumerate(sources, start=1)]
 
     def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
         try:
             data = files[source.url] if source.url in files else self._bytes_of(source.url)
-            size = self.images.size_of(read_header(data), source.is_low)
+            size = self.layout.size_of(read_header(data), source.is_low)
         except InvalidRequestError as error:
             self.stats.refused("file")
             raise _of_image(number, source, error) from error
@@ -104,33 +112,70 @@ class ImageReader:
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequestError("its data is not base64") from error
 
+    def write(self, prompt: str, images: Sequence[ReadImage]) -> str:
+        """The prompt with the texts of images, and a placeholder for each run of their tokens.
+
+        It is done before the prompt becomes tokens: a text may become one token with what stands beside it.
+        """
+        if not any(image.size.texts for image in images):
+            return prompt
+        pieces = prompt.split(self.marker)
+        check_places(len(pieces) - 1, len(images))
+        shown = [*map(self._shown, images), ""]
+        return "".join(piece for pair in zip(pieces, shown, strict=True) for piece in pair)
+
+    def write_ids(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
+        """As ``write``, in a prompt that a client has made tokens of."""
+        if not any(image.size.texts for image in images):
+            return list(prompt_ids)
+        (marker,) = self.encode(self.marker)
+        check_places(sum(token_id == marker for token_id in prompt_ids), len(images))
+        shown = iter(images)
+        pieces = [self.encode(self._shown(next(shown))) if each == marker else [each] for each in prompt_ids]
+        return [token_id for piece in pieces for token_id in piece]
+
+    @property
+    def marker(self) -> str:
+        """What stands in a prompt for an image, before ``write``."""
+        return self.layout.marker or self.placeholder_text
+
+    def _shown(self, image: ReadImage) -> str:
+        return self.placeholder_text.join(image.size.texts or ("", ""))
+
     def image_of_size(self, header: ImageHeader) -> ReadImage:
         """To count its tokens."""
-        return ReadImage(b"", self.images.size_of(header), b"")
+        return ReadImage(b"", self.layout.size_of(header), b"")
 
     @property
     def image_ids(self) -> list[int]:
-        """What a prompt has in place of an image, before ``expand``."""
-        return [self.placeholder] if self.pair is None else [self.pair[0], self.placeholder, self.pair[1]]
+        """What a prompt has in place of an image, before ``write_ids`` and ``expand``."""
+        if self.pair is None:
+            return [self.placeholder] if self.layout.marker is None else self.encode(self.layout.marker)
+        return [self.pair[0], self.placeholder, self.pair[1]]
 
     def fill_pairs(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt with a placeholder in each empty pair, as clients of LightLLM write an image."""
         return list(prompt_ids) if self.pair is None else fill_pairs(prompt_ids, self.pair, self.placeholder)
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
-        """The prompt with a placeholder for each token of an image, in place of one for each image."""
-        return expand(prompt_ids, self.placeholder, [image.size.tokens for image in images])
+        """The prompt with a placeholder for each token of an image, in place of one for each run of them."""
+        return expand(prompt_ids, self.placeholder, _runs(images))
 
     def locate(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[ImageItem, ...]:
         """The images of a prompt that ``expand`` has made longer, and which may have other tokens around it."""
-        starts = locate(prompt_ids, self.placeholder, [image.size.tokens for image in images])
-        return tuple(self._item(image, start) for image, start in zip(images, starts, strict=True))
+        starts = iter(locate(prompt_ids, self.placeholder, _runs(images)))
+        return tuple(self._item(image, [next(starts) for _ in image.size.runs]) for image in images)
 
-    def _item(self, image: ReadImage, start: int) -> ImageItem:
+    def _item(self, image: ReadImage, starts: Sequence[int]) -> ImageItem:
         size = image.size
+        spans = tuple(zip(starts, size.runs, strict=True))
         return ImageItem(
-            image.digest, start, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
+            image.digest, spans, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
         )
+
+
+def _runs(images: Sequence[ReadImage]) -> list[int]:
+    return [count for image in images for count in image.size.runs]
 
 
 def _of_image(number: int, source: ImageSource, problem: object) -> InvalidRequestError:

@@ -28,13 +28,21 @@ NO_LIMITS = PixelLimits()
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """What the encoder gets of an image, and the tokens that it becomes."""
+    """What the encoder gets of an image, and what stands for it in a prompt: runs of tokens, and texts around them."""
 
     height: int  # after resizing
     width: int
-    rows: int  # of tokens
-    columns: int
+    runs: tuple[int, ...]  # how many tokens with an embedding follow one another, of each run
+    rows: int = 0  # of a run's tokens, if they have rotary positions of three axes; 0: they have positions as text has
+    columns: int = 0
+    texts: tuple[str, ...] = ()  # before, between and behind the runs; empty: none
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.columns
+        """Those with an embedding."""
+        return sum(self.runs)
+
+
+def one_grid(height: int, width: int, rows: int, columns: int) -> ImageSize:
+    """An image that is one run of tokens, with rotary positions of three axes."""
+    return ImageSize(height, width, (rows * columns,), rows, columns)

@@ -37,14 +37,17 @@ def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32
         return prompt_ids
     ids = np.array(prompt_ids, dtype=np.int32)
     for image in images:
-        ids[image.start : image.end] = ids_of(image.digest, image.tokens)
+        image_ids, used = ids_of(image.digest, image.tokens), 0
+        for start, count in image.spans:
+            ids[start : start + count] = image_ids[used : used + count]
+            used += count
     return ids
 
 
 def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
-    """The prompt with as many placeholders for each image as it has tokens."""
+    """The prompt with as many placeholders in place of each as its run of tokens has."""
     places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
-    _check_places(len(places), len(counts))
+    check_places(len(places), len(counts))
     ids: list[int] = []
     before = 0
     for index, count in zip(places, counts, strict=True):
@@ -66,7 +69,7 @@ def fill_pairs(prompt_ids: Sequence[int], pair: tuple[int, int], placeholder: in
 
 
 def locate(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
-    """Where each image begins in a prompt that was expanded."""
+    """Where each run begins in a prompt that was expanded."""
     places = [index for index, token_id in enumerate(prompt_ids) if token_id == placeholder]
     firsts = [sum(counts[:number]) for number in range(len(counts))]
     if len(places) != sum(counts):
@@ -82,7 +85,8 @@ def locate(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -
     return starts
 
 
-def _check_places(places: int, images: int) -> None:
+def check_places(places: int, images: int) -> None:
+    """``images``: or runs of their tokens."""
     if places != images:
         raise InvalidRequestError(
             f"the prompt has {places} places for {images} images: the text must not spell the token that stands for "

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from lightserve.messages.media import Sight
+
 
 class StartupPhase(msgspec.Struct, frozen=True, tag=True):
     """A finished phase of a child's startup, for the table of the banner."""
@@ -122,6 +124,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
     cpu_kv: CpuKvSize | None = None  # None: evicted KV is not kept in host memory
     kv_identity: KvIdentity | None = None  # None: it computes no KV
+    sight: Sight = Sight.NONE  # of the tokens of prompts, if requests may have images
+    sight_window: int | None = None  # tokens that see one another, at most; None: any number
     speculation: str = ""  # for the banner: "ngram of 3 to 4 tokens, up to 4 drafts a step"
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
 from lightserve.messages.int_arrays import Int32s
+
+Span = tuple[int, int]  # the first of some tokens in the prompt, and how many they are
+
+
+class Sight(Enum):
+    """Which later tokens of its prompt a token sees."""
+
+    NONE = ""
+    IMAGE = "image"  # a token of an image those of the same span: Gemma 3
+    PROMPT = "prompt"  # all of them: PaliGemma
 
 
 class ImageItem(msgspec.Struct, frozen=True, array_like=True):
     """An image in the prompt of a request."""
 
     digest: bytes  # of the file and of all that changes its pixels
-    start: int  # its first token in the prompt
-    rows: int  # of tokens
+    spans: tuple[Span, ...]  # its tokens with an embedding; others may stand between them
+    rows: int  # of the tokens of a span, if they have rotary positions of three axes; 0: as text has
     columns: int
     height: int  # in pixels, after resizing
     width: int
@@ -21,11 +33,21 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.columns
+        """Those with an embedding."""
+        return sum(count for _, count in self.spans)
+
+    @property
+    def start(self) -> int:
+        return self.spans[0][0]
 
     @property
     def end(self) -> int:
-        return self.start + self.tokens
+        start, count = self.spans[-1]
+        return start + count
+
+    def tokens_before(self, end: int) -> int:
+        """How many tokens with an embedding stand before a place in the prompt."""
+        return sum(min(max(end - start, 0), count) for start, count in self.spans)
 
     @property
     def without_file(self) -> ImageItem:
@@ -35,10 +57,15 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
 class ImageRows(msgspec.Struct, frozen=True, array_like=True):
     """An image in the prompt of a request, for the workers."""
 
-    start: int  # its first token in the prompt
-    rows: int  # of tokens
+    spans: tuple[Span, ...]  # as those of ImageItem
+    rows: int
     columns: int
     arena_rows: Int32s  # of its embeddings; empty: its KV was cached when the request was admitted
+
+    @property
+    def end(self) -> int:
+        start, count = self.spans[-1]
+        return start + count
 
 
 class EncodeImage(msgspec.Struct, frozen=True, tag=True):

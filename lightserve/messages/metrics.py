@@ -286,7 +286,7 @@ class Histogram:
 
     def add(self, observed: HistogramCounts) -> None:
         """What was observed in another process."""
-        self.counts = [own + new for own, new in zip(self.counts, observed.counts, strict=True)]
+        self.counts = [count + new for count, new in zip(self.counts, observed.counts, strict=True)]
         self.total += observed.total
 
 

@@ -133,6 +133,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
     sends: list[KvSend] = []
     recvs: list[KvRecv] = []
+    drafts_follow: bool = False  # the next step may have drafts of its requests, so a head computes some
     groups: list[Step] = []  # of all attention groups, also of those without rows; empty: there is one group
 
     @property

@@ -19,6 +19,7 @@ from lightserve.model_files.gguf.shards import is_later_shard, model_stem
 from lightserve.model_files.hub import HubModel, default_model as fetch, open_model, parse_hub_name
 from lightserve.model_files.pooling import PoolingConfig, read_pooling
 from lightserve.model_files.quantization.files import with_quantization_files
+from lightserve.model_files.template.built_in import built_in_templates
 from lightserve.model_files.tokenizer.eos_tokens import eos_tokens_of_folder, eos_tokens_of_gguf
 
 
@@ -64,7 +65,7 @@ class FolderSource(ModelSource):
             return eos_tokens_of_folder(self.path)
 
     def chat_templates(self) -> dict[str, str]:
-        return read_chat_templates(self.path)
+        return read_chat_templates(self.path) or built_in_templates(self.hf_config())
 
     def generation_config(self) -> dict[str, Any]:
         return read_json_if_exists(self.path / "generation_config.json")

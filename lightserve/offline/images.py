@@ -16,10 +16,12 @@ from lightserve.errors import InvalidRequestError
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
-from lightserve.model_files.config.images import pair_around, placeholder_of
 from lightserve.model_files.source import ModelSource
+from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.offline.image_parts import source_of
+from lightserve.router.chunk_boundaries import why_undivided
 from lightserve.router.images.image_waits import ImageFailed, ImageWaits
+from lightserve.router.images.sight import PromptSight
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler
 from lightserve.server.images import with_images
@@ -39,21 +41,19 @@ class ImagePrompt(list[int]):
 
 
 class OfflineImages:
-    def __init__(self, config: ServerConfig, source: ModelSource) -> None:
+    def __init__(self, config: ServerConfig, source: ModelSource, tokenizer: Tokenizer | None) -> None:
         """It loads the vision tower."""
         from lightserve.encoder.image_encoder import load_encoder  # Pillow may be missing without images
-        from lightserve.media.fetch.fetcher import Fetcher
-        from lightserve.media.fetch.urls import UrlRules
-        from lightserve.media.reader import ImageReader
+        from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
+        from lightserve.media.make_reader import make_reader
+        from lightserve.outbound.urls import UrlRules
 
         self._arena = mmap(-1, max(int(config.worker.embed_cache_gb * GIB) // PAGE, 1) * PAGE)
         self._encoder: ImageEncoder = load_encoder(config, self._arena)
         http = config.http
-        rules = UrlRules(http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
+        rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
-        self._reader = ImageReader(
-            self._encoder.images, placeholder_of(source), http.max_images, MAX_BYTES, None, pair_around(source)
-        )
+        self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
         self._waits = ImageWaits(lambda generation: self._to_encode.append)
 
@@ -70,9 +70,9 @@ class OfflineImages:
         sources = [source_of(image) for image in images]
         reader = self._reader
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            found = thread.submit(self._read, sources).result()
-        prompt = ImagePrompt(reader.expand(reader.fill_pairs(ids), found))
-        prompt.images = reader.locate(prompt, found)
+            files = thread.submit(self._read, sources).result()
+        prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), files), files))
+        prompt.images = reader.locate(prompt, files)
         return prompt
 
     def _read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:
@@ -100,13 +100,24 @@ class OfflineImages:
     def _encoded(self, message: EncodeImage) -> ImageEncoded:
         from lightserve.encoder.main import decode_image
 
-        decoded = decode_image(message)
-        if decoded.pixels is None:
+        decoded = decode_image(self._encoder, message)
+        if decoded.image is None:
             return ImageEncoded(0, message.digest, decoded.status, decoded.message)
-        (is_finite,) = self._encoder.encode([(decoded.pixels, int32s(message.arena_rows))])
+        (is_finite,) = self._encoder.encode([(decoded.image, int32s(message.arena_rows))])
         if not is_finite:
             return ImageEncoded(0, message.digest, 500, "the embeddings of an image are not finite numbers")
         return ImageEncoded(0, message.digest)
+
+
+def apply_sight(req: Req, worker: ModelWorker, group: GroupScheduler) -> Req:
+    """A new request, as tokens of its prompt may see later ones."""
+    sight = PromptSight(worker.sight, worker.model_config.window)
+    req.boundaries = sight.boundaries(len(req.prompt_ids), req.images)
+    req.salt = sight.salt(req.prompt_ids)
+    reason = sight.why_refused(len(req.prompt_ids)) or why_undivided(req.boundaries, group.chunking.max_span)
+    if reason:
+        raise InvalidRequestError(reason)
+    return req
 
 
 def is_of(failed: ImageFailed, req: Req) -> bool:
@@ -121,9 +132,11 @@ def plain_ids(req: Req) -> list[int]:
     return ids
 
 
-def open_images(worker: WorkerConfig, source: ModelSource, limit: Mapping[str, int] | None) -> OfflineImages | None:
+def open_images(
+    worker: WorkerConfig, source: ModelSource, tokenizer: Tokenizer | None, limit: Mapping[str, int] | None
+) -> OfflineImages | None:
     """None: prompts have no images."""
     text = None if limit is None else f"image={limit.get('image', 0)}"
     http = HttpConfig(limit_mm_per_prompt=text)
     config = with_images(ServerConfig(worker=worker, router=RouterConfig(), http=http, launch=LaunchConfig()))
-    return OfflineImages(config, source) if config.http.max_images else None
+    return OfflineImages(config, source, tokenizer) if config.http.max_images else None

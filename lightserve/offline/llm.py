@@ -33,7 +33,7 @@ from lightserve.offline.chat import Conversation, check_conversation, is_convers
 from lightserve.offline.checks import checked_model
 from lightserve.offline.fields import check_n, known_fields, repeated
 from lightserve.offline.image_parts import for_template
-from lightserve.offline.images import ImagePrompt, is_of, open_images, plain_ids
+from lightserve.offline.images import ImagePrompt, apply_sight, is_of, open_images, plain_ids
 from lightserve.offline.pooling import PoolingMethods
 from lightserve.router.images.image_waits import ImageFailed, without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
@@ -120,7 +120,7 @@ class LLM(PoolingMethods):
             logger.warning(NO_TOKENIZER, source.path)
         elif self._tokenizer.note:
             logger.info(self._tokenizer.note)
-        self._images = open_images(self.config, source, limit_mm_per_prompt)
+        self._images = open_images(self.config, source, self._tokenizer, limit_mm_per_prompt)
         self.worker = worker_class(self.config, source)(self.config, source, Parallel())
         if self._images is not None:
             self._images.use_worker(self.worker)
@@ -317,7 +317,8 @@ class LLM(PoolingMethods):
             raise PromptTooLongError(len(ids), longest)
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
         prompt_ids = with_image_ids(int32s(ids), images)
-        return Req(next(self._ids), prompt_ids, params, max_new_tokens, self.eos_token_ids, images=images)
+        req = Req(next(self._ids), prompt_ids, params, max_new_tokens, self.eos_token_ids, images=images)
+        return apply_sight(req, self.worker, self._scheduler.only_group)
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
         vocab_size = self.worker.model_config.vocab_size

@@ -70,4 +70,14 @@ def in_blocks(prompt_len: int, total_len: int, block: int) -> ChunkBoundaries:
     return ChunkBoundaries([last, *range(prompt_len, total_len)], spans)
 
 
+def why_undivided(boundaries: ChunkBoundaries, limit: int) -> str:
+    """Why no step, which computes at most ``limit`` tokens, can compute a span at once; empty: one can."""
+    if boundaries.longest_span <= limit:
+        return ""
+    return (
+        f"{boundaries.longest_span} tokens of the prompt have to be computed in one step; the limit is {limit} "
+        "(--batch_max_tokens, or the KV pool)"
+    )
+
+
 NO_BOUNDARIES = ChunkBoundaries()

@@ -42,8 +42,9 @@ from lightserve.messages.request import (
     http_process_of,
 )
 from lightserve.messages.rl import RlQuery
-from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
+from lightserve.router.chunk_boundaries import ChunkBoundaries, why_undivided
 from lightserve.router.images.image_waits import ImageFailed
+from lightserve.router.images.sight import PromptSight
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.lora.control import AdapterControl
 from lightserve.router.lora.registry import RegisteredAdapter
@@ -82,6 +83,7 @@ class RouterManager:
         self._scheduler = scheduler
         self._eos_token_ids = engine.eos_token_ids
         self._pooling = engine.pooling
+        self._sight = PromptSight(engine.sight, engine.sight_window)
         self._inbox = inbox
         self._to_detokenization = to_detokenization
         self._config = config
@@ -207,7 +209,9 @@ class RouterManager:
         return f"{waiting} images wait, the limit is {limit} (--max_queue_size)" if waiting > limit else ""
 
     def _why_no_images(self, message: GenerateReq) -> str:
-        """Why a request cannot run with its images; empty: it can, or has none."""
+        """Why a request cannot run with its images, or its prompt as the model sees it; empty: it can."""
+        if refusal := self._sight.why_refused(len(message.prompt_ids)):
+            return refusal
         if not message.images:
             return ""
         images = self._scheduler.only_group.images
@@ -317,14 +321,7 @@ class RouterManager:
         return ""
 
     def _why_undivided(self, boundaries: ChunkBoundaries) -> str:
-        """Why no step can compute a span of this request at once; empty: one can."""
-        limit = min(group.chunking.max_span for group in self._scheduler.groups)
-        if boundaries.longest_span <= limit:
-            return ""
-        return (
-            f"{boundaries.longest_span} tokens of the prompt have to be computed in one step; the limit is {limit} "
-            "(--batch_max_tokens, or the KV pool)"
-        )
+        return why_undivided(boundaries, min(group.chunking.max_span for group in self._scheduler.groups))
 
     def _refuse(self, message: GenerateReq, timeline: Timeline, reason: str, status: int) -> None:
         self._output_processor.refuse(message.req_id, reason, status)
@@ -378,9 +375,11 @@ class RouterManager:
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
+        prompt_ids = with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids
+        salt = self.weights.served.salt + lora + self._sight.salt(prompt_ids) + message.prefix_salt(uses_cache)
         return Req(
             message.req_id,
-            with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids,
+            prompt_ids,
             message.params,
             message.params.stopping.max_new_tokens,
             self._eos_token_ids,
@@ -390,19 +389,15 @@ class RouterManager:
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
             is_private=not uses_cache,
             shares_prefix=shares_prefix,
-            salt=self.weights.served.salt + lora + message.prefix_salt(uses_cache),
+            salt=salt,
             lora_id=None if adapter is None else adapter.lora_id,
             lora_digest="" if adapter is None else adapter.digest,
             parent=message.parent,
             can_fork=message.is_group_open,
             generation_prompt_len=scheduling.generation_prompt_len,
-            boundaries=self._boundaries_of(message),
+            boundaries=self._sight.boundaries(len(prompt_ids), message.images),
             images=tuple(message.images),
         )
-
-    def _boundaries_of(self, message: GenerateReq) -> ChunkBoundaries:
-        """Where the chunks of its prompt must end, and what none may divide. Nothing served today needs any."""
-        return NO_BOUNDARIES
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
 
 from lightserve.errors import ServerError
 from lightserve.router.req import Req
 
 AGING_S = 30.0  # waiting this long counts as much as one step of priority, so no request starves
+ENTRY_POINTS = "lightserve.policies"  # of other packages
+CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class
 LOOK_AHEAD = 64  # waiting requests that a policy may reorder
 
 CachedLen = Callable[[Req], int]  # tokens of a request's prompt that are in the prefix cache now
@@ -70,7 +75,38 @@ class CacheAware(Priority):
 POLICIES = {policy.name: policy for policy in (Fifo, Priority, CacheAware)}
 
 
+class PolicyNames(list[str]):
+    """The names that --router_policy takes. A class of another package may be given as module:Class too."""
+
+    def __init__(self) -> None:
+        super().__init__([*POLICIES, *sorted(_plug_ins().keys() - POLICIES.keys())])
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and CLASS_PATH.fullmatch(name) is not None)
+
+
 def make_policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ServerError(f"router_policy={name!r}: choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    if name in POLICIES:
+        return POLICIES[name]()
+    path = _plug_ins().get(name, name)
+    if not CLASS_PATH.fullmatch(path):
+        raise ServerError(
+            f"router_policy={name!r}: choose one of {', '.join(PolicyNames())}, or a class as module:Class"
+        )
+    return _loaded(name, path)
+
+
+def _loaded(name: str, path: str) -> Policy:
+    module, _, class_name = path.partition(":")
+    try:
+        policy = getattr(import_module(module), class_name)()
+    except Exception as error:  # it is code of another package
+        raise ServerError(f"router_policy={name!r}: {path} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(policy, Policy):
+        raise ServerError(f"router_policy={name!r}: {path} is no subclass of lightserve.router.policy.Policy")
+    return policy
+
+
+def _plug_ins() -> dict[str, str]:
+    """The classes of other packages, as module:Class, by name."""
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}

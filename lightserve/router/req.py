@@ -199,7 +199,7 @@ class Req(ReqProgress):
     def usable_len(self, cached_len: int) -> int:
         """How many of so many cached tokens it may use. So few tokens of an image may be those of another one."""
         for image in self.images:
-            if 0 < min(cached_len, image.end) - image.start < MIN_MATCH:
+            if 0 < image.tokens_before(cached_len) < MIN_MATCH:
                 return image.start
         return cached_len
 

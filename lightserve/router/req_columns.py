@@ -76,6 +76,10 @@ class ReqColumns:
         may_draft = (self.may_draft[rows] > 0) & (planned_len >= prompt_len)
         return np.where(may_draft, np.minimum(max_new_tokens - planned_outputs - drafts - 1, most), 0)
 
+    def may_draft_soon(self, rows: Int64Array) -> bool:
+        """Whether some of these requests may have drafts in the step after the one that is planned."""
+        return bool(((self.may_draft[rows] > 0) & (self.draft_pause[rows] == 0)).any())
+
     def missing_slots(self, rows: Int64Array, drafts: Int64Array) -> Int64Array:
         """KV slots that these requests need for their next token and so many drafts, beside those that they have."""
         missing: Int64Array = np.maximum(self.planned_drafts[rows] + 1 + drafts - self.spare_slots[rows], 0)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from lightserve.config import ServerConfig
-from lightserve.errors import OptionError
-from lightserve.model_files.config.images import PREPROCESSOR, has_image_files, reads_images
+from lightserve.errors import ModelFilesError, OptionError
+from lightserve.model_files.config.images import PREPROCESSOR, has_image_files, read_image_files, reads_images
 from lightserve.model_files.source import resolve
 from lightserve.utils.extras import install_command
 from lightserve.utils.logger import init_logger
@@ -50,9 +50,12 @@ def _why_not(config: ServerConfig) -> str:
         return f"{source.path} has no {PREPROCESSOR}; fetch it"
     if find_spec("PIL") is None:
         return f"the package pillow is missing; run: {install_command('images')}"
+    from lightserve.media.layout import read_layout  # which needs Pillow
+
     try:
         _with_limit(config)
-    except OptionError as error:
+        read_layout(read_image_files(source), config.http.max_image_tokens)
+    except (OptionError, ModelFilesError) as error:
         return str(error)
     return ""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lightserve.config import ServerConfig
 from lightserve.errors import ServerError
+from lightserve.utils.key_spec import parse_key
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -22,7 +24,18 @@ def with_keys(config: ServerConfig) -> ServerConfig:
     in_environment = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
     api_key = [*http.api_key, *_read("api_key_file", http.api_key_file), *in_environment]
     admin_key = [*http.admin_key, *_read("admin_key_file", http.admin_key_file)]
+    _check(api_key)
+    _check(admin_key)
     return replace(config, http=replace(http, api_key=api_key, admin_key=admin_key))
+
+
+def _check(keys: Sequence[str]) -> None:
+    """What follows a key. The error does not show it."""
+    for number, text in enumerate(keys, start=1):
+        try:
+            parse_key(text)
+        except ValueError as error:
+            raise ServerError(f"API key {number}: {error}") from error
 
 
 def _read(flag: str, filename: str | None) -> list[str]:

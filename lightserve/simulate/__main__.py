@@ -26,7 +26,7 @@ from lightserve.cluster import routing as cluster_routing
 from lightserve.config import ClusterConfig
 from lightserve.errors import OptionError
 from lightserve.messages.control import StepLimits
-from lightserve.router.policy import POLICIES
+from lightserve.router.policy import POLICIES, PolicyNames
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.clusters import simulate_clusters
@@ -135,7 +135,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--prefix_len", type=int, help="tokens of each")
     add("--urgent", type=float, default=0.0, help=f"share of requests with priority {URGENT}")
     add("--seed", type=int, default=0)
-    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    add("--policies", nargs="+", choices=PolicyNames(), default=list(POLICIES))
     add("--token_ratio", type=float, nargs="+", default=[0.85], help="router_token_ratio")
     add(
         "--quantile",

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lightserve.common.checkpoint.reader import open_checkpoint
 from lightserve.errors import CheckpointError
+from lightserve.media.layout import ImageLayout
+from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import ModelSource
-from lightserve.vision.qwen import QwenTower, QwenVision
-
-PREFIXES = ("model.visual.", "visual.")
+from lightserve.vision.tower import VisionTower, make_tower
 
 
-def load_tower(source: ModelSource, has_weights: bool, dtype: torch.dtype, device: torch.device) -> QwenTower:
+def load_tower(
+    source: ModelSource, layout: ImageLayout, has_weights: bool, dtype: torch.dtype, device: torch.device
+) -> VisionTower:
     """``has_weights``: if not, they are random, as with --load_format dummy."""
-    hf = source.hf_config()
-    config = QwenVision.read(str(hf["multimodal_type"]), vision_config(hf))
-    with torch.device("meta"):
-        tower = QwenTower(config)
+    tower = make_tower(read_image_files(source), layout)
     tower = tower.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     if has_weights:
         _fill(tower, source)
@@ -31,29 +27,22 @@ def load_tower(source: ModelSource, has_weights: bool, dtype: torch.dtype, devic
     return tower
 
 
-def vision_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    vision = hf.get("vision_config")
-    if not isinstance(vision, dict):
-        raise CheckpointError("config.json has no vision_config; fetch it again")
-    return vision
-
-
-def _fill(tower: QwenTower, source: ModelSource) -> None:
+def _fill(tower: VisionTower, source: ModelSource) -> None:
     missing = dict(tower.named_parameters())
     for name, tensor, file in open_checkpoint(source):
-        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
-        if prefix is None:
+        own_name = tower.own_name(name)
+        if own_name is None:
             continue
-        parameter = missing.pop(name.removeprefix(prefix), None)
+        parameter = missing.pop(own_name, None)
         if parameter is None:
             raise CheckpointError(f"{file}: tensor {name} has no place in the vision tower; fetch the files again")
         _copy(parameter, tensor, f"{file}: tensor {name}")
     if missing:
-        raise CheckpointError(f"{source.path}: tensor {PREFIXES[1]}{next(iter(missing))} is missing; fetch it again")
+        raise CheckpointError(f"{source.path}: tensor {tower.prefixes[0]}{next(iter(missing))} is missing; fetch it")
 
 
 def _copy(parameter: Tensor, tensor: Tensor, text: str) -> None:
-    if tensor.dim() == 5:  # the weight of the patches is stored as a convolution
+    if tensor.dim() > 3:  # the weight of the patches is stored as a convolution
         tensor = tensor.flatten(1)
     if tensor.shape != parameter.shape:
         wanted = "x".join(map(str, parameter.shape))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightserve.errors import ModelFilesError
+from lightserve.media.layout import ImageLayout
 from lightserve.media.qwen import QwenImages
+from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import axial_angles, segment_groups
 from lightserve.vision.qwen_layers import EPS, Angles, Attention, Block, GatedMlp, Merger, QuickGeluMlp, RmsNorm
+from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 THETA = 10_000.0
 COLORS = 3
@@ -35,8 +37,8 @@ class QwenVision:
     whole_image_layers: frozenset[int]
 
     @classmethod
-    def read(cls, model_type: str, vision: Mapping[str, Any]) -> QwenVision:
-        is_windowed = model_type == "qwen2_5_vl"
+    def read(cls, files: ImageFiles) -> QwenVision:
+        is_windowed, vision = files.model_type == "qwen2_5_vl", files.vision
         try:
             size = vision["hidden_size"] if is_windowed else vision["embed_dim"]
             out_size = vision["out_hidden_size"] if is_windowed else vision["hidden_size"]
@@ -57,14 +59,31 @@ class QwenVision:
             raise ModelFilesError(f"config.json: vision_config has no {error}; fetch it again") from error
 
 
-class QwenTower(nn.Module):
-    def __init__(self, config: QwenVision) -> None:
+class QwenTower(VisionTower):
+    prefixes = ("model.visual.", "visual.")
+
+    def __init__(self, config: QwenVision, images: QwenImages) -> None:
         super().__init__()
         self.config = config
+        self.images = images
         inputs = COLORS * config.times * config.patch**2
         self.patch_embed = nn.ModuleDict({"proj": nn.Linear(inputs, config.size, bias=False)})
         self.blocks = nn.ModuleList([self._block() for _ in range(config.depth)])
         self.merger = Merger(self._norm(), config.size, config.out_size, config.merge**2)
+
+    @classmethod
+    def read(cls, files: ImageFiles, layout: ImageLayout) -> QwenTower:
+        assert isinstance(layout, QwenImages)
+        return cls(QwenVision.read(files), layout)
+
+    @property
+    def row_width(self) -> int:
+        return self.config.out_size
+
+    def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
+        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
+        rows = self(patches.to(next(self.parameters()).dtype), grids)
+        return split_rows(rows, [height * width // self.config.merge**2 for height, width in grids])
 
     def _norm(self) -> nn.Module:
         return RmsNorm(self.config.size) if self.config.window else nn.LayerNorm(self.config.size, eps=EPS)
@@ -95,7 +114,7 @@ class QwenTower(nn.Module):
     def _angles(self, grids: Sequence[Grid], order: Tensor) -> Angles:
         """Of the patches in squares, the squares in ``order``."""
         merge = self.config.merge
-        places = [_patch_places(rows, columns, merge) for rows, columns in grids]
+        places = [patch_places(rows, columns, merge) for rows, columns in grids]
         squares = torch.cat(places).to(order.device).view(-1, merge**2, 2)[order].flatten(0, 1)
         head_dim = self.config.size // self.config.heads
         return Angles(*axial_angles(squares[:, 0], squares[:, 1], head_dim, THETA))
@@ -117,11 +136,17 @@ def _split(x: Tensor, size: int, dim: int) -> Sequence[Tensor]:
     return parts
 
 
-def _patch_places(rows: int, columns: int, merge: int) -> Tensor:
+def patch_places(rows: int, columns: int, merge: int) -> Tensor:
     """Row and column of every patch, square after square: ``[patches, 2]``."""
     places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
     squares = places.view(rows // merge, merge, columns // merge, merge, 2)
     return squares.transpose(1, 2).reshape(-1, 2)
+
+
+def patches_and_grids(pixels: Sequence[Tensor], images: QwenImages, times: int) -> tuple[Tensor, list[Grid]]:
+    """Of several images; see ``patches_of``."""
+    grids = [(image.shape[0] // images.patch, image.shape[1] // images.patch) for image in pixels]
+    return torch.cat([patches_of(image, images, times) for image in pixels]), grids
 
 
 def patches_of(pixels: Tensor, images: QwenImages, times: int) -> Tensor:

@@ -80,6 +80,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             lora_slots=config.num_loras,
             cpu_kv=worker.cpu_kv,
             kv_identity=worker.kv_identity,
+            sight=worker.sight,
+            sight_window=worker.model_config.window,
             speculation="" if config.speculation is None else config.speculation.summary,
         )
     )

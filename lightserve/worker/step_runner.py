@@ -15,7 +15,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, GraphRanges, Graphs, in_host_memory, to_device
 from lightserve.utils.progress import Progress
-from lightserve.worker.batch.images import PackedImages
+from lightserve.worker.batch.images import AFTER_IMAGES, PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
@@ -183,14 +183,14 @@ class StepRunner:
             shape = StepShape(1, 1, has_decodes=True, has_prompts=False, group_tokens=group_tokens)
             self.hidden_states(self._batch.padding(shape), shape)
 
-    def run_stage(self, inputs: np.ndarray, shape: StepShape) -> None:
+    def run_stage(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
-        self._model.send_to_next_stage(self.hidden_states(inputs, shape))
+        self._model.send_to_next_stage(self.hidden_states(inputs, shape, images))
 
-    def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
+    def hidden_states(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> HiddenStates:
         """Of all tokens of a step, for a model that computes no text."""
         columns = self.columns(to_device(inputs, self._model.device), shape)
-        return self._model.hidden_states(self.model_input(columns, shape))
+        return self._model.hidden_states(self.model_input(columns, shape, images))
 
     def columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
         return columns_of(inputs, shape, has_states=self._batch.states is not None)
@@ -210,6 +210,7 @@ class StepRunner:
             reqs["ready_len"],
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
+            see_until=self._see_until(images, tokens),
         )
         rotary_positions = self._rotary_positions(tokens)
         of_images = self._batch.images
@@ -226,6 +227,13 @@ class StepRunner:
             rotary_positions=rotary_positions,
             images=None if images is None or of_images is None else of_images.of_step(images, rotary_positions),
         )
+
+    def _see_until(self, images: PackedImages | None, tokens: ops.StepTokens) -> Tensor | None:
+        """Of tokens after images it is their own position, which drafts make known here only."""
+        if images is None or images.see_until is None:
+            return None
+        last_seen = to_device(images.see_until, self._model.device)
+        return torch.where(last_seen == AFTER_IMAGES, tokens.positions, last_seen)
 
     def _rotary_positions(self, tokens: ops.StepTokens) -> Tensor | None:
         """After images. None: of no model, or of one where they are those in the sequence."""

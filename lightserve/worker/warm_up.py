@@ -8,11 +8,13 @@ from itertools import accumulate
 import msgspec
 
 from lightserve.messages.int_arrays import int32s, int64s
+from lightserve.messages.media import ImageRows
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 
 PROMPT_LENGTHS = (16, 7, 100, 1)  # Triton compiles one kernel for 1, one for multiples of 16, one for other lengths
 DRAFT_PROMPT = 7
+IMAGE_TOKENS = 4
 NUM_DECODES = 2
 FIRST_POOL_TOKENS = 512  # the KV pool before its size is known: all warm-up requests fit
 FIRST_STATE_ROWS = len(PROMPT_LENGTHS)  # the same of recurrent states
@@ -52,7 +54,7 @@ def draft_steps(num_drafts: int, max_len: int, pool_len: int) -> Iterator[Step]:
     if not num_drafts or len(prompt) + 2 * count > min(max_len, pool_len):
         return
     req = NewReq(-1, int32s(prompt), SAMPLING[0], seed=0)
-    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req])
+    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req], drafts_follow=True)
     for begin in (len(prompt), len(prompt) + count):
         slots = int32s(range(begin, begin + count))
         yield Step(
@@ -68,6 +70,16 @@ def draft_steps(num_drafts: int, max_len: int, pool_len: int) -> Iterator[Step]:
 def with_adapter(step: Step) -> Step:
     """A step whose requests use the adapter of slot 0, which is empty."""
     return msgspec.structs.replace(step, new=[msgspec.structs.replace(req, lora_slot=0) for req in step.new])
+
+
+def with_image(step: Step) -> Step:
+    """A step whose prompts begin with an image, of which the embeddings mean nothing."""
+    counts = [min(len(req.token_ids), IMAGE_TOKENS) for req in step.new]
+    new = [
+        msgspec.structs.replace(req, images=[ImageRows(((0, count),), 0, 0, int32s(range(count)))])
+        for req, count in zip(step.new, counts, strict=True)
+    ]
+    return msgspec.structs.replace(step, new=new)
 
 
 def in_all_pools(step: Step, num_groups: int, has_states: bool) -> Step:

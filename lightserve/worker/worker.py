@@ -19,6 +19,7 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
 from lightserve.messages.int_arrays import int64s
+from lightserve.messages.media import Sight
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
@@ -54,6 +55,7 @@ from lightserve.worker.warm_up import (
     in_all_pools,
     warm_up_steps,
     with_adapter,
+    with_image,
 )
 from lightserve.worker.weights.updater import WeightUpdater
 
@@ -133,12 +135,12 @@ class ModelWorker:
 
     def enable_images(self, arena: mmap) -> None:
         """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
-        model = self.model
-        rows = torch.frombuffer(arena, dtype=model.args.dtype)
-        width = self.model_config.hidden_size
-        embeddings = rows[: len(rows) // width * width].view(-1, width)
-        has_axes = model.rotary_axes is not None
-        self._batch.images = BatchImages(embeddings, model.req_manager.max_reqs, self._device, has_axes)
+        self._batch.images = BatchImages.of_model(self.model, arena)
+
+    @property
+    def sight(self) -> Sight:
+        """Of the tokens of prompts, if requests may have images."""
+        return Sight.NONE if self._batch.images is None else self._batch.images.sight
 
     def add_kv_transfer(self, args: KvTransferArgs) -> None:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
@@ -279,6 +281,9 @@ class ModelWorker:
         if self._batch.lora_slots:
             for step in self._warm_up_steps():
                 self.run(with_adapter(step))
+        if self.sight is Sight.IMAGE:
+            for step in self._warm_up_steps():
+                self.run(with_image(step))
 
     def _warm_up_steps(self) -> Iterator[Step]:
         max_reqs = self.model.req_manager.max_reqs
@@ -329,7 +334,7 @@ class ModelWorker:
             self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape)
+            self._runner.run_stage(packed.inputs, packed.shape, packed.images)
             return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
@@ -345,7 +350,7 @@ class ModelWorker:
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         self._drafts.record(out.columns, tokens)
-        self._drafts.draft_next(packed, out)
+        self._drafts.draft_next(packed, out, step.drafts_follow)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 

@@ -23,6 +23,7 @@ DRAFTS = ("--speculative_config", NGRAM, "--max_total_token_num", "400", "--kv_r
 COMBINATIONS = [
     pytest.param(DRAFTS, id="drafts-tiers"),
     pytest.param(("--tp", "2", "--deterministic"), id="tp-deterministic", marks=[pytest.mark.long, pytest.mark.tp]),
+    pytest.param(("--pp", "2"), id="pp", marks=[pytest.mark.long, pytest.mark.tp]),
     pytest.param(("--dp", "2", "--max_total_token_num", "2000"), id="dp", marks=[pytest.mark.long, pytest.mark.tp]),
 ]
 LENGTH = 24

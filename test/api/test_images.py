@@ -28,7 +28,16 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 def vision_server(vision_model: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ("--model_dir", vision_model[0], "--device", "cpu", "--max_total_token_num", "2000")
-    limits = ("--embed_cache_gb", "0.01", "--max_image_mb", "1", "--media_private_hosts", "localhost")
+    limits = (
+        "--embed_cache_gb",
+        "0.01",
+        "--max_image_mb",
+        "1",
+        "--media_private_hosts",
+        "localhost",
+        "--model_name",
+        "vision",
+    )
     with running_server(log, *flags, *limits, env={"SSL_CERT_FILE": str(TLS / "authority.pem")}) as server:
         yield server
 
@@ -201,7 +210,7 @@ def chat_texts(server: ServerProcess, data: str) -> list[str]:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS, "temperature": 0}
     _, anthropic = server.post("/v1/messages", {**body, "ignore_eos": True})
     options = {"num_predict": NEW_TOKENS, "temperature": 0}
-    shared = {"model": "vision0", "stream": False, "options": options, "ignore_eos": True}
+    shared = {"model": "vision", "stream": False, "options": options, "ignore_eos": True}
     message = {"role": "user", "content": "w40", "images": [data]}
     _, chat = server.post("/api/chat", {**shared, "messages": [message]})
     _, generated = server.post("/api/generate", {**shared, "prompt": "w40", "images": [data]})

@@ -98,3 +98,25 @@ def test_a_given_template_that_cannot_be_used_is_refused(folder: Path, given: st
 def test_a_chat_without_any_template_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         tokenizer({}).apply_chat_template(USER)
+
+
+PARTS_ONLY = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+def test_a_template_that_shows_only_parts_gets_plain_text_as_a_part() -> None:
+    """As that of SmolVLM, which goes through the characters of a text and shows none of them."""
+    messages: list[dict[str, Any]] = [
+        *USER,
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+    ]
+
+    assert tokenizer(PARTS_ONLY).apply_chat_template(messages) == "Hi;<image>What?;"
+
+
+def test_other_templates_get_plain_text_as_it_is() -> None:
+    template = "{{ messages[0].content is string }} {{ messages[0].content }}"
+
+    assert tokenizer(template).apply_chat_template(USER) == "True Hi"

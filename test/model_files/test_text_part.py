@@ -47,3 +47,25 @@ def test_a_language_model_that_is_not_supported_is_named() -> None:
 
     with pytest.raises(UnsupportedModelTypeError, match="model_type 'mistral9' is not supported"):
         read_model_config(hf, None)
+
+
+def test_sizes_that_llava_leaves_out_are_those_of_its_language_model() -> None:
+    """As published: transformers takes them from the defaults of Llama."""
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32_064}
+    hf = {"model_type": "llava", "image_token_index": 32_000, "text_config": text, "vocab_size": 32_000}
+
+    config = read_model_config(hf, None)
+
+    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (4096, 11_008, 32)
+    assert (config.num_heads, config.num_kv_heads, config.vocab_size) == (32, 32, 32_064)
+    assert config.hf["max_position_embeddings"] == 4096
+
+
+def test_sizes_of_the_whole_model_are_not_those_of_its_language_model() -> None:
+    """PaliGemma 2 names a hidden_size beside its language model, which has another one."""
+    text = {"model_type": "gemma2", "hidden_size": 3584, "use_bidirectional_attention": True}
+
+    config = read_model_config({"model_type": "paligemma", "hidden_size": 2048, "text_config": text}, None)
+
+    assert config.hidden_size == 3584
+    assert not config.flag("use_bidirectional_attention")

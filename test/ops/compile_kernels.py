@@ -174,6 +174,11 @@ def compile_attention_options(dtype: torch.dtype, dim: int, *, with_each_alone: 
     ops.token_attention.impls["triton"](q, cache, batch, options)
     context = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
     ops.context_attention.impls["triton"](*with_options(context, causal=False))
+    for window in (None, 100):
+        q, kv, cache, batch, options = context_attention_args([(700, 1), (800, 9)], (8, 2), dim, dtype, "cpu")
+        batch, options = replace(batch, see_until=batch.b_seq_len.new_zeros(len(q))), replace(options, window=window)
+        for backend in BACKENDS:
+            ops.context_attention.impls[backend](q, kv, cache, replace(batch, plans={}), options)
 
 
 def compile_quantized_kv(dim: int) -> None:

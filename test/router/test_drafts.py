@@ -10,7 +10,7 @@ import pytest
 from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.int_arrays import BLOCK, int32s
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
-from lightserve.messages.step import Step, Token, TokenColumns, TokenOut
+from lightserve.messages.step import NO_DRAFTS, DraftColumns, Step, Token, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.decodes import FEW_DECODES
@@ -62,6 +62,25 @@ def test_the_slots_of_rejected_drafts_are_those_of_the_next_tokens(accepted: int
     assert [step.slot_counts.tolist() for step in steps] == [[4], [4], [1 + accepted]]
     assert (req.planned_len, req.planned_drafts) == (6 + accepted, 2 * NUM_DRAFTS)
     assert req.in_flight == 2
+
+
+def test_the_step_before_drafts_says_that_they_follow() -> None:
+    scheduler = drafting(weight_read_tokens=20.0)
+    begin(scheduler, 500, 500)
+
+    steps = []
+    for _ in range(60):
+        steps.append(next_step(scheduler))
+        complete(scheduler, 1, 1)
+        drafts = [(req_id, count, 0) for req_id, count in drafts_of(steps[-1]).items() if count]
+        scheduler.only_group.observe_drafts(
+            DraftColumns(*map(int32s, zip(*drafts, strict=True))) if drafts else NO_DRAFTS
+        )
+
+    has_drafts = [any(drafts_of(step).values()) for step in steps]
+    assert 2 < sum(has_drafts) < 20  # none is accepted
+    assert all(step.drafts_follow for step, follow in zip(steps, has_drafts[1:], strict=False) if follow)
+    assert sum(step.drafts_follow for step in steps) < 30
 
 
 def test_a_request_gets_no_slots_beyond_its_longest_output() -> None:

@@ -34,6 +34,7 @@ from lightserve.messages.request import (
 from lightserve.messages.step import ForkPrefix, ReqFailed, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.router.chunk_boundaries import ChunkBoundaries
 from lightserve.router.images.image_waits import ImageWaits
+from lightserve.router.images.sight import PromptSight
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
@@ -243,14 +244,11 @@ def test_requests_get_their_tokens_in_order_at_any_depth(tmp_path: Path) -> None
 def test_a_request_with_a_span_that_no_step_can_compute_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spans = {1: (0, 65), 2: (0, 64)}
-    monkeypatch.setattr(
-        RouterManager, "_boundaries_of", lambda _, message: ChunkBoundaries(spans=[spans[message.req_id]])
-    )
+    monkeypatch.setattr(PromptSight, "boundaries", lambda _, length, images: ChunkBoundaries(spans=[(0, length - 5)]))
 
     async def scenario(router: Router) -> None:
-        for req_id in spans:
-            router.send(request(req_id, prompt_len=70))
+        for req_id, length in ((1, 70), (2, 69)):
+            router.send(request(req_id, prompt_len=length))
 
         await router.until(lambda: router.has_finished(2))
 
@@ -451,7 +449,8 @@ def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(
 
 def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
     def with_images(req_id: int, count: int) -> GenerateReq:
-        items = [ImageItem(bytes([req_id, number]), 6 * number, 2, 3, 56, 84, 5, b"file") for number in range(count)]
+        spans = [((6 * number, 6),) for number in range(count)]
+        items = [ImageItem(bytes([req_id, *span[0]]), span, 2, 3, 56, 84, 5, b"file") for span in spans]
         return msgspec.structs.replace(request(req_id, prompt_len=26), images=items)
 
     async def scenario(router: Router) -> None:

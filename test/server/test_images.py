@@ -12,6 +12,7 @@ from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
 from lightserve.server import images
 from lightserve.server.images import with_images
+from test.vision_families import save_family
 from test.vision_model import save_vision_model
 
 
@@ -53,9 +54,9 @@ def test_a_flag_that_does_not_combine_turns_images_off_and_the_log_says_why(
     vision_folder: str, log: pytest.LogCaptureFixture
 ) -> None:
     with log.at_level(logging.WARNING):
-        assert limit_of("--model_dir", vision_folder, "--dp", "2") == 0
+        assert limit_of("--model_dir", vision_folder, "--pp", "2") == 0
 
-    assert "requests may have no images: --limit_mm_per_prompt cannot be used with --dp 2" in log.text
+    assert "requests may have no images: --limit_mm_per_prompt cannot be used with --pp 2" in log.text
 
 
 def test_files_and_packages_that_are_missing_turn_images_off(
@@ -69,3 +70,15 @@ def test_files_and_packages_that_are_missing_turn_images_off(
 
     assert "has no preprocessor_config.json; fetch it" in log.text
     assert "the package pillow is missing" in log.text
+
+
+def test_a_model_whose_images_all_have_more_tokens_than_the_limit_reads_none(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    save_family(tmp_path, "llava")
+
+    with log.at_level(logging.WARNING):
+        assert limit_of("--model_dir", str(tmp_path), "--max_image_tokens", "15") == 0
+
+    assert "max_image_tokens=15: an image of this model has 16 tokens; raise it" in log.text
+    assert limit_of("--model_dir", str(tmp_path), "--max_image_tokens", "16") == 16

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from lightserve.media.image_file import resized
 from lightserve.media.qwen import BICUBIC, QwenImages
 from lightserve.media.sizes import ImageHeader
+from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.qwen import QwenTower, QwenVision, patches_of
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -49,7 +50,7 @@ def oracle_tower(model_type: str) -> Any:
 
 
 def our_tower(model_type: str, oracle: Any) -> QwenTower:
-    tower = QwenTower(QwenVision.read(model_type, VISION[model_type]))
+    tower = QwenTower(QwenVision.read(files_of(model_type)), images_of(model_type))
     tensors = oracle.state_dict()
     tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].flatten(1)
     tower.load_state_dict(tensors)
@@ -60,8 +61,12 @@ def picture(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+def files_of(model_type: str) -> ImageFiles:
+    return ImageFiles(model_type, FILES, {"vision_config": VISION[model_type]})
+
+
 def images_of(model_type: str) -> QwenImages:
-    return QwenImages.read(FILES, VISION[model_type], None)
+    return QwenImages.read(files_of(model_type), None)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,4 +105,4 @@ def test_embeddings_are_those_of_transformers_in_any_batch(model_type: str) -> N
     alone = torch.cat([tower(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
 
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(alone, together, rtol=0, atol=1e-6)
+    torch.testing.assert_close(alone, together, rtol=0, atol=1e-5)  # other sizes of products round differently

@@ -105,11 +105,11 @@ class Recorder:
             self._logits.append(logits)
             return sample(logits, *at)
 
-        def record(out: StepOut, rows: RowsOfStep | None, known_after: Int64Array) -> None:
+        def record(out: StepOut, rows: RowsOfStep | None, known_after: Int64Array, drafts_follow: bool = True) -> None:
             self._logits = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ops, "sample", record_logits)
-                draft(out, rows, known_after)
+                draft(out, rows, known_after, drafts_follow)
             if self._logits:  # some request has sampled
                 self._record(proposer, out, rows)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,34 @@ def test_a_small_pool_and_steps_in_flight_change_nothing(
     drafted = make(small_folder, config_of(folder), max_total_token_num=150).generate(prompts, params)
 
     assert_same(drafted, expected)
+
+
+def counted(calls: Counter[str], name: str, method: Callable[..., None]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        calls[name] += 1
+        method(*args)
+
+    return call
+
+
+def test_nothing_is_drafted_for_steps_without_drafts(
+    small_folder: str, plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If none is accepted, requests pause. The KV is there when they try again."""
+    llm = make(small_folder, config_of(save_draft_model(tmp_path, "llama", 128)))
+    object.__setattr__(llm._scheduler.only_group.limits, "weight_read_tokens", 30.0)
+    assert isinstance(llm.worker, ModelWorker)
+    head = llm.worker._drafts._head
+    assert head is not None
+    calls: Counter[str] = Counter()
+    for name in ("draft", "_draft_further"):
+        monkeypatch.setattr(head, name, counted(calls, name, getattr(head, name)))
+    prompts, params = prompts_of(2, seed=4), params_of(GREEDY, {"ignore_eos": True, "max_new_tokens": 60})
+
+    drafted = llm.generate(prompts, params)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert 2 < calls["_draft_further"] < 0.6 * calls["draft"]
 
 
 def test_another_vocabulary_is_refused(small_folder: str, tmp_path: Path) -> None:

@@ -13,53 +13,52 @@ from PIL import Image
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.media.image_file import resized
-from lightserve.media.qwen import BICUBIC, QwenImages
+from lightserve.media.layout import read_layout
 from lightserve.media.sizes import ImageHeader
 from lightserve.media.tokens import expand, locate
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, int32s, int64s
 from lightserve.messages.media import ImageRows
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
+from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import resolve
 from lightserve.vision.load import load_tower
-from lightserve.vision.qwen import patches_of
+from lightserve.vision.tower import ImageTiles
 from lightserve.worker.batch.images import positions_of
 from lightserve.worker.worker import ModelWorker
-from test.vision_model import END, FILES, PAD, START, VISION, greedy, oracle_inputs, picture, save_vision_model
+from test.vision_model import END, PAD, START, greedy, oracle_inputs, picture, save_vision_model
 
-HIDDEN = 48
 IMAGES = [picture(90, 200, 1), picture(150, 60, 2)]
 PROMPT = [1, 5, START, PAD, END, 7, 8, START, PAD, END, 9, 2]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
-def vision_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, str]:
-    folder, model = save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
-    return folder, model, request.param
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+def vision_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 class Images:
     """Encodes into an arena, as the encoder process does."""
 
-    def __init__(self, folder: str, model_type: str) -> None:
-        self.memory = mmap.mmap(-1, 4096 * 16)
-        self.arena = torch.frombuffer(self.memory, dtype=torch.float32)[: 4096 * 4 // HIDDEN * HIDDEN].view(-1, HIDDEN)
-        self._tower = load_tower(resolve(folder), True, torch.float32, torch.device("cpu"))
-        self._reader = QwenImages.read(FILES, VISION[model_type], None)
+    def __init__(self, folder: str) -> None:
+        self.memory = mmap.mmap(-1, 4096 * 64)
+        source = resolve(folder)
+        self._layout = read_layout(read_image_files(source), None)
+        self._tower = load_tower(source, self._layout, True, torch.float32, torch.device("cpu"))
+        values, width = torch.frombuffer(self.memory, dtype=torch.float32), self._tower.row_width
+        self.arena = values[: len(values) // width * width].view(-1, width)
         self._rows = np.random.default_rng(0).permutation(len(self.arena)).astype(np.int32)
 
     def rows_of(self, image: Image.Image, start: int) -> ImageRows:
-        size = self._reader.size_of(ImageHeader(*image.size))
-        pixels = torch.from_numpy(resized(image, size.height, size.width, BICUBIC).copy())
+        size = self._layout.size_of(ImageHeader(*image.size))
+        tiles = [torch.from_numpy(tile.copy()) for tile in self._layout.pixels(image, size.height, size.width)]
         rows, self._rows = self._rows[: size.tokens], self._rows[size.tokens :]
-        grid = (2 * size.rows, 2 * size.columns)
-        self.arena[torch.from_numpy(rows).long()] = self._tower(patches_of(pixels, self._reader, 2), [grid])
-        return ImageRows(start, size.rows, size.columns, rows)
+        (self.arena[torch.from_numpy(rows).long()],) = self._tower.encode([ImageTiles(tiles, size.height, size.width)])
+        return ImageRows(((start, size.tokens),), size.rows, size.columns, rows)
 
     def request(self, req_id: int, images: list[Image.Image], prompt: list[int]) -> NewReq:
         """Enters with the images at their places."""
-        sizes = [self._reader.size_of(ImageHeader(*image.size)) for image in images]
+        sizes = [self._layout.size_of(ImageHeader(*image.size)) for image in images]
         counts = [size.tokens for size in sizes]
         ids = expand(prompt, PAD, counts)
         starts = locate(ids, PAD, counts)
@@ -67,10 +66,10 @@ class Images:
         return NewReq(req_id, int32s(ids), SamplingParams(temperature=0.0), 0, images=rows)
 
 
-def worker_of(folder: str, images: Images) -> ModelWorker:
+def worker_of(folder: str, memory: mmap.mmap) -> ModelWorker:
     config = WorkerConfig(model_dir=folder, device="cpu", max_total_token_num=2000, running_max_req_size=4)
     worker = ModelWorker(config, resolve(folder), Parallel())
-    worker.enable_images(images.memory)
+    worker.enable_images(memory)
     return worker
 
 
@@ -94,13 +93,13 @@ def generate(worker: ModelWorker, new: NewReq, chunk: int, count: int, first_slo
     return out
 
 
-def test_positions_are_those_of_transformers(vision_model: tuple[str, Any, str]) -> None:
-    folder, model, model_type = vision_model
-    inputs = oracle_inputs(PROMPT, IMAGES)
+def test_positions_are_those_of_transformers(vision_model: tuple[str, Any]) -> None:
+    folder, model = vision_model
+    inputs = oracle_inputs(PROMPT, IMAGES, model.config.model_type)
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
 
     expected, delta = model.model.get_rope_index(**{name: inputs[name] for name in names})
-    new = Images(folder, model_type).request(1, IMAGES, PROMPT)
+    new = Images(folder).request(1, IMAGES, PROMPT)
     positions = positions_of(new.images)
     tail = positions.shape[1]
 
@@ -110,11 +109,11 @@ def test_positions_are_those_of_transformers(vision_model: tuple[str, Any, str])
 
 @pytest.mark.parametrize("chunk", [500, 7, 1])
 def test_text_after_images_is_that_of_transformers_with_chunks_anywhere(
-    vision_model: tuple[str, Any, str], chunk: int
+    vision_model: tuple[str, Any], chunk: int
 ) -> None:
-    folder, model, model_type = vision_model
-    images = Images(folder, model_type)
-    worker = worker_of(folder, images)
+    folder, model = vision_model
+    images = Images(folder)
+    worker = worker_of(folder, images.memory)
 
     texts = [
         generate(worker, images.request(req, some, PROMPT), chunk, 6, 300 * req)
@@ -125,10 +124,10 @@ def test_text_after_images_is_that_of_transformers_with_chunks_anywhere(
     assert texts[0] != texts[1]
 
 
-def test_text_follows_a_cached_prefix_that_ends_anywhere(vision_model: tuple[str, Any, str]) -> None:
-    folder, model, model_type = vision_model
-    images = Images(folder, model_type)
-    worker, expected = worker_of(folder, images), greedy(model, PROMPT, IMAGES, 4)
+def test_text_follows_a_cached_prefix_that_ends_anywhere(vision_model: tuple[str, Any]) -> None:
+    folder, model = vision_model
+    images = Images(folder)
+    worker, expected = worker_of(folder, images.memory), greedy(model, PROMPT, IMAGES, 4)
     new = images.request(0, IMAGES, PROMPT)
     length = len(new.token_ids)
     generate(worker, new, 500, 1)
@@ -145,18 +144,13 @@ def test_text_follows_a_cached_prefix_that_ends_anywhere(vision_model: tuple[str
 
 def _uncached(new: NewReq, cached: int) -> list[ImageRows]:
     """Images whose KV is cached have no rows."""
-    return [
-        ImageRows(image.start, image.rows, image.columns, NO_INT32)
-        if image.start + image.rows * image.columns <= cached
-        else image
-        for image in new.images
-    ]
+    return [replace(image, arena_rows=NO_INT32) if sum(image.spans[0]) <= cached else image for image in new.images]
 
 
-def test_a_request_without_images_in_the_same_row_has_plain_positions(vision_model: tuple[str, Any, str]) -> None:
-    folder, model, model_type = vision_model
-    images = Images(folder, model_type)
-    worker = worker_of(folder, images)
+def test_a_request_without_images_in_the_same_row_has_plain_positions(vision_model: tuple[str, Any]) -> None:
+    folder, model = vision_model
+    images = Images(folder)
+    worker = worker_of(folder, images.memory)
     generate(worker, images.request(0, IMAGES, PROMPT), 500, 2)
     worker.run(Step([], free=[0]))
 
@@ -166,10 +160,10 @@ def test_a_request_without_images_in_the_same_row_has_plain_positions(vision_mod
 
 
 @pytest.mark.parametrize("cached", [0, 20])
-def test_text_goes_on_after_a_preemption(vision_model: tuple[str, Any, str], cached: int) -> None:
-    folder, model, model_type = vision_model
-    images = Images(folder, model_type)
-    worker, expected = worker_of(folder, images), greedy(model, PROMPT, IMAGES, 6)
+def test_text_goes_on_after_a_preemption(vision_model: tuple[str, Any], cached: int) -> None:
+    folder, model = vision_model
+    images = Images(folder)
+    worker, expected = worker_of(folder, images.memory), greedy(model, PROMPT, IMAGES, 6)
     new = images.request(0, IMAGES, PROMPT)
     begun = generate(worker, new, 500, 3)
     worker.run(Step([], free=[0]))

@@ -44,7 +44,8 @@ NAMES = {
     "qwen3_5_moe_text": QWEN_NAMES,
     "mimo_v2_flash": MIMO_NAMES,
 }
-MODELS = list(NAMES)
+ALWAYS = ("qwen3_next", "mimo_v2_flash")  # the others with --long
+MODELS: list[Any] = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 
 
 class Mtp:

@@ -119,7 +119,7 @@ class TpPartBaseModel(LoadableModel):
         tables = rotary_tables(self.own_layer_specs, self.req_manager.max_len)
         self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
         axes = self.config.rope.axes
-        self.rotary_axes = torch.arange(3).repeat_interleave(torch.tensor(axes)).to(self.device) if axes else None
+        self.rotary_axes = torch.tensor(axes, device=self.device) if axes else None
         scales = query_scale_tables(self.own_layer_specs, self.req_manager.max_len)
         self.query_scale_tables = {key: table.to(self.device, self.args.dtype) for key, table in scales.items()}
 
@@ -207,21 +207,25 @@ class TpPartBaseModel(LoadableModel):
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
-        _place_images(x, infer_state)
+        if self.pp.is_first:
+            _place_images(x, infer_state)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
             x = layer.context_forward(x, infer_state, weight)
+            _add_to_images(x, layer.layer_num, infer_state)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
-        _place_images(x, infer_state)
+        if self.pp.is_first:
+            _place_images(x, infer_state)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
             x = layer.token_forward(x, infer_state, weight)
+            _add_to_images(x, layer.layer_num, infer_state)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x
 
@@ -244,4 +248,11 @@ def _place_images(x: Tensor, infer_state: InferStateInfo) -> None:
     """The embeddings of images replace those of the tokens that stand for them."""
     images = infer_state.step.images
     if images is not None:
-        x.index_copy_(0, images.tokens, images.embeddings.to(x.dtype))
+        x.index_copy_(0, images.tokens, images.vectors[:, 0].to(x.dtype))
+
+
+def _add_to_images(x: Tensor, layer_num: int, infer_state: InferStateInfo) -> None:
+    """DeepStack: the encoder has vectors of its layers for the tokens of images behind the first layers here."""
+    images = infer_state.step.images
+    if images is not None and layer_num + 1 < images.vectors.shape[1]:
+        x.index_add_(0, images.tokens, images.vectors[:, layer_num + 1].to(x.dtype))

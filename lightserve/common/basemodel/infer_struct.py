@@ -37,7 +37,7 @@ class StepImages:
     """The tokens of images in a step."""
 
     tokens: Tensor  # [n] int64: their places in the step
-    embeddings: Tensor  # [n, hidden]
+    vectors: Tensor  # [n, vectors, hidden]: the embedding, and what is added behind the first layers
     positions: Tensor  # [3, tokens] int64: of all tokens of the step, by axis of the rotary positions
 
 

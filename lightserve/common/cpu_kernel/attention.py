@@ -49,6 +49,10 @@ class _Prompt:
     rows: slice
     slots: Tensor | slice  # [seq_len]
     ready_len: int  # tokens in the cache before this step
+    ahead: Tensor | None = None  # [rows, 1] later keys that each row of a causal layer sees, if any sees some
+
+    def ahead_of(self, begin: int) -> Tensor | None:
+        return None if self.ahead is None else self.ahead[begin : begin + MASKED_ROWS]
 
 
 @ops.context_attention.impl("cpu")
@@ -118,12 +122,14 @@ def _attend_prompt(q: Tensor, kv_cache: KvCache, prompt: _Prompt, options: AttnO
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
     q = q.transpose(0, 1)[None]
     is_plain = options.alibi_slopes is None and options.softcap is None and options.sinks is None
-    sees_all = prompt.ready_len == 0 or not options.causal
+    sees_all = (prompt.ready_len == 0 and prompt.ahead is None) or not options.causal
     if is_plain and sees_all and not _clips(options, k.shape[2]):
         attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
         return attend(q, k, v, is_causal=options.causal)[0].transpose(0, 1)
     outs = [
-        _attend_rows(q[:, :, begin : begin + MASKED_ROWS], k, v, prompt.ready_len + begin, options)
+        _attend_rows(
+            q[:, :, begin : begin + MASKED_ROWS], k, v, prompt.ready_len + begin, options, prompt.ahead_of(begin)
+        )
         for begin in range(0, q.shape[2], MASKED_ROWS)
     ]
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
@@ -134,11 +140,11 @@ def _clips(options: AttnOptions, length: int) -> bool:
     return options.window is not None and options.window < length
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOptions) -> Tensor:
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOptions, ahead: Tensor | None) -> Tensor:
     """Attention of rows ``[1, heads, rows, dim]`` of a prompt from ``position`` on, over the keys that any row sees."""
     rows, window = q.shape[2], options.window
     first = options.first_seen(position)
-    end = position + rows if options.causal else k.shape[2]
+    end = position + rows if options.causal and ahead is None else k.shape[2]
     if not options.causal and window is not None:
         end = min(end, position + rows + window - 1)
     distance = torch.arange(first, end) - torch.arange(position, position + rows)[:, None]
@@ -146,7 +152,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOp
     mask = torch.zeros(distance.shape)
     if options.alibi_slopes is not None:
         mask = options.alibi_slopes[:, None, None] * distance
-    mask = mask.masked_fill(~options.is_seen(distance), float("-inf")).to(q.dtype)
+    mask = mask.masked_fill(~options.is_seen(distance, 0 if ahead is None else ahead), float("-inf")).to(q.dtype)
     if options.softcap is None and options.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
     group = q.shape[1] // k.shape[1]
@@ -191,8 +197,17 @@ def _make_plan(batch: AttnBatch, window: int | None) -> tuple[list[_Group], list
             singles.append(_Single(seq_len if window is None else min(window, seq_len), start, req_idx, seq_len))
             continue
         slots = _as_run(batch.req_to_token[req_idx, :seq_len].long())
-        prompts.append(_Prompt(slice(start, start + seq_len - ready), slots, ready))
+        rows = slice(start, start + seq_len - ready)
+        prompts.append(_Prompt(rows, slots, ready, _ahead(batch, rows, ready)))
     return [_make_group(batch, members) for members in _alike(singles)], prompts
+
+
+def _ahead(batch: AttnBatch, rows: slice, ready_len: int) -> Tensor | None:
+    """See ``_Prompt.ahead``."""
+    if batch.see_until is None:
+        return None
+    ahead = batch.see_until[rows] - torch.arange(ready_len, ready_len + rows.stop - rows.start)
+    return ahead[:, None] if bool(ahead.any()) else None
 
 
 def _alike(singles: list[_Single]) -> list[list[_Single]]:

@@ -58,7 +58,9 @@ def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: Att
             begin, stop = max(first, ready), min(end, seq_len)
             queries = q.new_zeros(POSITIONS, *q.shape[1:], dtype=torch.float32)
             queries[begin - first : stop - first] = q[row + begin : row + stop]
-            attended = _attend(queries, kv[:end], options)
+            ahead = _ahead(batch, row, slice(begin, stop), first)
+            last_seen = first + int((torch.arange(POSITIONS) + ahead[:, 0]).max())
+            attended = _attend(queries, kv[: -(-(last_seen + 1) // POSITIONS) * POSITIONS], first, options, ahead)
             out[row + begin : row + stop] = attended[begin - first : stop - first]
     return out
 
@@ -108,15 +110,28 @@ def used_slots(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:
     return torch.cat(slots), by_token
 
 
-def _attend(q: Tensor, kv: Tensor, options: AttnOptions) -> Tensor:
-    """Causal attention of the last positions ``q`` over all positions ``kv``."""
+def _ahead(batch: AttnBatch, row: int, positions: slice, first: int) -> Tensor:
+    """How many later keys each position of the block from ``first`` on sees: ``[POSITIONS, 1]``.
+
+    ``positions`` of it are new; ``row`` would have position 0.
+    """
+    ahead = torch.zeros(POSITIONS, dtype=torch.int64)
+    if batch.see_until is not None:
+        begin, stop = positions.start, positions.stop
+        seen = batch.see_until[row + begin : row + stop]
+        ahead[begin - first : stop - first] = seen - torch.arange(begin, stop)
+    return ahead[:, None]
+
+
+def _attend(q: Tensor, kv: Tensor, position: int, options: AttnOptions, ahead: Tensor) -> Tensor:
+    """Causal attention of the rows ``q`` from ``position`` on over all positions ``kv``. ``ahead``: see ``is_seen``."""
     (rows, heads, dim), (length, both_heads, _) = q.shape, kv.shape
     kv_heads = both_heads // 2
     k, v = kv.transpose(0, 1).chunk(2)
     packed = q.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
     scores = (packed @ k.transpose(1, 2)).view(heads, rows, length)
-    distance = torch.arange(length) - torch.arange(length - rows, length)[:, None]
-    weights = attention_weights(scores, distance, options)
+    distance = torch.arange(length) - torch.arange(position, position + rows)[:, None]
+    weights = attention_weights(scores, distance, options, ahead)
     return (weights.view(kv_heads, -1, length) @ v).view(heads, rows, dim).transpose(0, 1)
 
 

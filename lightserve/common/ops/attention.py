@@ -36,6 +36,9 @@ class AttnBatch:
     # columns are the first request, the number of requests (0: no group) and the number of shared tokens; the last one
     # is unused. A hint: a backend may read the shared prefix once for all; only rounding changes.
     shared_prefixes: Tensor | None = None
+    # [tokens] int32: the position of the last key that each query row of a causal layer sees, if that is not its own:
+    # tokens of an image may see all of it. None: no row sees a later key. A request with one query row sees none.
+    see_until: Tensor | None = None
     # What a backend derives once for all layers of a step that are alike. The key is all that it depends on.
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -51,10 +54,15 @@ class AttnOptions:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
     sinks: Tensor | None = None  # [heads] float32: the score of a key without a value in each softmax
 
-    def is_seen(self, distance: Tensor) -> Tensor:
-        """Whether a query sees a key; ``distance`` is the position of the key minus that of the query."""
-        seen = distance <= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        return seen if self.window is None else seen & (distance.abs() < self.window)
+    def is_seen(self, distance: Tensor, ahead: Tensor | int = 0) -> Tensor:
+        """Whether a query sees a key; ``distance`` is the position of the key minus that of the query.
+
+        ``ahead``: how many later keys a causal query sees, see ``AttnBatch.see_until``.
+        """
+        seen = distance <= ahead if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.window is None:
+            return seen
+        return seen & ((distance > -self.window) if self.causal else (distance.abs() < self.window))
 
     def first_seen(self, position: int) -> int:
         """The first key that the query at ``position`` sees."""
@@ -122,22 +130,23 @@ def _attend(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k)
         keys, queries = (torch.arange(begin, seq_len, device=q.device) for begin in (first, ready))
         distance = keys - queries[:, None]
-        weights = attention_weights(scores, distance, options)
+        ahead = 0 if batch.see_until is None else batch.see_until[rows, None] - queries[:, None]
+        weights = attention_weights(scores, distance, options, ahead)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
 
 
-def attention_weights(scores: Tensor, distance: Tensor, options: AttnOptions) -> Tensor:
+def attention_weights(scores: Tensor, distance: Tensor, options: AttnOptions, ahead: Tensor | int = 0) -> Tensor:
     """The softmax of the products ``[..., heads, rows, keys]`` of queries and keys, after all that ``options`` say.
 
-    ``distance`` ``[rows, keys]``: the position of each key minus that of the query.
+    ``distance`` ``[rows, keys]``: the position of each key minus that of the query; ``ahead``: see ``is_seen``.
     """
     scores = scores * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi_slopes is not None:
         scores = scores + options.alibi_slopes[:, None, None] * distance
-    scores = scores.masked_fill(~options.is_seen(distance), float("-inf"))
+    scores = scores.masked_fill(~options.is_seen(distance, ahead), float("-inf"))
     if options.sinks is None:
         return scores.softmax(-1)
     sinks = options.sinks[:, None, None].expand(*scores.shape[:-1], 1)

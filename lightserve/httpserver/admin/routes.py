@@ -15,6 +15,7 @@ from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.httpserver.admin.batch_metrics import batch_metrics
 from lightserve.httpserver.admin.debug_requests import add_debug_requests
 from lightserve.httpserver.admin.invocations import add_invocations
+from lightserve.httpserver.admin.key_metrics import key_metrics
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
 from lightserve.httpserver.admin.models import add_adapters, add_models
 from lightserve.httpserver.admin.profile import add_profile
@@ -96,13 +97,15 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
     page = MetricsPage(context.model_name, context.config.compat_names)
 
     @router.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Prometheus text: every metric as soon as the server is ready."""
         stats = await manager.latest_stats()
         snapshot = None if stats is None else stats.metrics
         text = page.render(snapshot, is_up=manager.unhealthy_reason() is None)
         if context.batches is not None:
             text += batch_metrics(context.model_name, await asyncio.to_thread(context.batches.totals))
+        if totals := context.keys.limiter.totals(context.visible_owner(request)):
+            text += key_metrics(context.model_name, totals)
         return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/token_load")

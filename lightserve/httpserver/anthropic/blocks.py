@@ -12,6 +12,7 @@ from lightserve.errors import InvalidRequestError, NotSupportedYetError, TextOnl
 from lightserve.httpserver.anthropic.tools import json_text
 from lightserve.httpserver.chat.request import PART_SEPARATOR
 from lightserve.httpserver.http.body import Body, JsonObject
+from lightserve.mcp.tools import function_name as mcp_function_name
 
 MAX_BLOCKS = 1024  # of one message
 MEDIA = frozenset({"browser_state"})
@@ -35,9 +36,9 @@ class ThinkingBlock(Body):
 
 
 class IgnoredBlock(Body):
-    """Reasoning that only Anthropic's servers can read, and the mark of a change of the model."""
+    """Reasoning that only Anthropic's servers can read, the mark of a change of the model, and a list of tools."""
 
-    type: Literal["redacted_thinking", "fallback"]
+    type: Literal["redacted_thinking", "fallback", "mcp_tool_listing"]
 
 
 class ToolUseBlock(Body):
@@ -46,7 +47,12 @@ class ToolUseBlock(Body):
     type: Literal["tool_use", "server_tool_use", "mcp_tool_use"]
     id: Id
     name: str
+    server_name: str | None = None  # of mcp_tool_use
     input: dict[str, Any]
+
+    @property
+    def function_name(self) -> str:
+        return self.name if self.server_name is None else mcp_function_name(self.server_name, self.name)
 
 
 class ToolReferenceBlock(Body):
@@ -179,7 +185,7 @@ class ServerToolResultBlock(Body):
 
 KINDS: dict[str, str] = {
     **{kind: kind for kind in ("text", "image", "thinking", "tool_result", "search_result", "document")},
-    **dict.fromkeys(("redacted_thinking", "fallback"), "ignored"),
+    **dict.fromkeys(("redacted_thinking", "fallback", "mcp_tool_listing"), "ignored"),
     **dict.fromkeys(("tool_use", "server_tool_use", "mcp_tool_use"), "tool_use"),
     **dict.fromkeys(ServerResultKind.__args__, "server_tool_result"),  # type: ignore[attr-defined]
 }

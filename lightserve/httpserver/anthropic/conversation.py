@@ -180,7 +180,7 @@ def _assistant_messages(blocks: Sequence[Block]) -> Iterator[JsonObject]:
 
 
 def _call(block: ToolUseBlock) -> JsonObject:
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+    return {"id": block.id, "type": "function", "function": {"name": block.function_name, "arguments": block.input}}
 
 
 def _tool_message(call_id: str, content: str | list[JsonObject]) -> JsonObject:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.anthropic.blocks import SYSTEM_TEXT, join_system
 from lightserve.httpserver.anthropic.conversation import Conversation, Message, found_tools
+from lightserve.httpserver.anthropic.mcp import McpServers, requested_servers
 from lightserve.httpserver.anthropic.tools import Tool, ToolChoice, chat_tools, deferred_functions, hosted_tools
 from lightserve.httpserver.chat.request import MAX_MESSAGES
 from lightserve.httpserver.chat.tools import MAX_TOOLS, Tool as ChatTool
@@ -18,6 +19,8 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.shared import MAX_STOP_STRINGS, StopString
 from lightserve.httpserver.http.body import Body, JsonObject, at_most
+from lightserve.mcp.servers import McpConnector, McpServer
+from lightserve.mcp.toolbox import Toolbox
 from lightserve.model_files.template.budget import ON_EVENT_LOOP
 from lightserve.model_files.template.chat_template import NOTHING
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
@@ -26,7 +29,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 MAX_METADATA = 64
-HOSTED_FIELDS = ("mcp_servers", "container")  # of hosted tools
+HOSTED_FIELDS = ("container",)  # of hosted tools
 LATE_SYSTEM = "[[a late system message]]"
 
 SystemText = Annotated[
@@ -64,13 +67,14 @@ class PromptBody(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: SystemText | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    mcp_servers: McpServers | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the name of output_config.format in earlier versions
 
-    def prompt_fields(self, takes_late_system: bool) -> JsonObject:
-        """The same as fields of a chat."""
+    def prompt_fields(self, takes_late_system: bool, toolbox: Toolbox | None = None) -> JsonObject:
+        """The same as fields of a chat. ``toolbox``: of the MCP servers."""
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         tools = chat_tools(self.tools or (), found_tools(self.messages))
         messages = Conversation(self.system, self.messages, deferred_functions(tools), takes_late_system).to_chat()
@@ -80,13 +84,17 @@ class PromptBody(Body):
             "messages": messages,
             # a last message of the assistant is the beginning of the output
             "continue_final_message": messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
-            "tools": tools or None,
+            "tools": [*tools, *({} if toolbox is None else toolbox.definitions.values())] or None,
             "tool_choice": None if choice is None else choice.to_openai(self.tools or ()),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "reasoning_effort": config.effort,
             "response_format": None if output_format is None else output_format.to_openai(),
             **_thinking_fields(self.thinking, (self.model_extra or {}).get("chat_template_kwargs")),
         }
+
+    def servers(self, connector: McpConnector) -> list[McpServer]:
+        """The MCP servers whose tools this server calls."""
+        return requested_servers(self.mcp_servers or (), self.tools or (), connector)
 
     def hosted_fields(self) -> list[str]:
         """What only Anthropic's servers can do, and what this server therefore leaves out."""
@@ -124,9 +132,9 @@ def to_prompt_chat(context: ServerContext, body: PromptBody) -> MessagesChat:
     return translate_chat(MessagesChat, body.prompt_fields(_takes_late_system(context)), body.model_extra)
 
 
-def to_chat(context: ServerContext, body: MessagesBody) -> MessagesChat:
+def to_chat(context: ServerContext, body: MessagesBody, toolbox: Toolbox | None = None) -> MessagesChat:
     fields = {
-        **body.prompt_fields(_takes_late_system(context)),
+        **body.prompt_fields(_takes_late_system(context), toolbox),
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "temperature": body.temperature,

@@ -14,6 +14,7 @@ from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind,
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.errors import ErrorFormat, error_object, status_of
+from lightserve.mcp.tools import ToolOutcome
 
 PATH = "/v1/messages"
 
@@ -54,9 +55,13 @@ class MessagesResponse(PartsResponse):
         self._delta_head = self._delta_tail = b""
 
     def body(self) -> JsonObject:
-        content = [_block(output_part, output_part.text) for output_part in self.parts]
+        content = self.blocks
         usage = self._usage(self.log.output_tokens)
         return {**self._head, "content": content, **self._stop(), "usage": usage, **self._applied_edits()}
+
+    @property
+    def blocks(self) -> list[JsonObject]:
+        return [self._block(output_part, output_part.text) for output_part in self.parts]
 
     def on_start(self) -> Events:
         empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
@@ -69,7 +74,9 @@ class MessagesResponse(PartsResponse):
             "delta": _delta(output_part.kind, DELTA_TEXT),
         }
         self._delta_head, self._delta_tail = split_event(delta)
-        return [{"type": "content_block_start", "index": output_part.index, "content_block": _block(output_part, "")}]
+        return [
+            {"type": "content_block_start", "index": output_part.index, "content_block": self._block(output_part, "")}
+        ]
 
     def delta_event(self, text: str) -> bytes:
         return self._delta_head + orjson.dumps(text) + self._delta_tail
@@ -80,6 +87,20 @@ class MessagesResponse(PartsResponse):
             return [stop]
         signature = {"type": "signature_delta", "signature": _signature(output_part.text)}
         return [{"type": "content_block_delta", "index": output_part.index, "delta": signature}, stop]
+
+    def on_outcome(self, output_part: Part) -> Events:
+        """The result is a block of its own, after the blocks that the model has written."""
+        result = Part(len(self.parts), PartKind.ITEM, is_complete=True)
+        outcome = output_part.outcome or ToolOutcome()
+        result.item = {
+            "type": "mcp_tool_result",
+            "tool_use_id": self._call_id(output_part),
+            "is_error": outcome.error is not None,
+            "content": [{"type": "text", "text": outcome.shown_text}],
+        }
+        self.parts.append(result)
+        start = {"type": "content_block_start", "index": result.index, "content_block": result.item}
+        return [start, {"type": "content_block_stop", "index": result.index}]
 
     def on_end(self) -> Events:
         usage = self._usage(self.log.output_tokens)
@@ -93,6 +114,19 @@ class MessagesResponse(PartsResponse):
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
         return [anthropic_error(status_of(error), message, request_id)]
+
+    def _call_id(self, output_part: Part) -> str:
+        return f"mcptoolu_{output_part.call_id.removeprefix('toolu_')}"
+
+    def _block(self, output_part: Part, text: str) -> JsonObject:
+        if output_part.item is not None:
+            return output_part.item
+        hosted = self.hosted.get(output_part.name) if output_part.kind is PartKind.CALL else None
+        block = _block(output_part, text)
+        if hosted is None:
+            return block
+        name = {"name": hosted.tool.name, "server_name": hosted.label}
+        return {**block, "type": "mcp_tool_use", "id": self._call_id(output_part), **name}
 
     def _stop(self) -> JsonObject:
         stop_reason = None if self.finish is None else self.finish.stop_reason
@@ -114,7 +148,7 @@ class MessagesResponse(PartsResponse):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.log.cached_tokens,
             "output_tokens": output_tokens,
-            "output_tokens_details": {"thinking_tokens": self.parser.reasoning_tokens if output_tokens else 0},
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens if output_tokens else 0},
         }
 
 
@@ -131,6 +165,8 @@ def _block(output_part: Part, text: str) -> JsonObject:
                 "name": output_part.name,
                 "input": arguments_object(text),
             }
+        case PartKind.ITEM:
+            raise TypeError("an item is shown as it is")
 
 
 def _signature(thinking: str) -> str:
@@ -146,3 +182,5 @@ def _delta(kind: PartKind, text: str) -> JsonObject:
             return {"type": "thinking_delta", "thinking": text}
         case PartKind.CALL:
             return {"type": "input_json_delta", "partial_json": text}
+        case PartKind.ITEM:
+            raise TypeError("an item has no deltas")

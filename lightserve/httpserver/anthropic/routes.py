@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, PromptTooLongError
+from lightserve.httpserver.anthropic.hosted import Continuation, open_toolbox
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody, log_hosted, to_chat, to_prompt_chat
 from lightserve.httpserver.anthropic.response import PATH, MessagesResponse, thread_error
 from lightserve.httpserver.chat.output import check_tools
@@ -17,8 +18,9 @@ from lightserve.httpserver.chat.parts import respond_in_parts
 from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.http.body import json_response, openapi_body
+from lightserve.httpserver.http.body import json_response, openapi_body, validate
 from lightserve.httpserver.http.sse import OPENAPI_STREAM
+from lightserve.mcp.toolbox import closing_on_error
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -26,16 +28,22 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(MessagesBody))
     async def messages(request: Request) -> Response:
-        body = await context.read_body(request, MessagesBody)
+        value = await context.read(request)
+        body = validate(MessagesBody, value)
+        context.check_fields(request, body)
         if body.thread is not None:
             return json_response(thread_error(request.state.request_id), status=400)
-        with _prompt_limit():
-            chat = await prepare_chat(context, request, to_chat(context, body))
+        toolbox = await open_toolbox(context, body)
+        with closing_on_error(toolbox), _prompt_limit():
+            chat = await prepare_chat(context, request, to_chat(context, body, toolbox))
         log_hosted(body, chat.log.request_id)
         response = MessagesResponse(chat.output.new_parser(), chat.log, context.shown_model(body.model))
         response.is_clamped = chat.prompt_requests[0].params.stopping.max_new_tokens < body.max_tokens
         response.manages_context = body.context_management is not None
         generation = context.manager.generate(chat.prompt_requests, chat.log)
+        if toolbox is not None:
+            response.hosted = toolbox.tools
+            return await Continuation(context, request, value, toolbox, response).respond(generation)
         return await respond_in_parts(request, body.stream, generation, response)
 
     @router.post(f"{PATH}/count_tokens", openapi_extra=openapi_body(PromptBody))

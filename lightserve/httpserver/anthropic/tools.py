@@ -1,7 +1,8 @@
 """The tools of /v1/messages.
 
 Three kinds: tools with a schema, tools that the client runs and whose schema Anthropic documents, and hosted tools.
-This server cannot run hosted tools: it leaves them out of the prompt and logs that.
+This server calls tools of MCP servers. It cannot run other hosted tools: it leaves them out of the prompt and logs
+that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.anthropic.mcp import McpToolset
 from lightserve.httpserver.chat.tools import ToolName
 from lightserve.httpserver.http.body import Body, JsonObject
 
@@ -98,7 +100,7 @@ class ClientTool(Body):
 
 
 class HostedTool(Body):
-    type: Annotated[str, Field(pattern=f"^({'|'.join((*HOSTED, 'mcp_toolset'))}){_DATE}")]
+    type: Annotated[str, Field(pattern=f"^({'|'.join(HOSTED)}){_DATE}")]
     name: str | None = None
 
 
@@ -108,13 +110,18 @@ def _kind_of(value: Any) -> str | None:
         return "custom"
     if kind.startswith(NEEDS_IMAGES):
         raise NotSupportedYetError(f"a tool of type {kind[:100]!r}, whose results are images,", "tools")
-    if kind.startswith((*HOSTED, "mcp_toolset")):
+    if kind.startswith(HOSTED):
         return "hosted"
+    if kind == "mcp_toolset":
+        return kind
     return "client" if kind.startswith(tuple(CLIENT_TOOLS)) else None
 
 
 Tool = Annotated[
-    Annotated[CustomTool, Tag("custom")] | Annotated[ClientTool, Tag("client")] | Annotated[HostedTool, Tag("hosted")],
+    Annotated[CustomTool, Tag("custom")]
+    | Annotated[ClientTool, Tag("client")]
+    | Annotated[McpToolset, Tag("mcp_toolset")]
+    | Annotated[HostedTool, Tag("hosted")],
     Discriminator(
         _kind_of,
         custom_error_type="tool",
@@ -153,7 +160,7 @@ def chat_tools(tools: Sequence[Tool], referenced: Collection[str]) -> list[JsonO
     A tool with ``defer_loading`` is left out until a tool search has found it. Its definition is in the result of that
     search then: in the list of tools, at the beginning of the prompt, it would change the whole prefix.
     """
-    has_schema = [tool for tool in tools if not isinstance(tool, HostedTool)]
+    has_schema = [tool for tool in tools if isinstance(tool, CustomTool | ClientTool)]
     if not can_defer(tools):
         return [{"type": "function", "function": tool.function()} for tool in has_schema]
     return [
@@ -167,7 +174,7 @@ def can_defer(tools: Sequence[Tool]) -> bool:
     """Whether tools may be left out of the prompt: the client searches them, and another tool is in the prompt."""
     if any(isinstance(tool, HostedTool) and tool.type.startswith("tool_search_tool") for tool in tools):
         return False  # nobody runs that search
-    return any(not tool.defer_loading for tool in tools if not isinstance(tool, HostedTool))
+    return any(not tool.defer_loading for tool in tools if isinstance(tool, CustomTool | ClientTool))
 
 
 def deferred_functions(tools: Iterable[JsonObject]) -> dict[str, JsonObject]:

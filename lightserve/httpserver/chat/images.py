@@ -18,6 +18,11 @@ async def read_images(context: ServerContext, body: ChatBody) -> None:
     body.read_images = await reader.read_all(sources, body.cache_salt or "", body.pixel_limits)
 
 
+def with_image_texts(context: ServerContext, body: ChatBody, prompt: str) -> str:
+    """The prompt with the texts that the model has around the tokens of an image."""
+    return reader_of(context, "messages").write(prompt, body.read_images) if body.read_images else prompt
+
+
 def with_placeholders(context: ServerContext, body: ChatBody, ids: list[int]) -> list[int]:
     """The prompt with a token for each part of an image."""
     return reader_of(context, "messages").expand(ids, body.read_images) if body.read_images else ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import orjson
@@ -22,6 +22,8 @@ from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject, json_response
 from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, until_disconnect
+from lightserve.mcp.toolbox import HostedTool
+from lightserve.mcp.tools import ToolOutcome
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.text.parsing import CallArguments, CallStart, Content, Delta, Reasoning
@@ -35,6 +37,7 @@ class PartKind(enum.Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
+    ITEM = "item"  # of this server: it lists tools, or it made a call
 
 
 # kind of the part that a delta belongs to
@@ -54,6 +57,8 @@ class Part:
     name: str = ""  # of the tool
     pieces: list[str] = field(default_factory=list)
     is_complete: bool = False  # it has ended, and max_tokens did not truncate it
+    outcome: ToolOutcome | None = None  # of a call that this server made
+    item: JsonObject | None = None  # as the response shows it, if the model did not write it
 
     @property
     def text(self) -> str:
@@ -70,16 +75,36 @@ class PartsResponse(EventWriter, ABC):
     def __init__(self, parser: ChoiceParser, log: AccessLog) -> None:
         self.log = log
         self.parser = parser
+        self.hosted: Mapping[str, HostedTool] = {}  # by the name of the function: what this server calls
         self.parts: list[Part] = []
         self.finish: StrOut | None = None
         self._open: Part | None = None
         self._open_type: type[Delta] | None = None  # of the deltas of the open part
         self._pieces: list[str] = []  # of the open part
         self._has_begun = False
+        self._round_begin = 0  # the index of its first part
+        self._round_end: StrOut | None = None  # the last token of a round while its calls are made
+        self._earlier_reasoning_tokens = 0  # of earlier rounds
 
     @property
     def has_calls(self) -> bool:
-        return any(output_part.kind is PartKind.CALL for output_part in self.parts)
+        """Of the client's tools."""
+        return any(map(self._is_for_client, self.parts))
+
+    @property
+    def waits_for_client(self) -> bool:
+        """The last round has calls that only the client can make or approve."""
+        return any(map(self._is_for_client, self.parts[self._round_begin :]))
+
+    def _is_for_client(self, output_part: Part) -> bool:
+        if output_part.kind is not PartKind.CALL:
+            return False
+        hosted = self.hosted.get(output_part.name)
+        return hosted is None or hosted.needs_approval
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._earlier_reasoning_tokens + self.parser.reasoning_tokens
 
     @property
     def is_truncated(self) -> bool:
@@ -102,6 +127,10 @@ class PartsResponse(EventWriter, ABC):
 
     @abstractmethod
     def on_part_end(self, output_part: Part) -> Events: ...
+
+    def on_outcome(self, output_part: Part) -> Events:
+        """This server has made the call: the part has its outcome. Only APIs that have such tools come here."""
+        raise NotImplementedError
 
     @abstractmethod
     def on_end(self) -> Events: ...
@@ -127,6 +156,39 @@ class PartsResponse(EventWriter, ABC):
                 self.finish = out
                 self._end_part(events)
         return b"".join(events)
+
+    def begin(self) -> bytes:
+        """What comes before the first token, if the response has more to say than its start."""
+        self._has_begun = True
+        return b"".join(encoded(self.on_start()))
+
+    def take_calls(self) -> list[Part]:
+        """The calls of the round that has ended which this server makes now. The response goes on while there are any:
+        ``finish`` is None, until ``close_round``."""
+        if self.finish is None or self.is_truncated:
+            return []
+        calls = list(filter(self._is_to_be_made, self.parts[self._round_begin :]))
+        if calls:
+            self._round_end, self.finish = self.finish, None
+        return calls
+
+    def _is_to_be_made(self, output_part: Part) -> bool:
+        hosted = self.hosted.get(output_part.name) if output_part.kind is PartKind.CALL else None
+        return hosted is not None and not hosted.needs_approval and output_part.outcome is None
+
+    def add_outcome(self, output_part: Part, outcome: ToolOutcome) -> bytes:
+        output_part.outcome = outcome
+        return b"".join(encoded(self.on_outcome(output_part)))
+
+    def begin_round(self, parser: ChoiceParser) -> None:
+        """The model goes on with the outcomes of its calls."""
+        self._earlier_reasoning_tokens += self.parser.reasoning_tokens
+        self.parser, self._round_begin, self._round_end = parser, len(self.parts), None
+
+    def close_round(self) -> None:
+        """The last round had calls, and no other one follows."""
+        if self._round_end is not None:
+            self.finish, self._round_end = self._round_end, None
 
     def end(self) -> bytes:
         return b"".join(encoded(self.on_end()))

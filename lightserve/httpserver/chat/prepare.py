@@ -39,12 +39,15 @@ async def prepare_chat(
     body: ChatBody,
     logprobs: int | None = None,
     render: Render = chat_prompt,
+    log: AccessLog | None = None,
 ) -> PreparedChat:
-    """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs."""
+    """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs. ``log``: of
+    the chat that this one continues; None: there is none."""
     context.check_model(body.model)
     body.limit_logprobs(context)
     check_choices(context, 1, body.beam_width or body.choices)
-    log = context.log(request, body.request_id or body.rid)
+    if log is None:
+        log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)
     await _read_images(context, body, log)
     prompt, ids = await render(context, body)
@@ -54,7 +57,7 @@ async def prepare_chat(
     grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
     prompt_requests = [with_images(context, body.read_images, prompt_request) for prompt_request in prompt_requests]
-    log.prompt_tokens = len(prompt_requests[0].prompt_ids)
+    log.prompt_tokens += len(prompt_requests[0].prompt_ids)
     if num_tokens := generation_prompt_len(context, body, prompt):
         prompt_requests = [_with_generation_prompt(prompt_request, num_tokens) for prompt_request in prompt_requests]
     log.image_tokens = sum(image.tokens for image in prompt_requests[0].images)

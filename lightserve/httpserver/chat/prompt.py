@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from lightserve.errors import InvalidRequestError, TemplateLimitError
-from lightserve.httpserver.chat.images import read_images, with_placeholders
+from lightserve.httpserver.chat.images import read_images, with_image_texts, with_placeholders
 from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages
 from lightserve.httpserver.chat.tools import Tool
@@ -49,7 +49,7 @@ async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list
     text = await _rendered(context, body)
     if not text:
         raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
-    ids = await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    ids = await context.encode(with_image_texts(context, body, text), add_special_tokens=bool(body.add_special_tokens))
     return text, with_placeholders(context, body, ids)
 
 

@@ -61,6 +61,7 @@ class ResponseFormat(Body):
         default=None, description="of a structural_tag, as vLLM"
     )
     triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES, fail_fast=True)] | None = None
+    format: dict[str, Any] | None = Field(default=None, description="of a structural_tag, as xgrammar")
     value: Schema | None = Field(default=None, description="of json, json_object, json_schema and regex, as TGI")
 
     def grammar(self) -> GrammarSpec:
@@ -69,7 +70,8 @@ class ResponseFormat(Body):
         if self.value is not None and self.type != "structural_tag":
             return tgi_grammar(self.type, self.value, is_strict=False)
         if self.type == "structural_tag":
-            return structural_tag_grammar({"structures": self.structures, "triggers": self.triggers})
+            tag = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
+            return structural_tag_grammar({name: value for name, value in tag.items() if value is not None})
         if self.type == "json_object":
             return GrammarSpec("json_object") if self.schema_ is None else _of_schema(self.schema_)
         if self.json_schema is None or self.json_schema.schema_ is None:

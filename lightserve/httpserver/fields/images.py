@@ -66,7 +66,7 @@ def with_placeholders(context: ServerContext, ids: list[int], images: Sequence[R
     if not images:
         return ids
     reader = reader_of(context, "images")
-    return reader.expand(reader.fill_pairs(ids), images)
+    return reader.expand(reader.write_ids(reader.fill_pairs(ids), images), images)
 
 
 async def count_with_images(

@@ -27,5 +27,10 @@ class GrammarMemory:
             )
         self._users += new
 
+    def replace(self, before: Iterable[GrammarSpec], after: Iterable[GrammarSpec]) -> None:
+        """A request goes on with other grammars."""
+        self.remove(before)
+        self.add(after)
+
     def remove(self, grammars: Iterable[GrammarSpec]) -> None:
         self._users -= Counter(spec for spec in grammars if spec.memory_mib > 1)

@@ -77,6 +77,7 @@ class AccessLog:
         self.is_generating = False  # set by the manager
         self.queue_s = 0.0
         self.first_token_s: float | None = None  # since arrived_s
+        self.on_tokens: Callable[[str, int, int], None] | None = None  # gets the owner, prompt and output tokens
         self.on_close: Callable[[BaseException | None], None] | None = None  # for traces
         self._route = route
         self._is_written = is_written
@@ -148,6 +149,8 @@ class AccessLog:
         self.is_generating = False
         if self.on_close is not None:
             self.on_close(error)
+        if self.on_tokens is not None:
+            self.on_tokens(self.owner, self.prompt_tokens, self.output_tokens)
         if not self._is_written:
             return
         total_s = time.monotonic() - self.arrived_s

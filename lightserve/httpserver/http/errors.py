@@ -188,7 +188,7 @@ def headers_of(error: Exception) -> dict[str, str] | None:
     if isinstance(error, UnauthorizedError):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, OverloadedError):
-        return {"Retry-After": "1"}  # a step takes milliseconds, so the queue is shorter after a second
+        return {"Retry-After": str(error.retry_after_s)}
     if isinstance(error, UnavailableError):
         return {"Retry-After": "5"}  # a start or a restart
     if isinstance(error, BodyTimeoutError):

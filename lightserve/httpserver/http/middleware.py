@@ -14,13 +14,16 @@ import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
 from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.errors import ErrorFormat, error_response, format_of, log_error
+from lightserve.httpserver.http.key_limits import KeyLimiter
 from lightserve.httpserver.http.paths import route_path
+from lightserve.utils.key_spec import parse_key
 from lightserve.utils.net import is_local
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
@@ -99,14 +102,19 @@ ANY_HOST = AllowedHosts([ANY])
 class ApiKeys:
     """The keys of clients and of admins."""
 
-    def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), limiter: KeyLimiter | None = None
+    ) -> None:
+        self.limiter = limiter or KeyLimiter()
         self.use(api_keys, admin_keys)
         self.more_admin_paths: frozenset[str] = frozenset()  # of features that a flag turns on
 
     def use(self, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
         """Only these are valid from now on."""
-        self.of_clients = KeyDigests(api_keys)
-        self.of_admins = KeyDigests(admin_keys)
+        specs = list(map(parse_key, api_keys))
+        self.limiter.use(specs)
+        self.of_clients = KeyDigests(spec.key for spec in specs)
+        self.of_admins = KeyDigests(parse_key(key).key for key in admin_keys)
 
     def owner(self, headers: Mapping[bytes, bytes]) -> str:
         """A digest of the valid key that a request has; "" without one: all such clients are one owner."""
@@ -115,6 +123,16 @@ class ApiKeys:
         given = key_digests(headers)
         digest = self.of_clients.find(given) or self.of_admins.find(given)
         return "" if digest is None else digest.hex()
+
+    def counted(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> AbstractContextManager[None]:
+        """A request with a valid key, or without one: counts it. Raises KeyLimitError."""
+        if method != "POST" or not self.of_clients:
+            return nullcontext()
+        given = key_digests(headers)
+        digest = self.of_clients.find(given)
+        if digest is None or given in self.of_admins:
+            return nullcontext()
+        return self.limiter.counted(digest, path)
 
     def guards(self, path: str) -> bool:
         """Whether the path needs an admin key, where there are any."""
@@ -199,9 +217,10 @@ class RequestMiddleware:
             self._hosts.check(headers)
             if path not in OPEN_PATHS:
                 self._check_key(scope["method"], path, headers)
-            if scope["method"] == "POST":
-                await self._throttle.wait()
-            await self._app(scope, receive, send_with_id)
+            with self._keys.counted(scope["method"], path, headers):
+                if scope["method"] == "POST":
+                    await self._throttle.wait()
+                await self._app(scope, receive, send_with_id)
         except Exception as error:
             log_error(error, request_id, record)
             if is_started:

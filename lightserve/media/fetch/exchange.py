@@ -11,9 +11,9 @@ import h11
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError
-from lightserve.media.fetch.urls import MediaUrl
+from lightserve.outbound.dial import connect
+from lightserve.outbound.urls import OutboundUrl
 
-CONNECT_S = 3.0  # to each address
 READ_BYTES = 65536
 REDIRECTS = (301, 302, 303, 307, 308)
 UNREACHABLE = "its server cannot be reached"
@@ -26,9 +26,12 @@ class Answer:
     location: str = ""  # of a redirect
 
 
-async def get(url: MediaUrl, addresses: Sequence[str], max_bytes: int, tls: ssl.SSLContext) -> Answer:
+async def get(url: OutboundUrl, addresses: Sequence[str], max_bytes: int, tls: ssl.SSLContext) -> Answer:
     """``max_bytes``: a longer answer is refused, and not read further."""
-    reader, writer = await _connect(url, addresses, tls)
+    try:
+        reader, writer = await connect(url, addresses, tls)
+    except OSError as error:
+        raise InvalidRequestError(UNREACHABLE) from error
     try:
         return await _Exchange(reader, max_bytes).run(url, writer)
     except (OSError, EOFError, h11.ProtocolError) as error:
@@ -37,26 +40,13 @@ async def get(url: MediaUrl, addresses: Sequence[str], max_bytes: int, tls: ssl.
         writer.transport.abort()  # nothing is left to say, and a farewell could hang
 
 
-async def _connect(
-    url: MediaUrl, addresses: Sequence[str], tls: ssl.SSLContext
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    options = {"ssl": tls, "server_hostname": url.host} if url.scheme == "https" else {}
-    for address in addresses:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                return await asyncio.open_connection(address, url.port, limit=READ_BYTES, **options)  # type: ignore[arg-type]
-        except (OSError, TimeoutError):  # ssl.SSLError is an OSError
-            continue
-    raise InvalidRequestError(UNREACHABLE)
-
-
 class _Exchange:
     def __init__(self, reader: asyncio.StreamReader, max_bytes: int) -> None:
         self._reader = reader
         self._max_bytes = max_bytes
         self._connection = h11.Connection(h11.CLIENT)
 
-    async def run(self, url: MediaUrl, writer: asyncio.StreamWriter) -> Answer:
+    async def run(self, url: OutboundUrl, writer: asyncio.StreamWriter) -> Answer:
         headers = {
             "Host": url.host_header,
             "User-Agent": f"lightserve/{__version__}",

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cached_property
 
 from lightserve.errors import InvalidRequestError, OverloadedError
-from lightserve.media.fetch.addresses import checked, look_up
 from lightserve.media.fetch.exchange import Answer, get
-from lightserve.media.fetch.urls import MediaUrl, UrlRules, parse_url, redirected
+from lightserve.outbound.addresses import look_up
+from lightserve.outbound.dial import LookUp, Resolver
+from lightserve.outbound.urls import OutboundUrl, RuleFlags, UrlRules, parse_url, redirected
 
 MAX_REDIRECTS = 3
 MAX_CONNECTIONS = 32  # of a process
 MAX_PER_HOST = 8
-MAX_LOOK_UPS = 8  # a resolver that hangs holds its thread
-
-LookUp = Callable[[str, int], list[str]]
+MEDIA_FLAGS = RuleFlags("--allowed_media_domains", "--media_private_hosts", "--allow_http_media")
 
 
 class Fetcher:
@@ -32,8 +30,7 @@ class Fetcher:
         self._rules = rules
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._look_up = look_up_host
-        self._threads = ThreadPoolExecutor(MAX_LOOK_UPS, "media-dns")
+        self._resolver = Resolver(rules, look_up_host)
         self._connections = Counter[str]()  # by host
         self._is_free = asyncio.Condition()
 
@@ -51,7 +48,7 @@ class Fetcher:
                 f"it did not arrive within {self._timeout_s:g} s (--media_timeout); send it as a data: URL"
             ) from error
 
-    async def _follow(self, url: MediaUrl) -> bytes:
+    async def _follow(self, url: OutboundUrl) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             answer = await self._get(url)
             if not answer.location:
@@ -59,13 +56,10 @@ class Fetcher:
             url = redirected(url, answer.location)
         raise InvalidRequestError(f"its server redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, url: MediaUrl) -> Answer:
+    async def _get(self, url: OutboundUrl) -> Answer:
         self._rules.check(url)
         async with self._connection_to(url.host):
-            loop = asyncio.get_running_loop()
-            all_addresses = await loop.run_in_executor(self._threads, self._look_up, url.host, url.port)
-            addresses = checked(all_addresses, self._rules.may_be_private(url))
-            return await get(url, addresses, self._max_bytes, self.tls)
+            return await get(url, await self._resolver.addresses_of(url), self._max_bytes, self.tls)
 
     @asynccontextmanager
     async def _connection_to(self, host: str) -> AsyncIterator[None]:

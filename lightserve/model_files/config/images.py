@@ -3,34 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
+from lightserve.messages.media import Sight
+from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.folder import read_json
 from lightserve.model_files.source import FolderSource, ModelSource
 
 PREPROCESSOR = "preprocessor_config.json"
-VISION_TYPES = ("qwen2_vl", "qwen2_5_vl")  # whose images are read; of the others the language model is served
+
+
+class VisionFamily(NamedTuple):
+    """The classes of models whose images are read, as ``module:name``."""
+
+    layout: str  # an ImageLayout
+    tower: str  # a VisionTower
+    sight: Sight = Sight.NONE  # of the tokens of prompts
+
+
+_LLAVA = VisionFamily("lightserve.media.square:LlavaImages", "lightserve.vision.square:LlavaTower")
+_ANYRES = VisionFamily("lightserve.media.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
+_GEMMA3 = VisionFamily("lightserve.media.square:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
+_PALIGEMMA = VisionFamily(
+    "lightserve.media.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
+)
+_QWEN = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
+_QWEN3 = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
+_TILED = VisionFamily("lightserve.media.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
+# by model_type of the whole model; of the others the language model is served
+FAMILIES = {
+    "gemma3": _GEMMA3,
+    "idefics3": _TILED,
+    "internvl": VisionFamily("lightserve.media.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"),
+    "llava": _LLAVA,
+    "llava_next": _ANYRES,
+    "llava_onevision": _ANYRES,
+    "mistral3": VisionFamily("lightserve.media.pixtral:PixtralImages", "lightserve.vision.pixtral:PixtralTower"),
+    "paligemma": _PALIGEMMA,
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "smolvlm": _TILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    model_type: str  # of the whole model
+    preprocessor: Mapping[str, Any]  # preprocessor_config.json
+    hf: Mapping[str, Any]  # config.json
+
+    @property
+    def family(self) -> VisionFamily:
+        return FAMILIES[self.model_type]
+
+    @property
+    def vision(self) -> Mapping[str, Any]:
+        vision = self.hf.get("vision_config")
+        if not isinstance(vision, dict):
+            raise ModelFilesError("config.json has no vision_config; fetch it again")
+        return vision
+
+    @property
+    def text_size(self) -> int:
+        """Of the hidden states of the language model."""
+        size: int = with_common_names(self.hf)["hidden_size"]
+        return size
+
+    def colors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each color."""
+        mean, std = self.preprocessor.get("image_mean"), self.preprocessor.get("image_std")
+        if not mean or not std:
+            raise ModelFilesError(f"{PREPROCESSOR} has no image_mean and image_std; fetch it again")
+        return tuple(mean), tuple(std)
 
 
 def reads_images(hf: Mapping[str, Any]) -> bool:
-    return hf.get("multimodal_type") in VISION_TYPES
+    return hf.get("multimodal_type") in FAMILIES
 
 
-def read_image_files(source: ModelSource) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """preprocessor_config.json, and vision_config of config.json."""
-    vision = source.hf_config().get("vision_config")
-    if not isinstance(vision, dict):
-        raise ModelFilesError(f"{source.path}: config.json has no vision_config; fetch it again")
-    return read_json(source.path / PREPROCESSOR), vision
+def sight_of(hf: Mapping[str, Any]) -> Sight:
+    """Of the tokens of prompts."""
+    return FAMILIES[hf["multimodal_type"]].sight if reads_images(hf) else Sight.NONE
+
+
+def read_image_files(source: ModelSource) -> ImageFiles:
+    hf = source.hf_config()
+    return ImageFiles(str(hf.get("multimodal_type")), read_json(source.path / PREPROCESSOR), hf)
 
 
 def placeholder_of(source: ModelSource) -> int:
     """The token id that stands for an image in a prompt."""
-    token_id = source.hf_config().get("image_token_id")
+    hf = source.hf_config()
+    token_id = hf.get("image_token_id", hf.get("image_token_index"))
     if not isinstance(token_id, int):
         raise ModelFilesError(f"{source.path}: config.json has no image_token_id; fetch it again")
     return token_id
+
+
+def vectors_per_token(hf: Mapping[str, Any]) -> int:
+    """How many vectors of hidden_size the encoder computes for a token of an image.
+
+    The first is its embedding. The others (DeepStack) are added behind the first layers, one behind each.
+    """
+    vision = hf.get("vision_config")
+    layers = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) and reads_images(hf) else None
+    return 1 + len(layers or ())
 
 
 def pair_around(source: ModelSource) -> tuple[int, int] | None:

@@ -14,11 +14,13 @@ from lightserve.model_files.quantization import QuantConfig, read_quant_config
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "proportional", "yarn")
 # Phi-3's first name for longrope; positions of Qwen-VL in three axes, which are the same for text
+INTERLEAVED_AXES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # model_type of the whole model
 ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # A config.json with larger values is damaged. These limits refuse it before anything of that size is built.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
 MAX_POSITION = 2**30
+MAX_PAIRS = 2**15  # of a head, that rotate
 MAX_NUMBER = 1e15
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
 # values of layer_types
@@ -58,7 +60,9 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: of every frequency, up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: past it
     trained_len: int = 1  # max_position_embeddings
-    axes: tuple[int, ...] = ()  # pairs that rotate by time, row and column of an image's tokens; text has one position
+    axes: tuple[
+        int, ...
+    ] = ()  # of each pair: whether it rotates by time (0), row (1) or column (2) of an image's token
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many numbers of a head rotate. In a proportional rope all do, some of them by an angle of 0."""
@@ -101,7 +105,7 @@ class RopeConfig:
             short_factor=_factors(rope, "short_factor"),
             long_factor=_factors(rope, "long_factor"),
             trained_len=max_position,
-            axes=_axes(rope),
+            axes=_axes(rope, _has_interleaved_axes(hf, rope)),
             **{key: _number(rope, key) for key in _OPTIONAL_ROPE if rope.get(key) is not None},
         )
         config._check()
@@ -322,14 +326,23 @@ def _rope_table(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     return _table(hf, "rope_scaling") | parameters
 
 
-def _axes(rope: Mapping[str, Any]) -> tuple[int, ...]:
-    """mrope_section, if its axes follow one another."""
+def _axes(rope: Mapping[str, Any], is_interleaved: bool) -> tuple[int, ...]:
+    """mrope_section: how many pairs rotate by each axis. Text has one position on all of them."""
     values = rope.get("mrope_section") or []
-    if rope.get("mrope_interleaved"):
-        return ()
     if not isinstance(values, list) or len(values) not in (0, 3):
         raise _bad_value(("mrope_section",), values, "a list of three numbers")
-    return tuple(_count({"mrope_section": value}, "mrope_section") for value in values)
+    counts = [
+        0 if value == 0 else _count({"mrope_section": value}, "mrope_section", most=MAX_PAIRS) for value in values
+    ]
+    if not is_interleaved:
+        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    # rows and columns take turns with time, until they have their pairs
+    return tuple(pair % 3 if pair < 3 * counts[pair % 3] else 0 for pair in range(sum(counts)))
+
+
+def _has_interleaved_axes(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
+    """transformers does not read the flag: it knows by the model."""
+    return bool(rope.get("mrope_interleaved")) or hf.get("multimodal_type") in INTERLEAVED_AXES
 
 
 def _factors(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:

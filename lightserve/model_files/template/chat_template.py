@@ -52,6 +52,11 @@ class ChatTemplate:
         self._template = _compiled(text)
 
     def render(self, limits: RenderLimits = IN_THREAD, /, **variables: Any) -> str:
+        if self.drops_plain_text and "messages" in variables:
+            variables["messages"] = [_with_parts(message) for message in variables["messages"]]
+        return self._render(limits, variables)
+
+    def _render(self, limits: RenderLimits, variables: Mapping[str, Any]) -> str:
         context = self._template.new_context({**self._tokens, **variables})
         assert isinstance(context, BudgetContext)
         context.budget = RenderBudget(limits)
@@ -66,6 +71,18 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The names that the template reads and does not set itself."""
         return frozenset(meta.find_undeclared_variables(self._template.environment.parse(self._text)))
+
+    @cached_property
+    def drops_plain_text(self) -> bool:
+        """Whether the content of a message must be a list of parts: some templates of models that read images."""
+        text = "[the text of a test]"
+        return not self._shows(text, text) and self._shows(text, [{"type": "text", "text": text}])
+
+    def _shows(self, text: str, content: Any) -> bool:
+        try:
+            return text in self._render(ON_EVENT_LOOP, {"messages": [{"role": "user", "content": content}]})
+        except InvalidRequestError:
+            return False
 
     @cached_property
     def system_rules(self) -> SystemRules:
@@ -92,6 +109,11 @@ class ChatTemplate:
         except InvalidRequestError:
             return False
         return all(text in prompt for text in texts)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _compiled(text: str) -> Template:

@@ -120,7 +120,7 @@ class ImageWaits(StepPart):
         image = self.pool.find(item.digest)
         is_held = image is not None and image.is_ready and req.req_id in image.req_ids
         arena_rows = image.arena_rows if image is not None and is_held else NO_INT32
-        return ImageRows(item.start, item.rows, item.columns, arena_rows)
+        return ImageRows(item.spans, item.rows, item.columns, arena_rows)
 
     def start_encoder(self, started: EncoderStarted) -> list[ImageFailed]:
         """A new encoder waits for images. Returns the requests whose images two encoders died of."""

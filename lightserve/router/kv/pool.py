@@ -113,7 +113,15 @@ class KvPool:
     def cached_len(self, req: Req) -> int:
         if not self.groups:
             return req.usable_len(self._cache.match_len(cacheable(req), req.salt))
-        return self.groups.usable_len(self._cache.find_slots(cacheable(req), req.salt))
+        return self._usable_len(req, self._cache.find_slots(cacheable(req), req.salt))
+
+    def _usable_len(self, req: Req, tokens: Slots) -> int:
+        """How many tokens of a cached prefix a request can take: it and every group can continue from there."""
+        usable, before = len(tokens), -1
+        while usable != before:
+            before, usable = usable, req.usable_len(usable)
+            usable = self.groups.usable_len(tokens[:usable])
+        return usable
 
     def cached_prefix(self, req: Req) -> CachedPrefix:
         if not self.groups:
@@ -167,13 +175,11 @@ class KvPool:
         if not req.shares_prefix:
             return
         ids, matched_len = cacheable(req), 0
-        if self.groups or self._lookahead:
+        if self.groups or self._lookahead or req.images:
             cached = self._cache.find_slots(ids, req.salt)
             cached = cached[: max(len(cached) - self._lookahead, 0)]
-            ids, matched_len = ids[: self.groups.usable_len(cached)], len(cached)
+            ids, matched_len = ids[: self._usable_len(req, cached)], len(cached)
         node, slots = self._cache.match(ids, req.salt)
-        if req.images and (usable := req.usable_len(len(slots))) < len(slots):
-            node, slots = self._cache.match(ids[:usable], req.salt)
         self._cache.lock(node)
         req.attach(node, slots)
         self.groups.attach(req, slots, matched_len)

@@ -131,6 +131,7 @@ class GroupScheduler:
             decode_slots=planned.slots[: planned.decodes.num_slots],
             slot_counts=planned.decodes.slot_counts,
             draft_counts=planned.decodes.draft_counts,
+            drafts_follow=planned.drafts_follow,
             loras=loras,
             stores=planned.transfers.stores,
             loads=planned.transfers.loads,

@@ -37,6 +37,7 @@ class PlannedStep:
     group_slots: tuple[Slots, ...] = ()  # by KV group: see KvGroupPool.alloc
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
+    drafts_follow: bool = False  # see Step
     loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
     transfers: KvTransfers = field(default_factory=KvTransfers)
     completed: Wait = field(default_factory=Wait)  # of requests with the ids of dropped ones, whose tokens it brings
@@ -116,6 +117,7 @@ class StepPlanner:
             group_slots,
             prefills + _recomputed_outputs(chunks),
             self._token_ids(decodes.rows, chunks),
+            self._limits.num_drafts > 0 and (bool(chunks) or columns.may_draft_soon(decodes.rows)),
         )
 
     def _token_ids(self, decodes: Int64Array, chunks: list[Chunk]) -> Int32Array:

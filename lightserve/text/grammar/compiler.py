@@ -10,7 +10,7 @@ is, for each kind,
     lark            a grammar in llguidance's dialect of Lark
     ebnf            a grammar in GBNF or in Lark
     structural_tag  {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text, in which a trigger
-                    starts a structure
+                    starts a structure; or {"format": ...}: see structural_format.py
     prefix          a text that the output starts with. What follows is unconstrained
 """
 
@@ -29,6 +29,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from lightserve.errors import InvalidRequestError
 from lightserve.messages.params import GrammarSpec
+from lightserve.text.grammar.structural_format import format_grammar
 from lightserve.text.grammar.vocabulary import GrammarVocabulary, not_possible
 from lightserve.text.json_schema.schema import JsonSchema, is_deeper
 
@@ -135,7 +136,8 @@ def _without_before(spec: GrammarSpec, added_tokens: frozenset[str]) -> str:
             JsonSchema(json.loads(spec.text)).check()
             return LLMatcher.grammar_from_json_schema(spec.text, defaults=JSON_DEFAULTS)
         if spec.kind == "structural_tag":
-            return _tagged(json.loads(spec.text), added_tokens)
+            tag = json.loads(spec.text)
+            return format_grammar(tag["format"], added_tokens) if "format" in tag else _tagged(tag, added_tokens)
         if spec.kind == "prefix":
             return grammar_from("regex", _literal(spec.text) + "(?s:.*)")
         if spec.kind == "regex" and len(spec.text) > MAX_REGEX_LENGTH:

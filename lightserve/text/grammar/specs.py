@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from lightserve.messages.params import GrammarSpec
+from lightserve.text.grammar.structural_format import with_closed_schemas
 from lightserve.text.json_schema.closing import closed_schema
 from lightserve.text.json_schema.schema import JsonSchema, StepBudget
 
@@ -29,6 +30,8 @@ def choice_grammar(choices: list[str]) -> GrammarSpec:
 
 def structural_tag_grammar(tag: dict[str, Any]) -> GrammarSpec:
     """``tag`` may be malformed: the compiler says how."""
+    if tag.get("format") is not None:
+        return _spec("structural_tag", {"format": with_closed_schemas(tag["format"], StepBudget())})
     structures = tag.get("structures")
     if isinstance(structures, list):
         budget = StepBudget()

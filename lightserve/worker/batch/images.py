@@ -8,17 +8,19 @@ image differ from those in the sequence by one number for each request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import StepImages
+from lightserve.common.basemodel import StepImages, TpPartBaseModel
 from lightserve.common.device import to_device
-from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s
-from lightserve.messages.media import ImageRows
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
+from lightserve.messages.media import ImageRows, Sight
+from lightserve.model_files.config.images import sight_of, vectors_per_token
 
 NOT_ENCODED = -1  # in place of a row of the arena
 AFTER_IMAGES = -1  # in place of a position
@@ -30,6 +32,7 @@ class PackedImages(NamedTuple):
     tokens: Int64Array  # their places in the step
     arena_rows: Int32Array  # the same
     positions: Int64Array  # [3, tokens of the step]; AFTER_IMAGES: see BatchImages.rotary_offsets
+    see_until: Int32Array | None = None  # [tokens of the step] as in ops.AttnBatch, or AFTER_IMAGES; None: as causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class ReqImages:
     tokens: Int64Array  # places in the prompt, in order
     arena_rows: Int32Array  # of each; NOT_ENCODED: its KV was cached
     positions: Int64Array  # [3, tokens up to the end of the last image]
+    last_seen: Int64Array | None = None  # [the same] by each, if tokens see later ones
 
     @property
     def end(self) -> int:
@@ -56,17 +60,38 @@ def positions_of(images: Sequence[ImageRows]) -> Int64Array:
     parts: list[Int64Array] = []
     length = position = 0
     for image in images:
-        text = np.arange(image.start - length) + position
-        position += len(text)
-        rows, columns = np.divmod(np.arange(image.rows * image.columns), image.columns)
-        parts += [np.stack((text, text, text)), np.stack((np.zeros_like(rows), rows, columns)) + position]
-        length, position = image.start + len(rows), position + max(image.rows, image.columns)
+        for start, count in image.spans:
+            if not image.rows:
+                start += count  # its tokens have positions as text has
+            text = np.arange(start - length) + position
+            parts.append(np.stack((text, text, text)))
+            length, position = start, position + len(text)
+            if image.rows:
+                rows, columns = np.divmod(np.arange(count), image.columns)
+                parts.append(np.stack((np.zeros_like(rows), rows, columns)) + position)
+                length, position = start + count, position + max(image.rows, image.columns)
     return np.concatenate(parts, axis=1)
 
 
+def last_seen(images: Sequence[ImageRows]) -> Int64Array:
+    """By all tokens up to the end of the last image, if those of a span see each other."""
+    last = np.arange(max(image.end for image in images))
+    for image in images:
+        for start, count in image.spans:
+            last[start : start + count] = start + count - 1
+    return last
+
+
+def whole_prompt(images: Sequence[ImageRows], prompt_len: int) -> ReqImages:
+    """Of a request whose prompt sees itself. It may have no images."""
+    behind = ImageRows(((prompt_len, 0),), 0, 0, NO_INT32)
+    req = req_images([*images, behind])
+    return replace(req, last_seen=np.full(prompt_len, prompt_len - 1))
+
+
 def req_images(images: Sequence[ImageRows]) -> ReqImages:
-    counts = [image.rows * image.columns for image in images]
-    places = [np.arange(image.start, image.start + count) for image, count in zip(images, counts, strict=True)]
+    places = [np.arange(start, start + count) for image in images for start, count in image.spans]
+    counts = [sum(count for _, count in image.spans) for image in images]
     arena_rows = [
         int32s(image.arena_rows) if len(image.arena_rows) else np.full(count, NOT_ENCODED, dtype=np.int32)
         for image, count in zip(images, counts, strict=True)
@@ -75,24 +100,46 @@ def req_images(images: Sequence[ImageRows]) -> ReqImages:
 
 
 class BatchImages:
-    def __init__(self, arena: Tensor, max_reqs: int, device: torch.device, has_axes: bool) -> None:
-        """``arena``: the embeddings of all images, ``[rows, hidden]``, in shared memory."""
+    def __init__(
+        self, arena: Tensor, max_reqs: int, device: torch.device, has_axes: bool, sight: Sight = Sight.NONE
+    ) -> None:
+        """``arena``: what the encoder computed of all images, ``[rows, vectors, hidden]``, in shared memory."""
         self._arena = arena
         self._device = device
+        self.sight = sight
         self._reqs: dict[int, ReqImages] = {}  # by row of the batch
         self._unfinished: set[int] = set()  # of these, rows whose images may not all be computed
         # by row, on the device: what to add to positions after the images; None: the model has one axis
         self.rotary_offsets = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device) if has_axes else None
 
-    def enter(self, row: int, images: Sequence[ImageRows]) -> None:
+    @classmethod
+    def of_model(cls, model: TpPartBaseModel, arena: mmap) -> BatchImages:
+        config = model.config
+        rows = torch.frombuffer(arena, dtype=model.args.dtype)
+        hidden, vectors = config.hidden_size, vectors_per_token(config.hf)
+        count = len(rows) // (vectors * hidden)
+        embeddings = rows[: count * vectors * hidden].view(count, vectors, hidden)
+        has_axes = model.rotary_axes is not None
+        return cls(embeddings, model.req_manager.max_reqs, model.device, has_axes, sight_of(config.hf))
+
+    def enter(self, row: int, images: Sequence[ImageRows], prompt_len: int) -> None:
         """A request begins to use a row of the batch."""
-        before = self._reqs.pop(row, None)
+        before, req = self._reqs.pop(row, None), self._new_req(images, prompt_len)
         self._unfinished.discard(row)
-        if images:
-            self._reqs[row] = req_images(images)
+        if req is not None:
+            self._reqs[row] = req
             self._unfinished.add(row)
-        if self.rotary_offsets is not None and (before is not None or images):
+        if self.rotary_offsets is not None and (before is not None or req is not None):
             self.rotary_offsets[row] = self._offset_of(row)
+
+    def _new_req(self, images: Sequence[ImageRows], prompt_len: int) -> ReqImages | None:
+        """None: it has no images, and its tokens see no later ones."""
+        if self.sight is Sight.PROMPT:
+            return whole_prompt(images, prompt_len)
+        if not images:
+            return None
+        req = req_images(images)
+        return replace(req, last_seen=last_seen(images)) if self.sight is Sight.IMAGE else req
 
     def _offset_of(self, row: int) -> int:
         images = self._reqs.get(row)
@@ -110,15 +157,18 @@ class BatchImages:
         if not unfinished:
             return None
         by_axis = np.full((3, num_tokens), AFTER_IMAGES, dtype=np.int64)
+        see_until = None if self.sight is Sight.NONE else np.full(num_tokens, AFTER_IMAGES, dtype=np.int32)
         tokens, arena_rows = [], []
         for index in unfinished:
             images, begin, first = self._reqs[int(rows[index])], int(ready[index]), int(starts[index])
             end = min(begin + int(q_len[index]), images.end)
             by_axis[:, first : first + end - begin] = images.positions[:, begin:end]
+            if see_until is not None and images.last_seen is not None:
+                see_until[first : first + end - begin] = images.last_seen[begin:end]
             inside = slice(*np.searchsorted(images.tokens, (begin, end)))
             tokens.append(images.tokens[inside] - begin + first)
             arena_rows.append(images.arena_rows[inside])
-        return PackedImages(np.concatenate(tokens), _encoded(np.concatenate(arena_rows)), by_axis)
+        return PackedImages(np.concatenate(tokens), _encoded(np.concatenate(arena_rows)), by_axis, see_until)
 
     def _is_unfinished(self, row: int, ready_len: int) -> bool:
         if row in self._unfinished and ready_len >= self._reqs[row].end:

@@ -153,7 +153,7 @@ class InferBatch:
             *group_slots, held = group_slots
             self.states.enter(row, int32s(held))
         if self.images is not None:
-            self.images.enter(row, new.images)
+            self.images.enter(row, new.images, len(new.token_ids) - new.output_len)
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
             for table, slots in zip(self.group_req_to_token, group_slots, strict=True):

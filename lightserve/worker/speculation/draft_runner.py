@@ -130,10 +130,13 @@ class DraftRunner:
             self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
 
     @torch.inference_mode()
-    def draft_next(self, packed: PackedStep, out: StepOut) -> None:
-        """Let a head draft the tokens of the next step. This one has no drafts, and its tokens are sampled."""
+    def draft_next(self, packed: PackedStep, out: StepOut, drafts_follow: bool = True) -> None:
+        """Let a head draft the tokens of the next step. This one has no drafts, and its tokens are sampled.
+
+        If no ``drafts_follow``, the head only updates its KV.
+        """
         if self._head is not None:
-            self._head.draft(out, None, self._head.known_after(packed))
+            self._head.draft(out, None, self._head.known_after(packed), drafts_follow)
 
     @torch.inference_mode()
     def draft_after(self, packed: PackedStep, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:

@@ -441,7 +441,7 @@ def test_an_error_after_the_first_token_is_an_event(server: Server, client: anth
 
 def test_every_error_below_the_path_has_anthropics_format(server: Server) -> None:
     method = server.http.get("/v1/messages")
-    path = server.post("/v1/messages/batches", {})
+    path = server.post("/v1/messages/unknown", {})
     media = server.http.post("/v1/messages", content=b"x")
 
     assert [one.status_code for one in (method, path, media)] == [405, 404, 415]

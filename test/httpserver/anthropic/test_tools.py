@@ -50,17 +50,16 @@ def names(server: Server) -> list[str]:
         {"type": "web_fetch_20250910", "name": "web_fetch"},
         {"type": "code_execution_20250825", "name": "code_execution"},
         {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
-        {"type": "mcp_toolset", "mcp_server_name": "x"},
     ],
     ids=lambda tool: tool["type"],
 )
 def test_a_hosted_tool_is_left_out_and_logged(
     server: Server, hosted: dict[str, Any], log: pytest.LogCaptureFixture
 ) -> None:
-    create(server, tools=[*TOOLS, hosted], mcp_servers=[{"type": "url", "url": "http://a", "name": "x"}])
+    create(server, tools=[*TOOLS, hosted], container="c")
 
     assert names(server) == ["weather", "now"]
-    assert f"only Anthropic's servers have it: {hosted['type']}, mcp_servers" in log.text
+    assert f"only Anthropic's servers have it: {hosted['type']}, container" in log.text
 
 
 def test_a_request_with_hosted_tools_alone_has_no_tools(server: Server) -> None:

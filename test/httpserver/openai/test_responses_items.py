@@ -36,9 +36,6 @@ LEFT_OUT: list[dict[str, Any]] = [
     {"type": "computer_call_output", "call_id": "1", "output": {"type": "computer_screenshot"}},
     {"type": "tool_search_call", "call_id": "1", "execution": "client", "arguments": {"query": "x"}},
     {"type": "tool_search_output", "call_id": "1", "status": "completed", "execution": "client", "tools": []},
-    {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "x", "tools": []},
-    {"type": "mcp_approval_request", "id": "mcpr_1", "name": "f", "arguments": "{}", "server_label": "x"},
-    {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": True},
     {"type": "compaction", "id": "cmp_1", "encrypted_content": "gAAA"},
     {"type": "context_compaction", "encrypted_content": "gAAA"},
 ]
@@ -121,7 +118,7 @@ def test_a_tool_of_the_client_is_a_call_and_a_result(
     [
         (
             {"type": "mcp_call", "id": "1", "name": "f", "server_label": "s", "arguments": "{}", "output": "wet"},
-            "f",
+            "s__f",
             "wet",
         ),
         ({"type": "mcp_call", "id": "1", "name": "f", "arguments": "{}", "error": "down"}, "f", "error: down"),

@@ -39,7 +39,6 @@ HOSTED: list[Any] = [
         "file_search",
         "code_interpreter",
         "computer_use_preview",
-        "mcp",
         "tool_search",
         "local_shell",
         "shell",

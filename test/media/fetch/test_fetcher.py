@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError, OverloadedError
-from lightserve.media.fetch import addresses, fetcher
-from lightserve.media.fetch.fetcher import MAX_PER_HOST, Fetcher
-from lightserve.media.fetch.urls import UrlRules
+from lightserve.media.fetch import fetcher
+from lightserve.media.fetch.fetcher import MAX_PER_HOST, MEDIA_FLAGS, Fetcher
+from lightserve.outbound.addresses import NOT_PUBLIC
+from lightserve.outbound.urls import UrlRules
 from test.media.fetch.image_host import TLS, ImageHost, answer, image_host, redirect
 
 IMAGE = b"\x89PNG of a cat"
-LOCAL = UrlRules(media_private_hosts=("localhost",))
+LOCAL = UrlRules(MEDIA_FLAGS, private_hosts=("localhost",))
 
 
 def make_fetcher(
@@ -79,7 +80,7 @@ def test_a_body_without_length_and_one_in_chunks_are_read() -> None:
 
 
 def test_a_certificate_of_another_host_is_refused() -> None:
-    rules = UrlRules(media_private_hosts=("cat.example",))
+    rules = UrlRules(MEDIA_FLAGS, private_hosts=("cat.example",))
 
     async def fetch(host: ImageHost) -> bytes:
         return await make_fetcher(rules).fetch(host.url(host="cat.example"))
@@ -92,11 +93,11 @@ def test_a_certificate_of_another_host_is_refused() -> None:
 def test_a_host_that_is_not_public_is_not_dialled(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And the answer is the same for a name that nobody knows."""
     monkeypatch.setattr(fetcher, "get", None)
-    made = make_fetcher(UrlRules(), found)
+    made = make_fetcher(UrlRules(MEDIA_FLAGS), found)
 
     with pytest.raises(InvalidRequestError) as caught:
         asyncio.run(made.fetch("https://inside.example/"))
-    assert str(caught.value) == addresses.NOT_PUBLIC
+    assert str(caught.value) == NOT_PUBLIC.format(flag="--media_private_hosts")
 
 
 def test_a_host_is_looked_up_once_and_its_checked_address_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,7 @@ def test_a_host_is_looked_up_once_and_its_checked_address_is_dialled(monkeypatch
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
     with pytest.raises(InvalidRequestError, match="cannot be reached"):
-        asyncio.run(Fetcher(UrlRules(), 10**6, 10.0, look_up).fetch("https://a.example/"))
+        asyncio.run(Fetcher(UrlRules(MEDIA_FLAGS), 10**6, 10.0, look_up).fetch("https://a.example/"))
 
     assert (asked, dialled) == (["a.example"], ["8.8.8.8"])
 
@@ -144,7 +145,7 @@ def test_redirects_are_checked_like_the_url(location: str, message: str) -> None
 
 
 def test_http_is_fetched_where_the_operator_allows_it() -> None:
-    rules = UrlRules(media_private_hosts=("localhost",), allow_http_media=True)
+    rules = UrlRules(MEDIA_FLAGS, private_hosts=("localhost",), allows_http=True)
 
     data, _ = fetched(
         lambda target: answer(IMAGE), lambda host: make_fetcher(rules).fetch(host.url(scheme="http")), is_tls=False
@@ -184,7 +185,7 @@ def test_a_resolver_that_hangs_is_given_up() -> None:
             return []
 
         with pytest.raises(InvalidRequestError, match=r"did not arrive within 0\.2 s"):
-            await Fetcher(UrlRules(), 10**6, 0.2, look_up).fetch("https://a.example/")
+            await Fetcher(UrlRules(MEDIA_FLAGS), 10**6, 0.2, look_up).fetch("https://a.example/")
         released.set()
 
     asyncio.run(run())

@@ -28,6 +28,10 @@ PIXTRAL = {
     "num_attention_heads": 2,
     "intermediate_size": 16,
 }
+SQUARE_VISION = {**PIXTRAL, "model_type": "siglip_vision_model", "image_size": 32, "vision_use_head": False}
+INTERN_VISION = {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}
+SIGLIP = {**PIXTRAL, "image_size": 32, "patch_size": 8}
+del SIGLIP["model_type"]
 KIMI_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS = {"head_dim": 16, "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
@@ -80,12 +84,26 @@ CASES = {
     "qwen3_vl": Case(*_case("qwen3_vl", {"head_dim": 16, "rope_parameters": INTERLEAVED}, QWEN_VISION)),
     "qwen3_vl_moe": Case(*_case("qwen3_vl_moe", EXPERTS, QWEN_VISION), _transposed_experts),
     "qwen3_vl_moe-stacked": Case(*_case("qwen3_vl_moe", {**EXPERTS, "mlp_only_layers": [1]}, QWEN_VISION)),
+    "smolvlm": Case(*_case("smolvlm", {"model_type": "llama"}, SIGLIP)),
+    "idefics3": Case(*_case("idefics3", {"model_type": "llama"}, SIGLIP)),
     "mistral3": Case(*_case("mistral3", {"model_type": "mistral", "sliding_window": 24}, PIXTRAL), _as_saved_today),
     "mistral3-ministral3": Case(
         *_case("mistral3", {"model_type": "ministral3", "head_dim": 16, "rope_parameters": QUERY_SCALE}, PIXTRAL)
     ),
     "mistral3-mistral4": Case(
         *_case("mistral3", {**LATENT, "model_type": "mistral4", "rope_parameters": QUERY_SCALE}, PIXTRAL)
+    ),
+    "llama-llava": Case(*_case("llava", {"model_type": "llama"}, SQUARE_VISION)),
+    "mistral-llava_next": Case(*_case("llava_next", {"model_type": "mistral", "sliding_window": None}, SQUARE_VISION)),
+    "qwen2-llava_onevision": Case(*_case("llava_onevision", {"model_type": "qwen2"}, SQUARE_VISION), _as_saved_today),
+    "qwen2-internvl": Case(*_case("internvl", {"model_type": "qwen2"}, INTERN_VISION)),
+    "gemma-paligemma": Case(
+        *_case(
+            "paligemma",
+            {"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": False},
+            SQUARE_VISION,
+            hidden_size=SMALL["hidden_size"],
+        )
     ),
     "kimi_k25": Case(*_case("kimi_k25", {**LATENT, **GROUPS, "model_type": "deepseek_v3"}, KIMI_VISION), _as_kimi),
     "kimi_k25-k2": Case(

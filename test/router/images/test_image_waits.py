@@ -45,7 +45,9 @@ class Encoder:
 
 
 def item(name: str, start: int, tokens: int) -> ImageItem:
-    return ImageItem(digest_of(name.encode()), start, 1, tokens, 28, 28 * tokens, PLACEHOLDER, name.encode())
+    return ImageItem(
+        digest_of(name.encode()), ((start, tokens),), 1, tokens, 28, 28 * tokens, PLACEHOLDER, name.encode()
+    )
 
 
 def request(req_id: int, *names: str, tokens: int = 4) -> Req:
@@ -230,7 +232,7 @@ def test_a_request_keeps_no_file_of_an_image() -> None:
     encoder, req = Encoder(100), request(1, "a")
 
     encoder.waits.enter(req, 0)
-    without_file = msgspec.structs.replace(req.images[0], start=0)
+    without_file = msgspec.structs.replace(req.images[0], spans=((0, 4),))
 
     assert req.images[0].data == b""
     assert encoder.waits.why_refused([without_file]) == ""

@@ -37,11 +37,11 @@ def empty_softmax(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _seen_keys(keys, q_positions, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether each row sees each key: none past its own position if ``CAUSAL``, and none outside of its window."""
+def _seen_keys(keys, q_positions, last_seen, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether each row sees each key: none past ``last_seen`` if ``CAUSAL``, and none outside of its window."""
     is_seen = None
     if CAUSAL:
-        is_seen = keys[None, :] <= q_positions[:, None]
+        is_seen = keys[None, :] <= last_seen[:, None]
     if WINDOW is not None:
         is_inside = keys[None, :] > q_positions[:, None] - WINDOW
         if not CAUSAL:
@@ -97,6 +97,7 @@ def _update_from_cache(
     keys,
     is_key,
     q_positions,
+    last_seen,
     slopes,
     scale,
     softcap,
@@ -115,7 +116,7 @@ def _update_from_cache(
     k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, is_key)
     v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, is_key)
     scales = (k_scales, v_scales, scale_stride)
-    is_seen = _seen_keys(keys, q_positions, CAUSAL, WINDOW)
+    is_seen = _seen_keys(keys, q_positions, last_seen, CAUSAL, WINDOW)
     if not CAUSAL:
         is_seen = is_key[None, :] if is_seen is None else is_seen & is_key[None, :]
     return _update(q, k, v, scales, softmax, keys, q_positions, is_seen, slopes, scale, softcap)
@@ -155,7 +156,7 @@ def attend_cached_blocks(
         k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, None)
         v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, None)
         scales = (k_scales, v_scales, scale_stride)
-        is_seen = _seen_keys(keys, q_positions, False, WINDOW)
+        is_seen = _seen_keys(keys, q_positions, q_positions, False, WINDOW)
         softmax = _update(q, k, v, scales, softmax, keys, q_positions, is_seen, slopes, scale, softcap)
     return softmax
 
@@ -185,7 +186,20 @@ def attend_cached_prefix(
         keys = whole + tl.arange(0, BLOCK_N)
         is_key = keys < ready_len
         softmax = _update_from_cache(
-            q, softmax, cache, keys, is_key, q_positions, slopes, scale, softcap, False, WINDOW, DIM, USE_ASM
+            q,
+            softmax,
+            cache,
+            keys,
+            is_key,
+            q_positions,
+            q_positions,
+            slopes,
+            scale,
+            softcap,
+            False,
+            WINDOW,
+            DIM,
+            USE_ASM,
         )
     return softmax
 
@@ -198,6 +212,7 @@ def attend_cached_in_order(
     begin,
     end,
     q_positions,
+    last_seen,
     slopes,
     scale,
     softcap,
@@ -214,7 +229,20 @@ def attend_cached_in_order(
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         softmax = _update_from_cache(
-            q, softmax, cache, keys, keys < end, q_positions, slopes, scale, softcap, True, WINDOW, DIM, USE_ASM
+            q,
+            softmax,
+            cache,
+            keys,
+            keys < end,
+            q_positions,
+            last_seen,
+            slopes,
+            scale,
+            softcap,
+            True,
+            WINDOW,
+            DIM,
+            USE_ASM,
         )
     return softmax
 
@@ -245,6 +273,7 @@ def attend_new_tokens(
     begin,
     end,
     q_tokens,
+    last_seen,
     slopes,
     scale,
     softcap,
@@ -267,21 +296,21 @@ def attend_new_tokens(
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
         keys = start + block
-        is_seen = _seen_keys(keys, q_tokens, False, WINDOW)
+        is_seen = _seen_keys(keys, q_tokens, q_tokens, False, WINDOW)
         softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if CAUSAL:
         for start in range(tl.maximum(begin, diagonal), tl.minimum(end, whole), BLOCK_N):
             keys = start + block
             k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
             v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-            is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
+            is_seen = _seen_keys(keys, q_tokens, last_seen, CAUSAL, WINDOW)
             softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if tl.maximum(begin, whole) < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
         k = load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
         v = load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
-        is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
+        is_seen = _seen_keys(keys, q_tokens, last_seen, CAUSAL, WINDOW)
         if not CAUSAL:
             is_seen = (keys < end)[None, :] if is_seen is None else is_seen & (keys < end)[None, :]
         softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)

@@ -51,21 +51,34 @@ COPY_ALIGNMENT = 16  # bytes: the copy engine (TMA) wants the address and the ro
 
 
 @triton.jit
+def _last_seen(see_until_ptr, q_rows, q_tokens, is_row, first_token, ready_len, TOKENS: tl.constexpr):
+    """The last of the request's new tokens that each row sees, and the end of those that any row of the tile sees."""
+    last_seen, seen_end = q_tokens, first_token + TOKENS
+    if see_until_ptr is not None:
+        last_seen = tl.where(is_row, tl.load(see_until_ptr + q_rows, mask=is_row, other=0) - ready_len, q_tokens)
+        seen_end = tl.max(tl.where(is_row, last_seen, 0), axis=0) + 1
+    return last_seen, seen_end
+
+
+@triton.jit
 def _keys_of(
     fields,
     first_token,
+    seen_end,
     q_len,
     ready_len,
-    TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Where the cached tokens begin and end that a program attends to, and where the new ones do, in whole blocks."""
+    """Where the cached tokens begin and end that a program attends to, and where the new ones do, in whole blocks.
+
+    No row of this tile sees a new token from ``seen_end`` on, if ``CAUSAL``.
+    """
     begin, new_begin = first_block(ready_len + first_token, WINDOW, BLOCK_N), first_block(first_token, WINDOW, BLOCK_N)
     ready_end = ready_len
-    end = tl.minimum(first_token + TOKENS, q_len) if CAUSAL else q_len  # no row of this tile sees a later key
+    end = tl.minimum(seen_end, q_len) if CAUSAL else q_len
     if IS_SPLIT:
         begin = tl.minimum(begin, tl.cdiv(ready_len, BLOCK_N) * BLOCK_N)
         cached = tl.cdiv(ready_len - begin, BLOCK_N)
@@ -128,6 +141,7 @@ def _context_attention_kernel(
     out_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
+    see_until_ptr,
     req_to_token_ptr,
     tiles_ptr,
     sums_ptr,
@@ -179,11 +193,20 @@ def _context_attention_kernel(
     k_head, v_head = kv_head * DIM, (KV_HEADS + kv_head) * DIM
     slots_ptr = req_to_token_ptr + req_idx * req_stride
     q_positions = ready_len + q_tokens
+    last_seen, seen_end = _last_seen(see_until_ptr, q_rows, q_tokens, is_row, first_token, ready_len, TOKENS)
     begin, ready_end, new_begin, end = _keys_of(
-        fields, first_token, q_len, ready_len, TOKENS, CAUSAL, WINDOW, not FIXED_ORDER, BLOCK_N
+        fields, first_token, seen_end, q_len, ready_len, CAUSAL, WINDOW, not FIXED_ORDER, BLOCK_N
     )
-    k_ptr, v_ptr = cache_ptr + k_head, cache_ptr + v_head
-    cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
+    cache = (
+        cache_ptr + k_head,
+        cache_ptr + v_head,
+        slots_ptr,
+        slot_stride,
+        scales_ptr,
+        scale_stride,
+        kv_head,
+        KV_HEADS + kv_head,
+    )
     cached_q, cached_scale = for_codes(q, scales_ptr), score_factor(scale, cache)
     if FIXED_ORDER:
         softmax = attend_cached_in_order(
@@ -193,6 +216,7 @@ def _context_attention_kernel(
             begin,
             ready_len + end,
             q_positions,
+            ready_len + last_seen,
             slopes,
             cached_scale,
             softcap,
@@ -234,6 +258,7 @@ def _context_attention_kernel(
             new_begin,
             end,
             q_tokens,
+            last_seen,
             slopes,
             scale,
             softcap,
@@ -309,6 +334,7 @@ def _launch(
         out,
         options.alibi_slopes,
         options.sinks,
+        batch.see_until if options.causal else None,
         batch.req_to_token,
         plan.tiles,
         plan.sums,

@@ -6,7 +6,8 @@ The client polls the stored response. It outlives the connection, not the HTTP p
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 
 from lightserve.errors import (
     InvalidRequestError,
@@ -16,9 +17,11 @@ from lightserve.errors import (
     ServerError,
     UnavailableError,
 )
+from lightserve.httpserver.chat.tool_rounds import ToolRounds
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.errors import log_error
 from lightserve.httpserver.openai.responses.request import ResponsesBody
+from lightserve.httpserver.openai.responses.response import ResponsesResponse
 from lightserve.httpserver.openai.responses.saving import SavedResponse
 
 
@@ -37,7 +40,7 @@ class BackgroundResponses:
         self._max_count = max_count
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, generation: Generation, saved: SavedResponse) -> None:
+    async def start(self, generation: Generation, saved: SavedResponse, rounds: ToolRounds | None = None) -> None:
         """Return when the client can read the response in the store. An engine that is not available is an error of
         this request."""
         if len(self._tasks) >= self._max_count:
@@ -49,16 +52,20 @@ class BackgroundResponses:
             if not saved.is_stored:
                 problem = "background: the response cannot be stored; the log of the server says why"
                 raise UnavailableError(f"{problem} (--response_store_bytes limits its size)", "background")
-            task = asyncio.create_task(_run(stack.pop_all(), generation, saved))
+            task = asyncio.create_task(_run(stack.pop_all(), generation, saved, rounds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-async def _run(started: AsyncExitStack, generation: Generation, saved: SavedResponse) -> None:
+async def _run(
+    started: AsyncExitStack, generation: Generation, saved: SavedResponse, rounds: ToolRounds | None
+) -> None:
     """Generate until the end and store it. ``started`` ends the generation."""
     response, request_id = saved.response, generation.log.request_id
     try:
-        await _collect(started, generation, saved)
+        async with started, aclosing(_events(generation, saved.response) if rounds is None else rounds.run()) as events:
+            async for _ in events:
+                await saved.save_begun()
     except Exception as error:  # nobody awaits the task: the stored response tells the client
         log_error(error, request_id)
         known = error if isinstance(error, LightserveError) else ServerError(str(error))
@@ -69,8 +76,6 @@ async def _run(started: AsyncExitStack, generation: Generation, saved: SavedResp
         await saved.save()
 
 
-async def _collect(started: AsyncExitStack, generation: Generation, saved: SavedResponse) -> None:
-    async with started:
-        async for outs in generation:
-            saved.response.write(outs)
-            await saved.save_begun()
+async def _events(generation: Generation, response: ResponsesResponse) -> AsyncGenerator[bytes, None]:
+    async for outs in generation:
+        yield response.write(outs)

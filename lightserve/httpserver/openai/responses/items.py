@@ -28,7 +28,13 @@ from pydantic_core import CoreSchema
 from lightserve.httpserver.chat.image_parts import image_source, is_image
 from lightserve.httpserver.chat.translation import TextOrParts
 from lightserve.httpserver.http.body import Body, JsonObject
+from lightserve.httpserver.openai.responses.mcp import (
+    McpApprovalRequestItem,
+    McpApprovalResponseItem,
+    McpListToolsItem,
+)
 from lightserve.httpserver.openai.responses.tools import Tools, function_name
+from lightserve.mcp.tools import error_text, function_name as mcp_function_name
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 KINDS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "refusal": "refusal"}
@@ -156,18 +162,26 @@ class ActionOutputItem(Body):
 
 
 class HostedCallItem(Body):
-    """A call that another server ran, with its result."""
+    """A call that a server ran, with its result."""
 
     type: Literal["mcp_call", "file_search_call", "code_interpreter_call"]
     id: CallId
     name: str | None = None
-    arguments: str | None = None  # of mcp_call, as are the next two
+    server_label: str | None = None  # of mcp_call, as are the next four
+    approval_request_id: str | None = None
+    arguments: str | None = None
     output: str | None = None
     error: Any = None
     queries: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None  # of file_search_call
     results: Objects | None = None
     code: str | None = None  # of code_interpreter_call
     outputs: Objects | None = None
+
+    @property
+    def function_name(self) -> str:
+        if self.name is None:
+            return _tool_of(self.type)
+        return self.name if self.server_label is None else mcp_function_name(self.server_label, self.name)
 
 
 class ReasoningText(Body):
@@ -208,9 +222,6 @@ class LeftOutItem(Body):
         "computer_call_output",
         "tool_search_call",
         "tool_search_output",
-        "mcp_list_tools",
-        "mcp_approval_request",
-        "mcp_approval_response",
         "compaction",
         "compaction_summary",
         "context_compaction",
@@ -230,6 +241,9 @@ _MODELS: dict[str, type[Body]] = {
     "reasoning": ReasoningItem,
     "additional_tools": AdditionalToolsItem,
     "item_reference": ItemReference,
+    "mcp_list_tools": McpListToolsItem,
+    "mcp_approval_request": McpApprovalRequestItem,
+    "mcp_approval_response": McpApprovalResponseItem,
     "left_out": LeftOutItem,
 }
 
@@ -261,6 +275,9 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[AdditionalToolsItem, Tag("additional_tools")]
     | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[McpListToolsItem, Tag("mcp_list_tools")]
+    | Annotated[McpApprovalRequestItem, Tag("mcp_approval_request")]
+    | Annotated[McpApprovalResponseItem, Tag("mcp_approval_response")]
     | Annotated[LeftOutItem, Tag("left_out")],
     Discriminator(
         _tag,
@@ -307,13 +324,24 @@ class MessageBuilder:
         self.left_out: list[tuple[int, str]] = []  # index and type of the items that became no message
         self._reasoning = ""  # for the next message of the assistant
         self._takes_calls = False  # the last message is an assistant message
+        self._results: list[tuple[str, str]] = []  # ids and texts, of calls in a row that a server ran
+        self._approval_requests: dict[str, McpApprovalRequestItem] = {}
 
     def add_all(self, items: Iterable[Item]) -> None:
         for index, item in enumerate(items):
+            if not isinstance(item, HostedCallItem | McpApprovalResponseItem):
+                self._add_results()
             if isinstance(item, LeftOutItem):
                 self.left_out.append((index, item.type))
             else:
                 self._add(item)
+        self._add_results()
+
+    def _add_results(self) -> None:
+        """Calls of one output are one message, and their results follow it."""
+        results, self._results = self._results, []
+        for call_id, text in results:
+            self._result(call_id, text)
 
     def append(self, role: str, content: str | list[JsonObject] | None, **fields: Any) -> None:
         self._takes_calls = role == "assistant"
@@ -348,8 +376,14 @@ class MessageBuilder:
             case ActionOutputItem():
                 self._result(item.call_id or item.id or "", _action_output(item))
             case HostedCallItem():
-                self._call(item.id, item.name or _tool_of(item.type), item.arguments or _hosted_arguments(item))
-                self._result(item.id, _hosted_output(item))
+                self._call(item.id, item.function_name, item.arguments or _hosted_arguments(item))
+                self._results.append((item.id, _hosted_output(item)))
+            case McpApprovalRequestItem():
+                self._approval_requests[item.id] = item
+            case McpApprovalResponseItem() if not item.approve and item.approval_request_id in self._approval_requests:
+                request = self._approval_requests[item.approval_request_id]
+                self._call(request.id, mcp_function_name(request.server_label, request.name), request.arguments)
+                self._results.append((request.id, item.refusal))
 
     def _call(self, call_id: str, name: str, arguments: str) -> None:
         self._add_call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -391,5 +425,5 @@ def _hosted_arguments(item: HostedCallItem) -> str:
 def _hosted_output(item: HostedCallItem) -> str:
     results = [f"{result.get('filename', '')}\n{result['text']}" for result in item.results or () if result.get("text")]
     logs = [str(output["logs"]) for output in item.outputs or () if output.get("logs")]
-    error = [] if item.error is None else [f"error: {item.error}"]
+    error = [] if item.error is None else [f"error: {error_text(item.error)}"]
     return "\n".join([item.output or "", *results, *logs, *error]).strip()

@@ -14,7 +14,15 @@ from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.http.body import Body, JsonObject, at_most, validate
 from lightserve.httpserver.openai.responses.items import AdditionalToolsItem, Items, MessageBuilder
-from lightserve.httpserver.openai.responses.tools import AllowedTools, OfferedTools, ToolChoice, Tools, offered_tools
+from lightserve.httpserver.openai.responses.tools import (
+    AllowedTools,
+    OfferedTools,
+    Tool,
+    ToolChoice,
+    Tools,
+    offered_tools,
+)
+from lightserve.mcp.toolbox import Toolbox
 
 MAX_INCLUDED = 64
 MAX_METADATA = 16  # OpenAI's limit, as are the lengths
@@ -62,6 +70,7 @@ class ResponsesBody(Body):
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of MCP servers
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
@@ -79,6 +88,11 @@ class ResponsesBody(Body):
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        more_tools = [tool for item in self.input if isinstance(item, AdditionalToolsItem) for tool in item.tools]
+        return [*(self.tools or ()), *more_tools]
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
@@ -108,12 +122,13 @@ def validate_responses(value: JsonObject) -> ResponsesBody:
     return body
 
 
-def translate_responses(body: ResponsesBody, reads_images: bool = False) -> ResponsesTranslation:
-    """``reads_images``: the model does."""
+def translate_responses(
+    body: ResponsesBody, reads_images: bool = False, toolbox: Toolbox | None = None
+) -> ResponsesTranslation:
+    """``reads_images``: the model does. ``toolbox``: of the MCP servers among the tools."""
     builder = _build_messages(body, reads_images)
     allowed = body.tool_choice if isinstance(body.tool_choice, AllowedTools) else None
-    more_tools = [tool for item in body.input if isinstance(item, AdditionalToolsItem) for tool in item.tools]
-    tools = offered_tools([*(body.tools or ()), *more_tools], allowed)
+    tools = offered_tools(body.all_tools, allowed, toolbox)
     text_format = None if body.text is None else body.text.format
     fields = {
         "model": body.model,
@@ -136,7 +151,7 @@ def translate_responses(body: ResponsesBody, reads_images: bool = False) -> Resp
 
 
 def _ignored_tools(tools: OfferedTools) -> list[JsonObject]:
-    reason = "this server does not run hosted tools; the model was not given this tool"
+    reason = "this server does not run hosted tools but those of MCP servers; the model was not given this tool"
     return [{"param": "tools", "type": kind, "reason": reason} for kind in tools.hosted]
 
 

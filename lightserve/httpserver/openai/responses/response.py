@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
@@ -17,8 +18,21 @@ from lightserve.httpserver.http.body import JsonObject
 from lightserve.httpserver.http.errors import error_object
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
 from lightserve.httpserver.openai.responses.items import encode_reasoning
+from lightserve.httpserver.openai.responses.mcp import without_secrets
+from lightserve.httpserver.openai.responses.mcp_output import (
+    APPROVAL_PREFIX,
+    CALL_PREFIX as MCP_PREFIX,
+    LIST_PREFIX,
+    ApprovedCall,
+    approval_item,
+    call_item,
+    item_events,
+    list_item,
+)
 from lightserve.httpserver.openai.responses.store import IN_PROGRESS, QUEUED
 from lightserve.httpserver.openai.responses.tools import ToolId
+from lightserve.mcp.toolbox import HostedTool
+from lightserve.mcp.tools import McpTool
 from lightserve.messages.output import StrOut
 
 # field of the request that the response repeats: its value where the request has none
@@ -57,18 +71,24 @@ class ResponsesSpec:
     is_stored: bool = False
     logprobs_of: TokenLogprobs | None = None  # None: no logprobs
     encrypts_reasoning: bool = False
+    hosted: Mapping[str, HostedTool] = field(default_factory=dict)  # MCP tools, by the name of the function
+    listings: Mapping[str, Sequence[McpTool]] = field(default_factory=dict)  # of MCP servers, by label
+    approved: Sequence[ApprovedCall] = ()
 
 
 class ResponsesResponse(PartsResponse):
     def __init__(self, parser: ChoiceParser, log: AccessLog, spec: ResponsesSpec) -> None:
         super().__init__(parser, log)
         self._spec = spec
+        self.hosted = spec.hosted
         self._head = _head(spec)
+        self._is_silent = False  # the open part is an approval request, which is sent whole
         self._n_events = 0
         self._delta_head = self._delta_tail = b""
         self._unsent_logprobs: list[JsonObject] = []  # of tokens whose text has not been sent
         self._logprobs: dict[int, list[JsonObject]] = {}  # of text, by the index of the part
         self._failure: JsonObject | None = None
+        self._add_own_items()
 
     @property
     def id(self) -> str:
@@ -86,7 +106,7 @@ class ResponsesResponse(PartsResponse):
         """The response as it is now."""
         if self._failure is not None:
             return self._response(**self._failure)
-        if self.finish is None:
+        if not self.has_ended:
             return self._response(QUEUED if self._is_background and not self._has_begun else IN_PROGRESS)
         details = {"reason": "max_output_tokens"} if self.is_truncated else None
         status = "incomplete" if self.is_truncated else "completed"
@@ -110,16 +130,40 @@ class ResponsesResponse(PartsResponse):
         return b"".join(events)
 
     def on_start(self) -> Events:
+        items, self.parts = self.parts, []
         response = self._response(IN_PROGRESS)
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        self.parts = items
+        start = [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        given = ((each.index, each.item) for each in items if each.item is not None)
+        pairs = (pair for index, item in given for pair in item_events(index, item))
+        return [*start, *(self._event(f"response.{kind}", **fields) for kind, fields in pairs)]
+
+    def _add_own_items(self) -> None:
+        """What this server did before the model wrote: it listed tools, and made calls that were approved."""
+        for label, tools in self._spec.listings.items():
+            self._add_item(LIST_PREFIX, partial(list_item, label=label, tools=tools))
+        for call in self._spec.approved:
+            self._add_item(MCP_PREFIX, call.item)
+        self._round_begin = len(self.parts)
+
+    def _add_item(self, prefix: str, make: Callable[[str], JsonObject]) -> None:
+        output_part = Part(len(self.parts), PartKind.ITEM, is_complete=True)
+        output_part.item = make(self._item_id(prefix, output_part.index))
+        self.parts.append(output_part)
 
     def on_part_start(self, output_part: Part) -> Events:
         if output_part.kind is not PartKind.TEXT:
             self._unsent_logprobs.clear()
+        hosted = self._hosted(output_part)
+        self._is_silent = hosted is not None and hosted.needs_approval
+        if self._is_silent:
+            return []
         self._prepare_deltas(output_part)
         added = self._event(
             "response.output_item.added", output_index=output_part.index, item=self._item(output_part, "in_progress")
         )
+        if hosted is not None:
+            return [added, self._event("response.mcp_call.in_progress", **self._item_ref(output_part))]
         if output_part.kind is PartKind.CALL:
             return [added]
         return [
@@ -130,6 +174,8 @@ class ResponsesResponse(PartsResponse):
         ]
 
     def delta_event(self, text: str) -> bytes:
+        if self._is_silent:
+            return b""
         if self._spec.logprobs_of is not None:
             return self._delta_event_with_logprobs(self.parts[-1], text)
         number = self._n_events
@@ -137,20 +183,46 @@ class ResponsesResponse(PartsResponse):
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, number)
 
     def on_part_end(self, output_part: Part) -> Events:
+        if self._is_silent:
+            return self._whole_item_events(output_part)
         ref = self._item_ref(output_part)
         events = [
             self._event(f"response.{self._event_name(output_part)}.done", **ref, **self._done_fields(output_part))
         ]
+        if self._hosted(output_part) is not None:
+            return events  # its item is done when the call is
         if output_part.kind is not PartKind.CALL:
             events.append(self._event("response.content_part.done", **ref, part=self._content(output_part)))
         item = self._item(output_part, _status(output_part))
         events.append(self._event("response.output_item.done", output_index=output_part.index, item=item))
         return events
 
+    def on_outcome(self, output_part: Part) -> Events:
+        kind = "failed" if output_part.outcome is None or output_part.outcome.error is not None else "completed"
+        return [
+            self._event(f"response.mcp_call.{kind}", **self._item_ref(output_part)),
+            self._event(
+                "response.output_item.done", output_index=output_part.index, item=self._item(output_part, kind)
+            ),
+        ]
+
+    def _whole_item_events(self, output_part: Part) -> Events:
+        self._is_silent = False
+        fields = {"output_index": output_part.index, "item": self._item(output_part, _status(output_part))}
+        return [self._event(f"response.output_item.{name}", **fields) for name in ("added", "done")]
+
+    def _unmade_call_events(self) -> Events:
+        """Of calls that max_tokens cut off, or that came before it."""
+        return [
+            self._event("response.output_item.done", output_index=call.index, item=self._item(call, "incomplete"))
+            for call in self.parts
+            if self._is_to_be_made(call)
+        ]
+
     def on_end(self) -> Events:
         """A response that its limit cut ends with response.completed too; its status says "incomplete". The openai
         client's stream helper raises an exception without that event, and Codex sends the same request again."""
-        return [self._event("response.completed", response=self.body())]
+        return [*self._unmade_call_events(), self._event("response.completed", response=self.body())]
 
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
@@ -191,12 +263,23 @@ class ResponsesResponse(PartsResponse):
     def _is_custom(self, output_part: Part) -> bool:
         return output_part.name in self._spec.tools and self._spec.tools[output_part.name].is_custom
 
+    def _hosted(self, output_part: Part) -> HostedTool | None:
+        return self.hosted.get(output_part.name) if output_part.kind is PartKind.CALL else None
+
     def _event_name(self, output_part: Part) -> str:
+        if self._hosted(output_part) is not None:
+            return "mcp_call_arguments"
         return "custom_tool_call_input" if self._is_custom(output_part) else _EVENT_NAMES[output_part.kind]
 
     def _id(self, output_part: Part) -> str:
+        hosted = self._hosted(output_part)
+        if hosted is not None:
+            return self._item_id(APPROVAL_PREFIX if hosted.needs_approval else MCP_PREFIX, output_part.index)
         prefix = CUSTOM_PREFIX if self._is_custom(output_part) else ID_PREFIXES[output_part.kind]
-        return f"{prefix}_{self.id.removeprefix('resp_')}_{output_part.index}"
+        return self._item_id(prefix, output_part.index)
+
+    def _item_id(self, prefix: str, index: int) -> str:
+        return f"{prefix}_{self.id.removeprefix('resp_')}_{index}"
 
     def _item_ref(self, output_part: Part) -> JsonObject:
         ref = {"item_id": self._id(output_part), "output_index": output_part.index}
@@ -205,18 +288,27 @@ class ResponsesResponse(PartsResponse):
     def _done_fields(self, output_part: Part) -> JsonObject:
         if self._is_custom(output_part):
             return {"input": output_part.text}
+        if self._hosted(output_part) is not None:
+            return {"arguments": output_part.text}
         match output_part.kind:
             case PartKind.CALL:
                 return {"arguments": output_part.text, "name": self._tool_id(output_part).name}
             case PartKind.TEXT:
                 return {"text": output_part.text, "logprobs": self._logprobs.get(output_part.index, [])}
-            case PartKind.REASONING:
+            case _:
                 return {"text": output_part.text}
 
     def _content(self, output_part: Part) -> JsonObject:
         return _content(output_part, output_part.text, self._logprobs.get(output_part.index, []))
 
     def _item(self, output_part: Part, status: str) -> JsonObject:
+        if output_part.item is not None:
+            return output_part.item
+        hosted = self._hosted(output_part)
+        if hosted is not None and hosted.needs_approval:
+            return approval_item(self._id(output_part), hosted, output_part)
+        if hosted is not None:
+            return call_item(self._id(output_part), hosted, output_part, status)
         is_started = status == "in_progress"
         head = {"id": self._id(output_part), "status": status}
         content = [] if is_started else [self._content(output_part)]
@@ -228,7 +320,7 @@ class ResponsesResponse(PartsResponse):
                     {"encrypted_content": encode_reasoning(output_part.text)} if self._spec.encrypts_reasoning else {}
                 )
                 return {**head, "type": "reasoning", "summary": [], "content": content, **encrypted}
-            case PartKind.CALL:
+            case _:
                 return {**head, **self._call(output_part, is_started)}
 
     def _call(self, output_part: Part, is_started: bool) -> JsonObject:
@@ -251,7 +343,7 @@ class ResponsesResponse(PartsResponse):
             "input_tokens": log.prompt_tokens,
             "input_tokens_details": {"cached_tokens": log.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": log.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.parser.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": log.prompt_tokens + log.output_tokens,
         }
 
@@ -268,7 +360,8 @@ def _head(spec: ResponsesSpec) -> JsonObject:
     """The fields that do not change. ``tools`` has only what the model gets; ``ignored`` says what it does not get."""
     given = {name: value for name, value in spec.body.items() if name in ECHOED_FIELDS and value is not None}
     if isinstance(given.get("tools"), list):
-        given["tools"] = [tool for tool in given["tools"] if tool["type"] in ("function", "custom", "namespace")]
+        kinds = ("function", "custom", "namespace", "mcp")
+        given["tools"] = [without_secrets(tool) for tool in given["tools"] if tool["type"] in kinds]
     return {
         "id": spec.response_id,
         "object": "response",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
@@ -11,13 +12,16 @@ from starlette.responses import Response
 
 from lightserve.errors import WebSocketError
 from lightserve.httpserver.chat.parts import collect_parts
-from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
+from lightserve.httpserver.chat.prepare import prepare_chat
+from lightserve.httpserver.chat.tool_rounds import RoundEvents, ToolRounds, collect_rounds
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.body import JsonObject, json_response, openapi_body
 from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, GenerationEvents
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.responses.background import BackgroundResponses, check_background
 from lightserve.httpserver.openai.responses.history import input_items, with_history
+from lightserve.httpserver.openai.responses.hosted import Continuation, HostedChat
 from lightserve.httpserver.openai.responses.request import (
     ResponsesBody,
     ResponsesTranslation,
@@ -28,6 +32,7 @@ from lightserve.httpserver.openai.responses.response import ResponsesResponse, R
 from lightserve.httpserver.openai.responses.saving import SavedResponse, saved_events
 from lightserve.httpserver.openai.responses.store import ResponseStore
 from lightserve.httpserver.openai.responses.stored_routes import add_stored_routes
+from lightserve.mcp.toolbox import closing_on_error
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -53,16 +58,24 @@ def routes(context: ServerContext) -> APIRouter:
         body = await with_history(store, owner, value, body)
         is_stored = body.store is not False and store.is_enabled
         check_background(body, is_stored)
-        translation = translate_responses(body, context.images is not None)
-        chat = await prepare_chat(context, request, translation.chat, body.logprobs)
-        spec = _spec(context, _response_id(request), echoed, body, translation, is_stored)
-        response = ResponsesResponse(chat.output.new_parser(), chat.log, spec)
-        saved = SavedResponse(store, owner, response, input_items(value)) if is_stored else None
-        chat.log.response_id = response.id
-        if body.background and saved is not None:
-            await background.start(context.manager.generate(chat.prompt_requests, chat.log), saved)
-            return json_response(response.body())
-        return await _respond(context, request, body, chat, response, saved)
+        hosted = await HostedChat.open(context, body)
+        toolbox = None if hosted is None else hosted.toolbox
+        with closing_on_error(toolbox):
+            prompted = body if hosted is None else hosted.with_approved(value, body)
+            translation = translate_responses(prompted, context.images is not None, toolbox)
+            chat = await prepare_chat(context, request, translation.chat, body.logprobs)
+            spec = _spec(context, _response_id(request), echoed, body, translation, is_stored)
+            spec = spec if hosted is None else hosted.describe(spec)
+            response = ResponsesResponse(chat.output.new_parser(), chat.log, spec)
+            saved = SavedResponse(store, owner, response, input_items(value)) if is_stored else None
+            chat.log.response_id = response.id
+            run = Run(context.manager.generate(chat.prompt_requests, chat.log), response, saved)
+            if toolbox is not None:
+                run.rounds = Continuation(context, request, value, toolbox, response).rounds(run.generation)
+            if body.background and saved is not None:
+                await background.start(run.generation, saved, run.rounds)
+                return json_response(response.body())
+            return await _respond(request, body, run)
 
     @router.get(PATH, include_in_schema=False)
     async def connect(request: Request) -> Response:
@@ -107,21 +120,30 @@ def _spec(
     )
 
 
-async def _respond(
-    context: ServerContext,
-    request: Request,
-    body: ResponsesBody,
-    chat: PreparedChat,
-    response: ResponsesResponse,
-    saved: SavedResponse | None,
-) -> Response:
-    generation = context.manager.generate(chat.prompt_requests, chat.log)
+@dataclass(slots=True)
+class Run:
+    """A response that is about to be generated."""
+
+    generation: Generation
+    response: ResponsesResponse
+    saved: SavedResponse | None
+    rounds: ToolRounds | None = None  # None: this server calls no tools
+
+
+async def _respond(request: Request, body: ResponsesBody, run: Run) -> Response:
+    saved, rounds = run.saved, run.rounds
     if body.stream:
-        events = GenerationEvents(generation, response, chat.log.request_id)
+        log = run.generation.log
+        events = (
+            GenerationEvents(run.generation, run.response, log.request_id) if rounds is None else RoundEvents(rounds)
+        )
         if saved is not None:
             events.generator = saved_events(events.generator, saved)
         return await EventStream.open(request, events)
-    await collect_parts(request, generation, response)
+    if rounds is not None:
+        await collect_rounds(request, rounds)
+    else:
+        await collect_parts(request, run.generation, run.response)
     if saved is not None:
         await saved.save()
-    return json_response(response.body())
+    return json_response(run.response.body())

@@ -2,7 +2,8 @@
 
 A chat has no namespaces. So the tools of a namespace become tools whose names begin with the namespace. Their calls are
 turned back: see response.py.
-This server runs no hosted tools. It leaves them out and says so in the response, because agents always send some.
+This server calls tools of MCP servers. It leaves other hosted tools out and says so in the response, because agents
+always send some.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pydantic_core import PydanticCustomError
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction, ToolName
 from lightserve.httpserver.http.body import Body, JsonObject
+from lightserve.httpserver.openai.responses.mcp import McpServerTool, is_replaced
+from lightserve.mcp.toolbox import Toolbox
+from lightserve.mcp.tools import function_name as mcp_function_name
 
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace, in OpenAI's models and in Codex
 NAMESPACE_SEPARATOR = "__"
-HOSTED = "hosted"
+HOSTED, MCP = "hosted", "mcp"
 _MODES = ("auto", "none", "required")
 
 
@@ -58,7 +62,7 @@ def _kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         return None
-    return kind if kind in ("function", "custom", "namespace") else HOSTED
+    return kind if kind in ("function", "custom", "namespace", MCP) else HOSTED
 
 
 NamespacedTool = Annotated[
@@ -79,12 +83,13 @@ class NamespaceTool(Body):
 _HOSTED = {
     "type": "object",
     "required": ["type"],
-    "properties": {"type": {"type": "string", "not": {"enum": ["function", "custom", "namespace"]}}},
+    "properties": {"type": {"type": "string", "not": {"enum": ["function", "custom", "namespace", MCP]}}},
 }
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[McpServerTool, Tag(MCP)]
     | Annotated[HostedTool, Tag(HOSTED), WithJsonSchema(_HOSTED)],
     Discriminator(_kind, custom_error_type="tool", custom_error_message="a tool must be an object with a type"),
 ]
@@ -121,19 +126,25 @@ class OfferedTools:
     hosted: list[str]  # types of the tools that are left out
 
 
-def offered_tools(tools: Iterable[Tool], choice: AllowedTools | None) -> OfferedTools:
-    """``choice``: only these tools. The model does not see the others, so that it cannot call them."""
+def offered_tools(tools: Iterable[Tool], choice: AllowedTools | None, toolbox: Toolbox | None = None) -> OfferedTools:
+    """``choice``: only these tools. The model does not see the others, so that it cannot call them. ``toolbox``: of
+    the MCP servers among ``tools``."""
     offered = OfferedTools([], {}, [])
     for tool, namespace in _flattened(tools):
         if isinstance(tool, HostedTool):
-            offered.hosted.append(tool.type)
+            if not is_replaced(tool.type, toolbox):
+                offered.hosted.append(tool.type)
             continue
         tool_id = ToolId(tool.name, namespace, isinstance(tool, CustomTool))
         if choice is None or tool_id.function_name in choice.names:
             offered.chat_tools.append(_chat_tool(tool, tool_id.function_name))
             offered.ids[tool_id.function_name] = tool_id
-    if choice is not None and choice.names - offered.ids.keys():
-        missing = min(choice.names - offered.ids.keys())
+    mcp_tools = {} if toolbox is None else toolbox.tools
+    for name, definition in {} if toolbox is None else toolbox.definitions.items():
+        if choice is None or name in choice.names or mcp_tools[name].label in choice.labels:
+            offered.chat_tools.append(definition)
+    if choice is not None and choice.names - offered.ids.keys() - mcp_tools.keys():
+        missing = min(choice.names - offered.ids.keys() - mcp_tools.keys())
         raise InvalidRequestError(f"tool_choice.tools: {missing[:100]!r} is not in tools", "tool_choice")
     return offered
 
@@ -142,7 +153,7 @@ def _flattened(tools: Iterable[Tool]) -> Iterator[tuple[FunctionTool | CustomToo
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             yield from ((inner_tool, tool.name) for inner_tool in tool.tools)
-        else:
+        elif not isinstance(tool, McpServerTool):
             yield tool, None
 
 
@@ -160,6 +171,7 @@ class AllowedTools:
 
     names: frozenset[str]  # of functions that the model gets
     mode: Literal["auto", "required"]
+    labels: frozenset[str] = frozenset()  # of MCP servers, all of whose tools may be called
 
 
 def _tool_choice(value: Any) -> Any:
@@ -170,7 +182,11 @@ def _tool_choice(value: Any) -> Any:
         case {"type": "function" | "custom", "name": str(name)}:
             return {"type": "function", "function": {"name": function_name(name, _namespace(value))}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
-            return AllowedTools(frozenset(_allowed_names(tools)), mode)
+            return AllowedTools(frozenset(_allowed_names(tools)), mode, frozenset(_allowed_labels(tools)))
+        case {"type": "mcp", "server_label": str(label), "name": str(name)}:
+            return {"type": "function", "function": {"name": mcp_function_name(label, name)}}
+        case {"type": "mcp", "server_label": str(label)} if value.get("name") is None:
+            return AllowedTools(frozenset(), "required", frozenset({label}))
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise InvalidRequestError(f"tool_choice: this server does not run {kind[:100]!r}", "tool_choice")
     raise PydanticCustomError(
@@ -186,10 +202,19 @@ def _allowed_names(tools: list[Any]) -> Iterator[str]:
         match tool:
             case {"type": "function" | "custom", "name": str(name)}:
                 yield function_name(name, _namespace(tool))
+            case {"type": "mcp", "server_label": str(label), "name": str(name)}:
+                yield mcp_function_name(label, name)
             case {"type": str(kind)} if kind not in ("function", "custom"):
                 continue
             case _:
                 raise PydanticCustomError("tool_choice", "a tool must have a type, and a name unless it is hosted")
+
+
+def _allowed_labels(tools: list[Any]) -> Iterator[str]:
+    for tool in tools[:MAX_TOOLS]:
+        match tool:
+            case {"type": "mcp", "server_label": str(label)} if not isinstance(tool.get("name"), str):
+                yield label
 
 
 def _namespace(value: JsonObject) -> str | None:
@@ -202,6 +227,11 @@ _NAMED: JsonObject = {
     "type": "object",
     "required": ["type", "name"],
     "properties": {"type": {"enum": ["function", "custom"]}, "name": _STRING},
+}
+_MCP_CHOICE: JsonObject = {
+    "type": "object",
+    "required": ["type", "server_label"],
+    "properties": {"type": {"const": "mcp"}, "server_label": _STRING, "name": {"type": ["string", "null"]}},
 }
 _HOSTED_CHOICE: JsonObject = {
     "type": "object",
@@ -220,5 +250,5 @@ _ALLOWED: JsonObject = {
 ToolChoice = Annotated[
     Any,
     PlainValidator(_tool_choice),
-    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, _NAMED, _ALLOWED, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, _NAMED, _MCP_CHOICE, _ALLOWED, {"type": "null"}]}),
 ]

@@ -83,10 +83,13 @@ class HeadProposer:
             known[index] = req.token_ids[req.cache_len]
         return known
 
-    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array | None) -> None:
+    def draft(
+        self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array | None, drafts_follow: bool = True
+    ) -> None:
         """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch.
 
-        Without ``known_after`` it launches the same work for all steps of a shape, so it can be captured.
+        Without ``known_after`` it launches the same work for all steps of a shape, so it can be captured. If the next
+        step has no drafts, no ``drafts_follow``.
         """
         assert out.for_head is not None
         step, columns = out.for_head.step, out.columns.reqs
@@ -101,6 +104,9 @@ class HeadProposer:
         summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
         if known_after is not None and (known_after != UNKNOWN).all():
             return  # no request samples a token
+        if not drafts_follow:
+            self._table[b_row] = NO_DRAFT
+            return
         positions = step.position_ids[last]
         at = SampledAt(self._temperatures[b_row], columns["seed"], positions)
         self._draft_further(summed, at, step)

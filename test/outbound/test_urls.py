@@ -3,22 +3,23 @@ from __future__ import annotations
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.media.fetch.urls import MediaUrl, UrlRules, parse_url, redirected
+from lightserve.media.fetch.fetcher import MEDIA_FLAGS
+from lightserve.outbound.urls import OutboundUrl, UrlRules, parse_url, redirected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("https://a.example/cat.png", MediaUrl("https", "a.example", 443, "/cat.png")),
-        ("HTTPS://A.Example", MediaUrl("https", "a.example", 443, "/")),
-        ("http://a.example?x=1#part", MediaUrl("http", "a.example", 80, "/?x=1")),
-        ("https://a.example:8443/a%20b?u=https://b@c", MediaUrl("https", "a.example", 8443, "/a%20b?u=https://b@c")),
-        ("https://a.example/kätzchen.png", MediaUrl("https", "a.example", 443, "/k%C3%A4tzchen.png")),
-        ("https://[2001:DB8::1]/", MediaUrl("https", "2001:db8::1", 443, "/")),
-        ("https://8.8.8.8/", MediaUrl("https", "8.8.8.8", 443, "/")),
+        ("https://a.example/cat.png", OutboundUrl("https", "a.example", 443, "/cat.png")),
+        ("HTTPS://A.Example", OutboundUrl("https", "a.example", 443, "/")),
+        ("http://a.example?x=1#part", OutboundUrl("http", "a.example", 80, "/?x=1")),
+        ("https://a.example:8443/a%20b?u=https://b@c", OutboundUrl("https", "a.example", 8443, "/a%20b?u=https://b@c")),
+        ("https://a.example/kätzchen.png", OutboundUrl("https", "a.example", 443, "/k%C3%A4tzchen.png")),
+        ("https://[2001:DB8::1]/", OutboundUrl("https", "2001:db8::1", 443, "/")),
+        ("https://8.8.8.8/", OutboundUrl("https", "8.8.8.8", 443, "/")),
     ],
 )
-def test_urls_are_read(text: str, expected: MediaUrl) -> None:
+def test_urls_are_read(text: str, expected: OutboundUrl) -> None:
     assert parse_url(text) == expected
 
 
@@ -96,15 +97,15 @@ def refusal(rules: UrlRules, url: str) -> str:
 
 
 def test_rules_of_the_operator() -> None:
-    usual, listed = UrlRules(), UrlRules(allowed_media_domains=("A.example", "*.b.example"))
+    usual, listed = UrlRules(MEDIA_FLAGS), UrlRules(MEDIA_FLAGS, allowed_domains=("A.example", "*.b.example"))
 
     assert refusal(usual, "https://c.example/") == ""
     assert "--allow_http_media" in refusal(usual, "http://c.example/")
-    assert refusal(UrlRules(allow_http_media=True), "http://c.example/") == ""
+    assert refusal(UrlRules(MEDIA_FLAGS, allows_http=True), "http://c.example/") == ""
     assert "has port 22; only 443" in refusal(usual, "https://c.example:22/")
-    assert "has port 443; only 80" in refusal(UrlRules(allow_http_media=True), "http://c.example:443/")
+    assert "has port 443; only 80" in refusal(UrlRules(MEDIA_FLAGS, allows_http=True), "http://c.example:443/")
     assert refusal(listed, "https://a.example:8443/") == ""
     assert refusal(listed, "https://x.b.example/") == ""
     for host in ("c.example", "xa.example", "b.example", "xb.example", "a.example.c.example"):
         assert "--allowed_media_domains" in refusal(listed, f"https://{host}/"), host
-    assert refusal(UrlRules(("a.example",), ("cdn",)), "https://cdn:8443/") == ""
+    assert refusal(UrlRules(MEDIA_FLAGS, ("a.example",), ("cdn",)), "https://cdn:8443/") == ""

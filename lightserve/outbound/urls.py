@@ -1,4 +1,4 @@
-"""URLs of images. One strict parser reads each of them, and what it has read is what is dialled and sent."""
+"""URLs of clients. One strict parser reads each of them, and what it has read is what is dialled and sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import quote
 
 from lightserve.errors import InvalidRequestError
@@ -29,7 +30,7 @@ REFUSED_FORM = (
 
 
 @dataclass(frozen=True, slots=True)
-class MediaUrl:
+class OutboundUrl:
     scheme: str
     host: str  # a name or an address, in small letters; IPv6 without brackets
     port: int
@@ -45,38 +46,47 @@ class MediaUrl:
         return self.port == PORTS[self.scheme]
 
 
+class RuleFlags(NamedTuple):
+    """The flags of the rules, for errors."""
+
+    domains: str
+    private_hosts: str
+    http: str
+
+
 @dataclass(frozen=True, slots=True)
 class UrlRules:
-    """Which URLs may be fetched. The flags of the same names say more."""
+    """Which URLs may be dialled. The flags say more."""
 
-    allowed_media_domains: Sequence[str] = ()  # empty: all that are public
-    media_private_hosts: Sequence[str] = ()  # these may have any address
-    allow_http_media: bool = False
+    flags: RuleFlags
+    allowed_domains: Sequence[str] = ()  # empty: all that are public
+    private_hosts: Sequence[str] = ()  # these may have any address
+    allows_http: bool = False
     listed: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "listed", (*self.allowed_media_domains, *self.media_private_hosts))
+        object.__setattr__(self, "listed", (*self.allowed_domains, *self.private_hosts))
 
-    def check(self, url: MediaUrl) -> None:
-        if url.scheme == "http" and not self.allow_http_media:
-            raise InvalidRequestError("its URL begins with http:; use https: (--allow_http_media allows both)")
+    def check(self, url: OutboundUrl) -> None:
+        if url.scheme == "http" and not self.allows_http:
+            raise InvalidRequestError(f"its URL begins with http:; use https: ({self.flags.http} allows both)")
         is_listed = _is_one_of(url.host, self.listed)
-        if self.allowed_media_domains and not is_listed:
-            raise InvalidRequestError("its host is not one of --allowed_media_domains")
+        if self.allowed_domains and not is_listed:
+            raise InvalidRequestError(f"its host is not one of {self.flags.domains}")
         if not url.has_usual_port and not is_listed:
             raise InvalidRequestError(
-                f"its URL has port {url.port}; only {PORTS[url.scheme]} is allowed, except for --allowed_media_domains"
+                f"its URL has port {url.port}; only {PORTS[url.scheme]} is allowed, except for {self.flags.domains}"
             )
 
-    def may_be_private(self, url: MediaUrl) -> bool:
-        return _is_one_of(url.host, self.media_private_hosts)
+    def may_be_private(self, url: OutboundUrl) -> bool:
+        return _is_one_of(url.host, self.private_hosts)
 
 
 def is_fetched(url: str) -> bool:
     return SCHEME.match(url) is not None
 
 
-def parse_url(text: str) -> MediaUrl:
+def parse_url(text: str) -> OutboundUrl:
     if len(text) > MAX_LENGTH:
         raise InvalidRequestError(f"its URL has {len(text):,} characters; the limit is {MAX_LENGTH:,}")
     match = URL.fullmatch(text)
@@ -87,10 +97,10 @@ def parse_url(text: str) -> MediaUrl:
     if not 0 < number < 65536:
         raise InvalidRequestError(f"its URL has port {number}; a port is a number from 1 to 65535")
     target = (match["path"] or "/") + (match["query"] or "")
-    return MediaUrl(scheme, _host(match["host"].lower()), number, quote(target, safe=SENT_AS_IT_IS))
+    return OutboundUrl(scheme, _host(match["host"].lower()), number, quote(target, safe=SENT_AS_IT_IS))
 
 
-def redirected(url: MediaUrl, location: str) -> MediaUrl:
+def redirected(url: OutboundUrl, location: str) -> OutboundUrl:
     """Where the header Location of an answer leads."""
     if is_fetched(location):
         return parse_url(location)

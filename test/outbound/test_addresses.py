@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.media.fetch.addresses import checked, is_public, look_up
+from lightserve.outbound.addresses import checked, is_public, look_up
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
@@ -49,9 +49,9 @@ def test_one_private_address_refuses_the_host() -> None:
     addresses = ["8.8.8.8", "10.0.0.1"]
 
     with pytest.raises(InvalidRequestError, match="has no public address"):
-        checked(addresses, may_be_private=False)
-    assert checked(addresses, may_be_private=True) == addresses
-    assert checked(["8.8.8.8"], may_be_private=False) == ["8.8.8.8"]
+        checked(addresses, may_be_private=False, flag="--hosts")
+    assert checked(addresses, may_be_private=True, flag="--hosts") == addresses
+    assert checked(["8.8.8.8"], may_be_private=False, flag="--hosts") == ["8.8.8.8"]
 
 
 def test_a_name_without_addresses_has_none() -> None:

@@ -12,7 +12,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # one text for a name without addresses and one with a private address: a client learns nothing of a private network
-NOT_PUBLIC = "its host has no public address (--media_private_hosts allows hosts with others)"
+NOT_PUBLIC = "its host has no public address ({flag} allows hosts with others)"
 
 
 def look_up(host: str, port: int) -> list[str]:
@@ -23,10 +23,10 @@ def look_up(host: str, port: int) -> list[str]:
         return []
 
 
-def checked(addresses: Sequence[str], may_be_private: bool) -> list[str]:
-    """A host with one address that is not public is refused as a whole."""
+def checked(addresses: Sequence[str], may_be_private: bool, flag: str) -> list[str]:
+    """A host with one address that is not public is refused as a whole. ``flag`` allows it."""
     if not addresses or not (may_be_private or all(map(is_public, addresses))):
-        raise InvalidRequestError(NOT_PUBLIC)
+        raise InvalidRequestError(NOT_PUBLIC.format(flag=flag))
     return list(addresses)
 
 

@@ -1,0 +1,56 @@
+"""How a model reads images: the size of each, its tokens in a prompt, and its pixels. Each family has a layout."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightserve.errors import InvalidRequestError
+from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits
+from lightserve.model_files.config.images import ImageFiles
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from lightserve.media.image_file import Pixels
+
+
+class ImageLayout(ABC):
+    shows_wholes_of_several: bool = False  # several images of a request have few tokens each, as with ``is_low``
+    marker: str | None = None  # what the chat template writes for an image; None: the text of its token
+
+    @property
+    @abstractmethod
+    def largest(self) -> ImageSize:
+        """The image with the most tokens."""
+
+    @property
+    @abstractmethod
+    def patches_per_token(self) -> int:
+        """What the vision tower computes for a token, for its batches."""
+
+    @abstractmethod
+    def size_of(self, header: ImageHeader, is_low: bool = False) -> ImageSize:
+        """``is_low``: the client wants few tokens (OpenAI's ``detail: low``)."""
+
+    def within(self, limits: PixelLimits) -> ImageLayout:
+        """For a request that wants its images between these sizes."""
+        raise InvalidRequestError(
+            "mm_processor_kwargs: the images of this model have no min_pixels and max_pixels; leave them out",
+            "mm_processor_kwargs",
+        )
+
+    @abstractmethod
+    def pixels(self, image: Image, height: int, width: int) -> list[Pixels]:
+        """What the vision tower gets of an image: tiles ``[height, width, 3]``, in the order of their tokens.
+
+        ``height`` and ``width`` are those of its ``ImageSize``.
+        """
+
+
+def read_layout(files: ImageFiles, max_tokens: int | None) -> ImageLayout:
+    """``max_tokens``: of an image, at most."""
+    module, _, name = files.family.layout.partition(":")
+    layout: ImageLayout = getattr(import_module(module), name).read(files, max_tokens)
+    return layout

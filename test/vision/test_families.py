@@ -1,0 +1,102 @@
+"""Layouts and towers of the families that transformers has classes for. The oracle is transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightserve.media.layout import ImageLayout, read_layout
+from lightserve.media.sizes import ImageHeader, ImageSize
+from lightserve.model_files.config.images import read_image_files
+from lightserve.model_files.source import resolve
+from lightserve.vision.load import load_tower
+from lightserve.vision.tower import ImageTiles
+from test.vision_families import FAMILIES, features, save_family
+
+SIZES = [(32, 32), (90, 200), (300, 140), (64, 47), (23, 111)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, save_family(folder, request.param)
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def layout_of(folder: Path, max_tokens: int | None = None) -> ImageLayout:
+    return read_layout(read_image_files(resolve(str(folder))), max_tokens)
+
+
+def decoded(layout: ImageLayout, image: Image.Image, is_low: bool = False) -> tuple[ImageTiles, ImageSize]:
+    size = layout.size_of(ImageHeader(*image.size), is_low)
+    tiles = [torch.tensor(tile) for tile in layout.pixels(image, size.height, size.width)]
+    return ImageTiles(tiles, size.height, size.width), size
+
+
+def test_pixels_are_those_of_transformers(family: tuple[str, Path, Any]) -> None:
+    name, folder, _ = family
+    layout: Any = layout_of(folder)
+    for number, shape in enumerate(SIZES):
+        values = FAMILIES[name].processed([noise(*shape)])["pixel_values"]
+        expected = values.flatten(0, -4).permute(0, 2, 3, 1)
+
+        tiles = torch.stack(list(decoded(layout, noise(*shape))[0].tiles))
+        found = (tiles.float() / 255 - torch.tensor(layout.mean)) / torch.tensor(layout.std)
+
+        assert found.shape == expected.shape, (number, shape)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def test_embeddings_are_those_of_transformers_in_any_batch(family: tuple[str, Path, Any]) -> None:
+    name, folder, model = family
+    layout = layout_of(folder)
+    tower = load_tower(resolve(str(folder)), layout, True, torch.float32, torch.device("cpu"))
+    images = [noise(*shape) for shape in SIZES]
+    inputs, sizes = zip(*(decoded(layout, image) for image in images), strict=True)
+
+    expected = [features(model, name, [image])[0] for image in images]
+    together = tower.encode(inputs)
+    alone = [tower.encode([each])[0] for each in inputs]
+
+    assert [len(each) for each in expected] == [size.tokens for size in sizes]
+    for found, single, wanted in zip(together, alone, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        torch.testing.assert_close(single, found, rtol=0, atol=1e-5)
+
+
+def test_every_size_has_as_many_tokens_as_its_tiles(family: tuple[str, Path, Any]) -> None:
+    _, folder, _ = family
+    layout = layout_of(folder)
+    tower = load_tower(resolve(str(folder)), layout, False, torch.float32, torch.device("cpu"))
+    for shape in [(1, 1), (1, 150), (199, 1), (7, 333), (1000, 90), (517, 519)]:
+        image = Image.new("RGB", shape)
+        for is_low in (False, True):
+            tiles, size = decoded(layout, image, is_low)
+
+            assert tower.encode([tiles])[0].shape == (size.tokens, tower.row_width), (shape, is_low)
+            assert size.tokens <= layout.largest.tokens, (shape, is_low)
+            assert len(size.texts) in (0, len(size.runs) + 1)
+
+
+def test_the_largest_image_can_be_encoded(family: tuple[str, Path, Any]) -> None:
+    """The encoder does it at its start."""
+    _, folder, _ = family
+    for max_tokens in (None, 40):
+        layout = layout_of(folder, max_tokens)
+        tower = load_tower(resolve(str(folder)), layout, False, torch.float32, torch.device("cpu"))
+        largest = layout.largest
+        blank = Image.new("RGB", (largest.width, largest.height))
+        tiles = [torch.tensor(tile) for tile in layout.pixels(blank, largest.height, largest.width)]
+
+        (rows,) = tower.encode([ImageTiles(tiles, largest.height, largest.width)])
+
+        assert len(rows) == largest.tokens
+        assert max_tokens is None or largest.tokens <= max_tokens

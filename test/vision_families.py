@@ -1,0 +1,333 @@
+"""Tiny models of the families that read images, their processors, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+VOCAB_SIZE = 131
+START, PAD, END = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
+HIDDEN = 48
+COLORS = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.26, 0.26, 0.27]}
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE + 5,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 4000,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+SQUARE = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "image_size": 32,
+}
+CLIP = {"model_type": "clip_vision_model", **SQUARE}
+SIGLIP = {"model_type": "siglip_vision_model", **SQUARE, "vision_use_head": False}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "image_size": 96,
+    "hidden_act": "silu",
+}
+TEMPLATE = (
+    "{% for message in messages %}w1 {% if message.content is string %}{{ message.content }} {% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}MARKER {% else %}{{ part.text }} {% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}w2"
+)
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    model_type: str
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    files: Mapping[str, Any]  # preprocessor_config.json
+    processor: Callable[..., Any]
+    marker: str = "<image>"  # what the chat template writes for an image
+    special: tuple[str, str, str] = ("<begin>", "<image>", "<end>")  # the texts of START, PAD and END
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of config.json
+
+    def processed(self, images: Sequence[Image.Image]) -> Any:
+        """What the processor of transformers makes of the images of one request."""
+        return self.processor(**self.files)([list(images)] if self.is_nested else list(images), return_tensors="pt")
+
+    @property
+    def is_nested(self) -> bool:
+        return self.model_type == "llava_onevision"
+
+
+def _tensors(model: Any, values: Any) -> dict[str, Any]:
+    """What the model takes of the output of a processor."""
+    names = ("pixel_values", "image_sizes", "batch_num_images")
+    inputs = {name: values[name] for name in names if name in values}
+    if "batch_num_images" in inputs:
+        inputs["batch_num_images"] = torch.as_tensor(inputs["batch_num_images"])
+    return inputs
+
+
+FAMILIES = {
+    "llava": VisionFamily(
+        "llava",
+        {"model_type": "llama", **TEXT},
+        CLIP,
+        {**COLORS, "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        LlavaImageProcessorPil,
+    ),
+    "llava-two-layers": VisionFamily(
+        "llava",
+        {"model_type": "llama", **TEXT},
+        CLIP,
+        {**COLORS, "size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}, "do_pad": True},
+        LlavaImageProcessorPil,
+        fields={"vision_feature_layer": [1, -1], "vision_feature_select_strategy": "full"},
+    ),
+    "llava-siglip": VisionFamily(
+        "llava",
+        {"model_type": "mistral", **TEXT, "sliding_window": None},
+        SIGLIP,
+        {**COLORS, "size": {"height": 32, "width": 32}, "do_center_crop": False},
+        LlavaImageProcessorPil,
+        fields={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "llava_next": VisionFamily(
+        "llava_next",
+        {"model_type": "mistral", **TEXT, "sliding_window": None},
+        CLIP,
+        {
+            **COLORS,
+            "size": {"shortest_edge": 32},
+            "crop_size": {"height": 32, "width": 32},
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]],
+        },
+        LlavaNextImageProcessorPil,
+        fields={"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]},
+    ),
+    "llava_onevision": VisionFamily(
+        "llava_onevision",
+        {"model_type": "qwen2", **TEXT},
+        {**SIGLIP, "image_size": 34},
+        {
+            **COLORS,
+            "size": {"height": 34, "width": 34},
+            "image_grid_pinpoints": [[34 * rows, 34 * columns] for rows in range(1, 5) for columns in range(1, 5)],
+        },
+        LlavaOnevisionImageProcessorPil,
+        fields={
+            "vision_aspect_ratio": "anyres_max_3",
+            "image_grid_pinpoints": [[34 * rows, 34 * columns] for rows in range(1, 5) for columns in range(1, 5)],
+        },
+    ),
+    "internvl": VisionFamily(
+        "internvl",
+        {"model_type": "qwen2", **TEXT},
+        {
+            **SQUARE,
+            "model_type": "internvl_vision",
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+            "attention_bias": True,
+        },
+        {**COLORS, "size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 5},
+        GotOcr2ImageProcessorPil,
+        "<IMG_CONTEXT>",
+        ("<img>", "<IMG_CONTEXT>", "</img>"),
+        {"image_seq_length": 4, "tie_word_embeddings": False},
+    ),
+    "internvl-6b": VisionFamily(
+        "internvl",
+        {"model_type": "qwen3", **TEXT},
+        {
+            **SQUARE,
+            "model_type": "internvl_vision",
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+            "use_qk_norm": True,
+            "norm_type": "rms_norm",
+            "use_mean_pooling": False,
+        },
+        {**COLORS, "size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 12},
+        GotOcr2ImageProcessorPil,
+        "<IMG_CONTEXT>",
+        ("<img>", "<IMG_CONTEXT>", "</img>"),
+        {"image_seq_length": 4, "tie_word_embeddings": False},
+    ),
+    "gemma3": VisionFamily(
+        "gemma3",
+        {
+            **TEXT,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 16,
+        },
+        {**SIGLIP, "image_size": 48},
+        {**COLORS, "size": {"height": 48, "width": 48}},
+        Gemma3ImageProcessorPil,
+        "<start_of_image>",
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        {"mm_tokens_per_image": 9, "boi_token_index": START, "eoi_token_index": END},
+    ),
+    "paligemma": VisionFamily(
+        "paligemma",
+        {"model_type": "gemma", **TEXT},
+        {**SIGLIP, "projection_dim": HIDDEN},
+        {**COLORS, "size": {"height": 32, "width": 32}},
+        SiglipImageProcessorPil,
+        fields={"projection_dim": HIDDEN},
+    ),
+    "paligemma2": VisionFamily(
+        "paligemma",
+        {"model_type": "gemma2", **TEXT, "sliding_window": 200, "query_pre_attn_scalar": 16},
+        {**SIGLIP, "projection_dim": HIDDEN},
+        {**COLORS, "size": {"height": 32, "width": 32}},
+        SiglipImageProcessorPil,
+        fields={"projection_dim": HIDDEN},
+    ),
+    "mistral3": VisionFamily(
+        "mistral3",
+        {"model_type": "mistral", **TEXT, "sliding_window": None},
+        PIXTRAL,
+        {**COLORS, "size": {"longest_edge": 96}, "patch_size": {"height": 16, "width": 16}},
+        PixtralImageProcessorPil,
+        "[IMG]",
+        ("[IMG_BREAK]", "[IMG]", "[IMG_END]"),
+        {"spatial_merge_size": 2, "multimodal_projector_bias": False},
+    ),
+    "pixtral": VisionFamily(
+        "llava",
+        {"model_type": "mistral", **TEXT, "sliding_window": None},
+        PIXTRAL,
+        {**COLORS, "size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}},
+        PixtralImageProcessorPil,
+        "[IMG]",
+        ("[IMG_BREAK]", "[IMG]", "[IMG_END]"),
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+}
+
+
+def save_family(folder: Path, name: str) -> Any:
+    """The model of transformers. A token is a word; w0 ends the text."""
+    torch.manual_seed(5)
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(
+        family.model_type,
+        **{
+            "text_config": dict(family.text),
+            "vision_config": dict(family.vision),
+            "image_token_id": PAD,
+            "tie_word_embeddings": False,
+            **family.fields,
+        },
+    )
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    for weight_name, weight in model.state_dict().items():
+        is_scale = "norm" in weight_name and "bias" not in weight_name
+        weight.normal_(mean=float(is_scale), std=0.02 if "embed_tokens" in weight_name else 0.2)
+    with torch.no_grad():  # a text never has the tokens of images
+        model.lm_head.weight[VOCAB_SIZE:] = 0
+    model.save_pretrained(folder)
+    save_tokenizer(folder, family)
+    (folder / "preprocessor_config.json").write_text(json.dumps(family.files))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return model
+
+
+def save_tokenizer(folder: Path, family: VisionFamily) -> None:
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # words with spaces between them
+    backend.add_special_tokens([AddedToken(text, special=True) for text in family.special])
+    backend.save(str(folder / "tokenizer.json"))
+    values: dict[str, Any] = {"bos_token": family.special[0]}
+    if family.model_type != "paligemma":  # whose template is built in
+        values["chat_template"] = TEMPLATE.replace("MARKER", family.marker)
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def features(model: Any, name: str, images: Sequence[Image.Image]) -> list[Tensor]:
+    """The embeddings of each image of one request."""
+    inputs = _tensors(model, FAMILIES[name].processed(images))
+    with torch.no_grad():
+        found = model.model.get_image_features(**inputs).pooler_output
+    if FAMILIES[name].model_type == "internvl":
+        counts = FAMILIES[name].processed(images)["num_patches"].tolist()
+        return [of_image.flatten(0, 1) for of_image in found.split(counts)]
+    return list(found)
+
+
+def oracle_inputs(model: Any, name: str, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
+    """``prompt`` has PAD once for each image."""
+    family = FAMILIES[name]
+    if not images:
+        return {"input_ids": torch.tensor([list(prompt)])}
+    counts = iter([len(each) for each in features(model, name, images)])
+    values = family.processed(images)
+    sizes = iter(values.get("image_sizes", images))
+    ids: list[int] = []
+    for token_id in prompt:
+        ids += image_ids(family, next(counts), next(sizes)) if token_id == PAD else [token_id]
+    return {"input_ids": torch.tensor([ids]), **_tensors(model, values)}
+
+
+def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
+    """What stands for an image in a prompt."""
+    if family.model_type in ("internvl", "gemma3"):
+        return [START, *[PAD] * count, END]
+    if family.vision["model_type"] == "pixtral":
+        columns = int(size[1]) // family.files["patch_size"]["width"]
+        row = [*[PAD] * columns, START]
+        return [*row * (count // columns - 1), *[PAD] * columns, END]
+    return [PAD] * count
+
+
+def greedy(model: Any, name: str, prompt: Sequence[int], images: Sequence[Image.Image], count: int) -> list[int]:
+    """The likeliest continuation, computed from scratch for each token."""
+    inputs = oracle_inputs(model, name, prompt, images)
+    ids = inputs["input_ids"]
+    length = ids.shape[1]
+    with torch.inference_mode():
+        for _ in range(count):
+            types = _token_types(FAMILIES[name].model_type, ids, length)
+            logits = model(**{**inputs, **types, "input_ids": ids}).logits
+            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
+    out: list[int] = ids[0, length:].tolist()
+    return out
+
+
+def _token_types(model_type: str, ids: Tensor, prompt_len: int) -> dict[str, Tensor]:
+    """Gemma 3: 1 for tokens of images. PaliGemma: 1 behind the prompt."""
+    if model_type == "gemma3":
+        return {"token_type_ids": (ids == PAD).long()}
+    if model_type == "paligemma":
+        return {"token_type_ids": (torch.arange(ids.shape[1]) >= prompt_len).long()[None]}
+    return {}
