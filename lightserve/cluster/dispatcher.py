@@ -15,6 +15,7 @@ import time
 
 import msgspec
 
+from lightserve.cluster.adapters import NOBODY
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
@@ -36,7 +37,6 @@ from lightserve.messages.cluster import (
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.output import (
-    AdapterReply,
     BatchTokenIdOut,
     RouterStats,
     TextReq,
@@ -47,7 +47,6 @@ from lightserve.messages.output import (
 from lightserve.messages.request import (
     AbortByRequestId,
     AbortReq,
-    AdapterQuery,
     ContinueReq,
     GenerateReq,
     HttpCounts,
@@ -62,12 +61,10 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 HEARTBEAT_S = 1.0
-NOBODY = -1  # id of a query whose reply is not needed
 TICK_S = 0.25
 SILENT_TICKS = 20  # an engine sends a message every second; ticks, because a dispatcher that was stopped counts none
 MAX_CRASHES = 3  # engines that die while they have a request, without a token of it in between
 CRASHED = f"{MAX_CRASHES} engines died while they had this request; it is not tried again"
-NO_ADAPTERS = "several engines (--dp, --engines) do not serve LoRA adapters; start a server with one engine"
 
 
 class Dispatcher:
@@ -85,7 +82,7 @@ class Dispatcher:
         self._to_detokenization = to_detokenization
         self._config = config
         self.addresses = dict.fromkeys(range(num_engines), "")  # of all engines, by number; "": on this machine
-        self._queries = ClusterQueries()
+        self._queries = ClusterQueries(placement)
         self._jobs = PrefillJobs(placement)
         self._requests: dict[int, InflightRequest] = {}
         self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
@@ -108,6 +105,7 @@ class Dispatcher:
             raise RuntimeError("an engine joined before the dispatcher ran")
         engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
+        self._queries.adapters.restore(engine)
         if self._pause is not None:  # it has replaced one that was paused
             link.send(msgspec.structs.replace(self._pause, query_id=NOBODY))
         self._place_all()
@@ -159,8 +157,6 @@ class Dispatcher:
                 self._to_detokenization.send(message)
             elif isinstance(message, HttpCounts):
                 self.metrics.add_http_counts(message)
-            elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
-                self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))
             else:
                 self._ask_engines(message)
 
@@ -333,6 +329,8 @@ class Dispatcher:
 
     def _handle_stats(self, engine: Engine, stats: RouterStats) -> None:
         engine.stats = stats
+        engine.presumed_adapters.clear()
+        self._queries.adapters.check_equal(engine)
         had_workers, engine.has_workers = engine.has_workers, stats.has_workers and not stats.problem
         for req_id in stats.crash_suspects:
             if req_id in engine.requests:

@@ -32,6 +32,7 @@ class Engine:
         self.silent_ticks = 0  # checks since its last message
         self.is_silent = False  # it has sent nothing for too long
         self.is_draining = False  # it gets no new requests
+        self.presumed_adapters: set[str] = set()  # of requests that it got since its last stats
         self._load = MeasuredLoad(number, rates)
 
     @property
@@ -55,7 +56,17 @@ class Engine:
         else:
             req.assignment = self._load.add_waiting_for_kv(missing, rest_tokens(req.known_tokens), now_s)
         self.requests[req.req_id] = req
+        self.presumed_adapters.add(req.adapter)
         self.link.send(req.message())
+
+    @property
+    def adapter_digests(self) -> dict[str, str]:
+        """Of the adapters in its host memory, by name."""
+        return {} if self.stats is None else self.stats.adapters
+
+    def holds(self, adapter: str) -> bool:
+        """Whether it has this adapter in host memory, or will soon."""
+        return adapter in self.presumed_adapters or adapter in self.adapter_digests
 
     @property
     def is_sleeping(self) -> bool:

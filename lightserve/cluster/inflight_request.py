@@ -39,6 +39,11 @@ class InflightRequest:
         return self.request.req_id
 
     @property
+    def adapter(self) -> str:
+        """The name of its LoRA adapter; empty: the base model."""
+        return self.request.scheduling.lora
+
+    @property
     def known_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
@@ -62,6 +67,8 @@ class InflightRequest:
 
 def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None) -> InflightRequest:
     salt = message.prefix_salt(uses_cache and message.scheduling.use_cache)
+    if message.scheduling.lora:  # KV of an adapter differs from that of the base model
+        salt = f"lora {message.scheduling.lora} {salt}"
     hashes: Hashes = block_hashes(with_image_ids(int32s(message.prompt_ids), message.images), salt)
     timeout_s = message.scheduling.timeout_s or timeout_s
     deadline_s = None if timeout_s is None else message.arrived_s + timeout_s

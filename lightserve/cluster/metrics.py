@@ -58,7 +58,7 @@ class ClusterMetrics:
             total.values[name] /= max(len(stats), 1)
         total.values["num_requests_waiting"] += num_unplaced
         for name, metric in BY_ENGINE.items():
-            total.labelled[name] = {str(number): metrics.values[metric] for number, metrics in stats.items()}
+            total.labelled[name] = {str(number): metrics.values.get(metric, 0.0) for number, metrics in stats.items()}
         total.labelled.update(_by_role([(by_number[number].role, metrics.values) for number, metrics in stats.items()]))
         total.labelled["dp_engine_serving"] = {
             str(number): float(number in by_number and by_number[number].is_serving) for number in addresses
@@ -76,7 +76,7 @@ def _by_role(engines: list[tuple[str, dict[str, float]]]) -> dict[str, dict[str,
     labelled: dict[str, dict[str, float]] = {name: {} for name in BY_ROLE}
     for role in dict.fromkeys(role for role, _ in engines):
         role_values = [values for engine_role, values in engines if engine_role == role]
-        running, waiting, for_kv, usage = (sum(values[name] for values in role_values) for name in OF_ROLE)
+        running, waiting, for_kv, usage = (sum(values.get(name, 0.0) for values in role_values) for name in OF_ROLE)
         loads = running, waiting - for_kv, usage / len(role_values)
         for name, load in zip(BY_ROLE, loads, strict=True):
             labelled[name][role] = load
@@ -84,11 +84,15 @@ def _by_role(engines: list[tuple[str, dict[str, float]]]) -> dict[str, dict[str,
 
 
 def _sum(snapshots: list[MetricsSnapshot]) -> MetricsSnapshot:
+    """The metrics that the first one has. Engines of other versions may lack some, and have others."""
     first = snapshots[0]
     return MetricsSnapshot(
-        {name: sum(snapshot.values[name] for snapshot in snapshots) for name in first.values},
-        {name: _sum_labelled([snapshot.labelled[name] for snapshot in snapshots]) for name in first.labelled},
-        {name: _sum_histograms([snapshot.histograms[name] for snapshot in snapshots]) for name in first.histograms},
+        {name: sum(snapshot.values.get(name, 0.0) for snapshot in snapshots) for name in first.values},
+        {name: _sum_labelled([snapshot.labelled.get(name, {}) for snapshot in snapshots]) for name in first.labelled},
+        {
+            name: _sum_histograms([snapshot.histograms[name] for snapshot in snapshots if name in snapshot.histograms])
+            for name in first.histograms
+        },
     )
 
 
@@ -98,6 +102,8 @@ def _sum_labelled(counts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _sum_histograms(histograms: list[HistogramCounts]) -> HistogramCounts:
+    """Those with other buckets are left out."""
+    histograms = [histogram for histogram in histograms if len(histogram.counts) == len(histograms[0].counts)]
     counts = [sum(column) for column in zip(*(histogram.counts for histogram in histograms), strict=True)]
     return HistogramCounts(counts, sum(histogram.total for histogram in histograms))
 

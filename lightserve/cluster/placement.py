@@ -163,4 +163,6 @@ class Placement:
             cached,
             req.request.scheduling.session,
             req.hashes[0] if req.hashes else 0,
+            req.adapter,
+            {number for number, engine in self._engines.items() if engine.holds(req.adapter)} if req.adapter else (),
         )

@@ -98,5 +98,5 @@ def _job(req: InflightRequest, wanted: RemotePrefillRequest) -> InflightRequest:
         hashes,
         req.hash_bytes[: 8 * len(hashes)],
         req.deadline_s,
-        target=KvTarget(wanted.transfer_id, wanted.first_block, wanted.addresses),
+        target=KvTarget(wanted.transfer_id, wanted.first_block, wanted.addresses, wanted.adapter),
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from lightserve.cluster.adapters import NO_ENGINE, ClusterAdapters
 from lightserve.cluster.engine import Engine
-from lightserve.messages.output import ProfileReply, QueryReply, RequestTimeline, Timelines
-from lightserve.messages.request import GetTimelines, StartProfile, StopProfile
+from lightserve.messages.output import AdapterReply, ProfileReply, QueryReply, RequestTimeline, Timelines
+from lightserve.messages.request import AdapterQuery, GetTimelines, StartProfile, StopProfile
 from lightserve.messages.rl import RlQuery, RlReply, joined_replies
 
-Query = GetTimelines | StartProfile | StopProfile | RlQuery
+Query = GetTimelines | StartProfile | StopProfile | AdapterQuery | RlQuery
 
-NO_ENGINE = "no engine runs now; retry later"
 TIMELINES_TIMEOUT_TICKS = 8  # then the reply is made of what has come; the HTTP process waits longer
 
 
@@ -25,8 +25,10 @@ class _OpenQuery:
 
 
 class ClusterQueries:
-    def __init__(self) -> None:
+    def __init__(self, engines: Iterable[Engine] = ()) -> None:
+        """``engines``: those that run now, whenever it is iterated."""
         self._open: dict[int, _OpenQuery] = {}
+        self.adapters = ClusterAdapters(engines)
 
     def ask(self, query: Query, engines: Iterable[Engine]) -> QueryReply | None:
         """Send a query to all engines. Returns the reply if there is no engine."""
@@ -35,7 +37,7 @@ class ClusterQueries:
             engine.link.send(query)
         opened = _OpenQuery(query, {engine.number for engine in asked})
         if not asked:
-            return _joined(opened)
+            return self._joined(opened)
         self._open[query.query_id] = opened
         return None
 
@@ -59,7 +61,7 @@ class ClusterQueries:
             opened.ticks += 1
             if isinstance(opened.query, GetTimelines) and opened.ticks > TIMELINES_TIMEOUT_TICKS:
                 del self._open[opened.query.query_id]
-                late.append(_joined(opened))
+                late.append(self._joined(opened))
         return late
 
     def _close_if_complete(self, opened: _OpenQuery, engine: int) -> QueryReply | None:
@@ -67,6 +69,13 @@ class ClusterQueries:
         if opened.waiting:
             return None
         del self._open[opened.query.query_id]
+        return self._joined(opened)
+
+    def _joined(self, opened: _OpenQuery) -> QueryReply:
+        query = opened.query
+        if isinstance(query, AdapterQuery):
+            replies = {number: reply for number, reply in opened.replies.items() if isinstance(reply, AdapterReply)}
+            return self.adapters.joined(query, replies)
         return _joined(opened)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -44,6 +44,8 @@ class RoutedRequest:
     cached_tokens: dict[int, int] = field(default_factory=dict)  # of its prompt, by engine
     session: str = ""
     first_block: int = 0  # hash of its first block; 0: the prompt is shorter
+    adapter: str = ""  # its LoRA adapter
+    adapter_engines: Collection[int] = ()  # engines that hold it
 
 
 class Policy(ABC):
@@ -51,7 +53,7 @@ class Policy(ABC):
 
     def choose(self, request: RoutedRequest, engines: Sequence[EngineLoad]) -> int:
         """The engine that gets the request. ``engines`` has at least one, in the order of their numbers."""
-        return self._choose(request, within_bound(engines))
+        return self._choose(request, _with_adapter(request, within_bound(engines)))
 
     @abstractmethod
     def _choose(self, request: RoutedRequest, engines: Sequence[EngineLoad]) -> int:
@@ -140,6 +142,14 @@ def within_bound(engines: Sequence[EngineLoad]) -> list[EngineLoad]:
     total = sum(load.open_requests for load in engines) + 1
     most = max(math.ceil(MAX_LOAD_FACTOR * total / len(engines)), total // len(engines) + MAX_EXCESS)
     return [load for load in engines if load.open_requests < most]
+
+
+def _with_adapter(request: RoutedRequest, engines: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
+    """Those that hold the adapter of the request. If none does, always the same one loads it."""
+    if not request.adapter:
+        return engines
+    holding = [load for load in engines if load.engine in request.adapter_engines]
+    return holding or [max(engines, key=lambda load: _hash_rank(request.adapter, load.engine))]
 
 
 def _wait_s(load: EngineLoad) -> float:

@@ -54,6 +54,11 @@ class Conflict(NamedTuple):
     second: Feature
     reason: str
     remedy: str
+    is_missing: bool = False  # it could work, and is not built
+
+
+def _not_built(first: Feature, second: Feature, reason: str, remedy: str) -> Conflict:
+    return Conflict(first, second, reason, remedy, is_missing=True)
 
 
 def _above(section_name: str, name: str, usual: float) -> Feature:
@@ -209,28 +214,28 @@ TABLE = (
     Conflict(HTTP_FLAG, LISTEN, "an engine has no HTTP", "set it on the gateways"),
     Conflict(HTTP_ADDRESS, LISTEN, "an engine has no HTTP", "its address is --listen tcp://HOST:PORT"),
     # an LLM in the process of its caller
-    Conflict(RANKS, OFFLINE, "it runs a single rank", "start a server"),
-    Conflict(KV_RAM, OFFLINE, "it has the KV pool only", "start a server, which has KV tiers"),
+    _not_built(RANKS, OFFLINE, "it runs a single rank", "start a server"),
+    _not_built(KV_RAM, OFFLINE, "it has the KV pool only", "start a server, which has KV tiers"),
     # several nodes
-    Conflict(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
-    Conflict(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
-    Conflict(NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"),
+    _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
+    _not_built(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
+    _not_built(
+        NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"
+    ),
     # trainers
-    Conflict(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
+    _not_built(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
     Conflict(WEIGHTS_DIR, NO_RL, "only trainers have weights loaded", "add --enable_rl"),
-    Conflict(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
+    _not_built(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
-    Conflict(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
-    Conflict(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
-    Conflict(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
-    Conflict(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
-    Conflict(ATTENTION_DP, DP, "a server has attention groups or engines", "start several servers"),
-    Conflict(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
-    Conflict(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
+    _not_built(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
+    _not_built(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
+    _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
+    _not_built(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
+    _not_built(ATTENTION_DP, DP, "a server has attention groups or engines", "start several servers"),
+    _not_built(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
+    _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters
-    Conflict(LORA, DP, "several engines do not serve LoRA adapters yet", f"use --dp 1; {_ONE_ADAPTER}"),
-    Conflict(LORA, LISTEN, "engines of a gateway do not serve LoRA adapters yet", _ONE_ADAPTER),
-    Conflict(LORA, PP, "pipeline stages do not serve LoRA adapters yet", f"use --tp; {_ONE_ADAPTER}"),
+    _not_built(LORA, PP, "pipeline stages do not serve LoRA adapters yet", f"use --tp; {_ONE_ADAPTER}"),
     Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),
     # the null worker
     Conflict(NULL_WORKER, PP, "it has no layers to divide", "leave out one of the flags"),
@@ -239,12 +244,12 @@ TABLE = (
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
     # speculation
-    Conflict(
+    _not_built(
         SPECULATION, PP, "the first stage needs the tokens, which the last one samples", "use --tp, or leave one out"
     ),
     Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
-    Conflict(DRAFT_HEAD, ATTENTION_DP, "a head drafts for one group of ranks", "use the method ngram"),
-    Conflict(DRAFT_HEAD, TRANSFORMERS, "its modules do not show their hidden states", "use the method ngram"),
+    _not_built(DRAFT_HEAD, ATTENTION_DP, "a head drafts for one group of ranks", "use the method ngram"),
+    _not_built(DRAFT_HEAD, TRANSFORMERS, "its modules do not show their hidden states", "use the method ngram"),
     Conflict(SPECULATION, POOLING, "it has no tokens to draft", "leave out --speculative_config"),
     # the prefix cache
     Conflict(KV_RAM, NO_PREFIX_CACHE, "it keeps prefixes that the prefix cache evicts", "leave out one of the flags"),
@@ -253,50 +258,46 @@ TABLE = (
         PINNED_PREFIXES, NO_PREFIX_CACHE, "pinned prefixes stay in the prefix cache", "leave out one of the flags"
     ),
     # numbers
-    Conflict(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
+    _not_built(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
     Conflict(QUANTIZATION, QUANTIZATION_CONFIG, "both choose a format", "put the first into the file as its default"),
     # models that transformers runs
-    Conflict(TRANSFORMERS, RANKS, "its modules run on one device", "leave out --tp and --pp"),
-    Conflict(TRANSFORMERS, QUANTIZATION, "its modules have their own linears", "leave out --quantization"),
-    Conflict(TRANSFORMERS, QUANTIZATION_CONFIG, "its modules have their own linears", "leave it out"),
-    Conflict(TRANSFORMERS, PACKED_INPUT, "its modules have their own linears", "leave it out"),
-    Conflict(TRANSFORMERS, LORA, "its modules take no adapters", "merge them into the checkpoint"),
-    Conflict(TRANSFORMERS, MERGE_LORA, "transformers loads the weights", "merge it into the checkpoint"),
-    Conflict(TRANSFORMERS, KV_DTYPE, "its KV has the type of its weights", "use --kv_dtype none"),
+    _not_built(TRANSFORMERS, RANKS, "its modules run on one device", "leave out --tp and --pp"),
+    _not_built(TRANSFORMERS, QUANTIZATION, "its modules have their own linears", "leave out --quantization"),
+    _not_built(TRANSFORMERS, QUANTIZATION_CONFIG, "its modules have their own linears", "leave it out"),
+    _not_built(TRANSFORMERS, PACKED_INPUT, "its modules have their own linears", "leave it out"),
+    _not_built(TRANSFORMERS, LORA, "its modules take no adapters", "merge them into the checkpoint"),
+    _not_built(TRANSFORMERS, MERGE_LORA, "transformers loads the weights", "merge it into the checkpoint"),
+    _not_built(TRANSFORMERS, KV_DTYPE, "its KV has the type of its weights", "use --kv_dtype none"),
     Conflict(TRANSFORMERS, DETERMINISTIC, "products of its modules depend on the batch", "leave out --deterministic"),
-    Conflict(TRANSFORMERS, POOLING, "it generates text only", "leave out --task and --pooling"),
-    Conflict(TRANSFORMERS, MAX_WINDOWED, "its layers share one KV pool", "leave it out"),
+    _not_built(TRANSFORMERS, POOLING, "it generates text only", "leave out --task and --pooling"),
+    _not_built(TRANSFORMERS, MAX_WINDOWED, "its layers share one KV pool", "leave it out"),
     # models
-    Conflict(POOLING, PP, "pipeline stages serve text models only", "use --tp"),
-    Conflict(POOLING, DP, "several engines serve text models only", "start several servers"),
-    Conflict(POOLING, GATEWAY, "several engines serve text models only", "start a server with one engine"),
-    Conflict(POOLING, LISTEN, "several engines serve text models only", "use `lightserve serve`"),
+    _not_built(POOLING, PP, "pipeline stages serve text models only", "use --tp"),
+    _not_built(POOLING, DP, "several engines serve text models only", "start several servers"),
+    _not_built(POOLING, GATEWAY, "several engines serve text models only", "start a server with one engine"),
+    _not_built(POOLING, LISTEN, "several engines serve text models only", "use `lightserve serve`"),
     Conflict(POOLING, KV_RAM, "no prefix of it is cached", "leave out --kv_ram_gb"),
     Conflict(POOLING, PINNED_PREFIXES, "no prefix of it is cached", "leave out --pinned_prefixes"),
     Conflict(NO_KV_CACHE, DETERMINISTIC, "the texts of a step are computed together", "leave out --deterministic"),
-    Conflict(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
+    _not_built(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
-    Conflict(KV_RAM, WINDOWED_POOL, "KV of windows is not kept in host memory", _NO_WINDOWS),
-    Conflict(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
-    Conflict(PINNED_PREFIXES, WINDOWED_POOL, "KV of windows cannot be pinned", _NO_WINDOWS),
+    _not_built(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
     Conflict(
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
     ),
-    Conflict(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
-    Conflict(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
-    Conflict(KV_RAM, STATES, "states are not kept in host memory", "leave out --kv_ram_gb"),
-    Conflict(ROLES, STATES, "states cannot be sent", "start engines without roles"),
-    Conflict(PINNED_PREFIXES, STATES, "states cannot be pinned", "leave out --pinned_prefixes"),
+    _not_built(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
+    _not_built(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
+    _not_built(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     # images
-    Conflict(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
-    Conflict(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
-    Conflict(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
+    _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
+    _not_built(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
+    _not_built(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
     Conflict(IMAGES, DRAFT_HEAD, "a head reads embeddings of tokens, and has none of images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
-    Conflict(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
-    Conflict(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),
+    _not_built(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
+    _not_built(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),
 )
 FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.first, row.second)}.values())
 
@@ -304,7 +305,7 @@ FEATURES = tuple({feature.name: feature for row in TABLE for feature in (row.fir
 def first_conflict(setup: Setup) -> str | None:
     """Why these features exclude each other, in one line; None: they do not."""
     shown = {feature: feature.shown(setup) for feature in FEATURES}
-    for first, second, reason, remedy in TABLE:
+    for first, second, reason, remedy, _ in TABLE:
         if shown[first] and shown[second]:
             return f"{shown[first]} cannot be used with {shown[second]}: {reason}; {remedy}"
     return None

@@ -7,9 +7,9 @@ ENGINE_HTTP = frozenset({"model_name"})  # what `lightserve engine` takes of the
 GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "trust_remote_code"})
 GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "pinned_prefixes"})
 GATEWAY_LAUNCH = frozenset({"drain_timeout", "process_timeout", "restart_worker", "log_format"})
-# adapters, which engines of other machines do not serve
+NOT_OF_ENGINES = ("dp", "engines", "engines_file", "roles", "cluster_policy", "min_remote_prefill_tokens")
+# adapters, which `lightserve deploy` does not take yet
 OF_ADAPTERS = ("lora_modules", "lora_dir", "max_loras", "max_lora_rank", "max_cpu_loras")
-NOT_OF_ENGINES = ("dp", "engines", "engines_file", "roles", "cluster_policy", "min_remote_prefill_tokens", *OF_ADAPTERS)
 # what `lightserve deploy` sets for its replicas
 SET_BY_DEPLOY = (
     *("dp", "roles", "role", "engines", "engines_file", "listen", "kv_listen", "cluster_keys"),

@@ -63,7 +63,6 @@ class ServerContext:
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
     pinned_prefixes: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --pinned_prefixes
     stream_log: StreamLog | None = None  # None: streams cannot be resumed
-    has_adapters: bool = False  # requests may name a LoRA adapter as the model
     batches: BatchStore | None = None  # None: without --batch_dir
     drafts_tokens: bool = False  # the engine, or one behind this gateway, may draft tokens: --speculative_config
     rl: RlSettings = field(default_factory=RlSettings)  # of the server: --enable_rl
@@ -163,6 +162,11 @@ class ServerContext:
         headers = dict(request.scope["headers"])
         return None if self.keys.sees_all(headers) else self.keys.owner(headers)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may name a LoRA adapter as the model."""
+        return self.manager.has_adapters
+
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request's model names, by itself or as ``model:adapter``; "": the base model.
 
@@ -184,7 +188,7 @@ class ServerContext:
         self.check_model(name)
         adapter = self.adapter_of(name)
         if adapter:
-            await self.manager.find_adapter(adapter)
+            await self.manager.queries.find_adapter(adapter)
         return adapter
 
     def check_model(self, name: str | None) -> None:

@@ -30,7 +30,6 @@ from lightserve.ipc.channel import Receiver, Sender
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import NO_INT32, int32s
 from lightserve.messages.output import (
-    AdapterCard,
     BatchStrOut,
     EmbeddingOut,
     EndedOut,
@@ -46,7 +45,6 @@ from lightserve.messages.request import (
     AbortReq,
     ContinueReq,
     GenerateReq,
-    ListAdapters,
     LoadAdapter,
     ReleaseParents,
     ToRouter,
@@ -75,6 +73,7 @@ class HttpServerManager:
         self.stats: RouterStats | None = None
         self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
         self._limits: EngineInfo | None = None
+        self.has_adapters = False  # requests may name a LoRA adapter
         self._unavailable_reason = "the model is loading"
         self._to_router = to_router
         self._from_detokenization = from_detokenization
@@ -117,6 +116,7 @@ class HttpServerManager:
     def engine_info(self, limits: EngineInfo) -> None:
         """Accept requests."""
         self._limits = limits
+        self.has_adapters = limits.lora_slots > 0
         self._last_heartbeat_s = time.monotonic()
         self.state = EngineState.READY
 
@@ -180,14 +180,6 @@ class HttpServerManager:
     def new_group(self) -> int:
         """A group id for sequences that start one after the other and share prefixes."""
         return next(self._ids)
-
-    async def adapters(self) -> list[AdapterCard]:
-        """All LoRA adapters that have a name."""
-        return (await self.queries.ask_adapters(ListAdapters)).adapters
-
-    async def find_adapter(self, name: str) -> None:
-        """Raise if a request cannot use this adapter."""
-        await self.queries.ask_adapters(lambda query_id: ListAdapters(query_id, name))
 
     async def load_adapter(self, name: str, path: str, replaces: bool) -> None:
         """Returns when requests can use the adapter."""

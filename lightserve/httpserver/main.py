@@ -80,7 +80,6 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         export_trace=None if exporter is None else exporter.put,
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
-        has_adapters=config.worker.num_loras > 0,
         images=_image_reader(config, source, tokenizer),
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,
         batches=None if config.http.batch_dir is None else BatchStore(config.http.batch_dir),

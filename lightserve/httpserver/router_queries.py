@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from lightserve.errors import UnavailableError, error_from_status
 from lightserve.ipc.channel import Sender
-from lightserve.messages.output import AdapterReply, QueryReply
-from lightserve.messages.request import REQ_ID_BITS, ToRouter
+from lightserve.messages.output import AdapterCard, AdapterReply, QueryReply
+from lightserve.messages.request import REQ_ID_BITS, ListAdapters, ToRouter
 
 R = TypeVar("R", bound=QueryReply)
 
@@ -51,6 +51,14 @@ class RouterQueries:
         if reply.status != 200:
             raise error_from_status(reply.status, reply.message)
         return reply
+
+    async def adapters(self) -> list[AdapterCard]:
+        """All LoRA adapters that have a name."""
+        return (await self.ask_adapters(ListAdapters)).adapters
+
+    async def find_adapter(self, name: str) -> None:
+        """Raise if a request cannot use this adapter."""
+        await self.ask_adapters(lambda query_id: ListAdapters(query_id, name))
 
     def resolve(self, reply: QueryReply) -> None:
         future = self._open.get(reply.query_id)

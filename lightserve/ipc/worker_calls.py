@@ -16,6 +16,7 @@ from lightserve.ipc.codec import make_decode
 from lightserve.messages.step import Step, StepResult, joined_results
 from lightserve.messages.weights import WorkerWeightsCommand, WorkerWeightsReply
 from lightserve.messages.worker_calls import (
+    NO_STORE,
     CompileGrammar,
     KvFetch,
     KvFetched,
@@ -99,7 +100,10 @@ def same_reply(replies: Sequence[T]) -> T:
 
 
 def _first_error(replies: Sequence[LoraLoaded]) -> LoraLoaded:
-    return next((reply for reply in replies if reply.error), LoraLoaded())
+    failed = next((reply for reply in replies if reply.error), None)
+    if failed is None and len({reply.digest for reply in replies}) > 1:
+        return LoraLoaded("the ranks have read different files of the adapter")
+    return failed or replies[0]
 
 
 def _slowest_load(replies: Sequence[KvLoaded]) -> KvLoaded:
@@ -109,7 +113,7 @@ def _slowest_load(replies: Sequence[KvLoaded]) -> KvLoaded:
 
 def _lowest_tiers(replies: Sequence[list[int]]) -> list[int]:
     """A block whose parts are in different tiers is read from the lowest of them."""
-    return [max(tiers) for tiers in zip(*replies, strict=False)]
+    return [NO_STORE if NO_STORE in tiers else max(tiers) for tiers in zip(*replies, strict=False)]
 
 
 def _valid_in_all(replies: Sequence[KvFetched]) -> KvFetched:

@@ -6,7 +6,15 @@ import msgspec
 
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import BatchTokenIdOut, QueryReply, RouterStats, WeightsReplaced
-from lightserve.messages.request import AbortReq, GenerateReq, GetTimelines, ReleaseParents, StartProfile, StopProfile
+from lightserve.messages.request import (
+    AbortReq,
+    AdapterQuery,
+    GenerateReq,
+    GetTimelines,
+    ReleaseParents,
+    StartProfile,
+    StopProfile,
+)
 from lightserve.messages.rl import RlQuery
 
 
@@ -25,6 +33,7 @@ class KvTarget(msgspec.Struct, frozen=True):
     transfer_id: int
     first_block: int  # of the prompt: those before it are not needed
     addresses: list[str]  # of the workers there, by rank
+    adapter: str = ""  # digest of its LoRA adapter there; empty: the base model
 
 
 class DispatchedReq(msgspec.Struct, frozen=True, tag=True):
@@ -63,6 +72,7 @@ ToEngine = (
     | GetTimelines
     | StartProfile
     | StopProfile
+    | AdapterQuery
     | RlQuery
 )
 
@@ -88,6 +98,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, tag=True):
     first_block: int = 0  # the engine has those before it
     num_blocks: int = 0  # 0: it needs none
     addresses: list[str] = []  # of its workers, by rank
+    adapter: str = ""  # digest of its LoRA adapter; empty: the base model
 
 
 class KvTransferTimeout(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +119,7 @@ FromEngine = (
     | KvTransferTimeout
 )
 
-LINK_PROTOCOL = 11  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 12  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -76,12 +76,20 @@ class PoolingLimits(msgspec.Struct, frozen=True):
         return self.has_kv and not self.needs_whole_prompt
 
 
-class CpuKvSize(msgspec.Struct, frozen=True):
-    """The host memory for evicted KV."""
+class CpuGroupSize(msgspec.Struct, frozen=True):
+    """The host memory for blocks of a KV group."""
 
     num_blocks: int
     block_bytes: int  # of all ranks
+
+
+class CpuKvSize(msgspec.Struct, frozen=True):
+    """The host memory for evicted KV. Its blocks have numbers: first those of all tokens, then group after group."""
+
+    num_blocks: int  # with the KV of the pool of all tokens
+    block_bytes: int  # of all ranks
     storage_tiers: tuple[str, ...] = ()  # below it
+    groups: tuple[CpuGroupSize, ...] = ()  # by KV group
 
 
 class KvIdentity(msgspec.Struct, frozen=True):

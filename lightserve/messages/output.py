@@ -90,6 +90,7 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     crash_suspects: list[int] = []  # requests that were in flight when the workers were lost, right after that
     is_sleeping: bool = False  # they were stopped: --enable_rl
     problem: str = ""  # why no text can be generated until a trainer or an operator does something
+    adapters: dict[str, str] = {}  # in the host memory of the workers: digests of their files, by name
 
 
 TimelineEventKind = Literal[

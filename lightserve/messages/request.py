@@ -128,6 +128,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
     path: str  # of its folder, below --lora_dir
     replaces: bool = False  # an adapter of this name may exist: new requests use the new one
+    is_restored: bool = False  # other engines have it: requests can name it at once, and wait until it is loaded
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):

@@ -59,19 +59,19 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KvStore(msgspec.Struct, frozen=True, array_like=True):
-    """Copy blocks of tokens from the KV pool to host memory."""
+    """Copy blocks from the KV pool to host memory: all of the pool of all tokens, or all of one KV group."""
 
-    slots: Int32s  # of all tokens, block after block
+    slots: Int32s  # in that pool: of all tokens, block after block; of states: one row for each block
     blocks: Int32s  # of host memory
     store_id: int = 0  # they count up
 
 
 class KvLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Copy blocks of tokens from host memory to the KV pool, beside the steps that follow."""
+    """Copy blocks from host memory to the KV pool, beside the steps that follow. They are of one pool: see KvStore."""
 
     load_id: int
     blocks: Int32s  # of host memory
-    slots: Int32s  # of all tokens, block after block; no step uses them before the load has ended
+    slots: Int32s  # as in KvStore; no step uses them before the load has ended
 
 
 class KvSend(msgspec.Struct, frozen=True, array_like=True):

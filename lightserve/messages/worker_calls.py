@@ -32,10 +32,14 @@ class LoraLoaded(msgspec.Struct, frozen=True):
     """The reply to a LoraLoad."""
 
     error: str = ""  # why the adapter cannot be used
+    digest: str = ""  # of its files
+
+
+NO_STORE = -1  # in the reply to a KvLookup: no tier has the block
 
 
 class KvLookup(msgspec.Struct, frozen=True):
-    """Which of these blocks are in a tier below host memory?"""
+    """Which tier below host memory has each of these blocks? The reply is a list of their numbers, or NO_STORE."""
 
     keys: list[bytes]
 

@@ -1,7 +1,8 @@
 """How many replicas a load needs. Pure: the controller gives it the time.
 
-A replica is added as soon as requests wait or KV memory runs short. One is removed only after the load has fitted into
-fewer replicas for ``scale_down_s``: to start a replica costs more than to keep it.
+A replica is added as soon as requests wait or KV memory runs short. If it is KV memory, the next one is added only when
+all of them serve and their KV has been measured again: a replica takes minutes to start. One is removed only after the
+load has fitted into fewer replicas for ``scale_down_s``: to start a replica costs more than to keep it.
 
 Prefill replicas have other rules. Their KV memory says nothing, because prompts leave it at once. Their queues stay
 short, because decode replicas compute prompts themselves: if these do it all the time, there are too few prefill
@@ -16,6 +17,7 @@ from lightserve.ray.messages import Deployment, Load, ReplicaGroup
 
 FULL_KV = 0.9  # above it, requests wait for memory or are preempted
 TARGET_KV = 0.7
+SETTLE_S = 10.0  # after a replica has begun to serve: requests move to it, and metrics show that
 OVERLOAD_S = 10.0  # that prefill replicas must be overloaded before one is added: bursts are what they are for
 
 
@@ -26,14 +28,19 @@ class Autoscaler:
         self.wanted = running
         self._fewer_since_s: float | None = None
         self._overload = PrefillOverload()
+        self._serving: int | None = None  # replicas at the last update
+        self._changed_s = float("-inf")  # when their number changed
         self.change(deployment, group)
 
     def change(self, deployment: Deployment, group: ReplicaGroup) -> None:
         self._deployment, self.group = deployment, group
         self.wanted = self._within_limits(self.wanted)
 
-    def update(self, load: Load, now_s: float) -> int:
-        """The number of replicas from now on."""
+    def update(self, load: Load, now_s: float, serving: int | None = None) -> int:
+        """The number of replicas from now on. ``serving``: so many carry the load; None: all that are wanted."""
+        if self._serving is not None and serving != self._serving:
+            self._changed_s = now_s
+        self._serving = serving
         needed = self._within_limits(self._needed(load, now_s))
         if needed >= self.wanted:
             self.wanted, self._fewer_since_s = needed, None
@@ -46,11 +53,18 @@ class Autoscaler:
     def _needed(self, load: Load, now_s: float) -> int:
         target_queue = self._deployment.target_queue
         if self.group.role != "prefill":
-            return replicas_for(load, self.wanted, target_queue)
+            needed = replicas_for(load, self.wanted, target_queue)
+            is_of_kv = load.kv_usage > FULL_KV and needed == self.wanted + 1
+            return self.wanted if is_of_kv and self._is_changing(now_s) else needed
         needed = prefill_replicas_for(load, self.wanted, target_queue)
         if self._overload.lasts(load.local_prefill_tokens, now_s):
             return max(needed, self.wanted + 1)
         return max(needed, self.wanted) if self._overload.is_seen else needed
+
+    def _is_changing(self, now_s: float) -> bool:
+        """Whether a replica starts, or has started so late that its share of the load is not measured."""
+        is_starting = self._serving is not None and self._serving < self.wanted
+        return is_starting or now_s - self._changed_s < SETTLE_S
 
     def _within_limits(self, count: int) -> int:
         return min(max(count, self.group.min_replicas), self.group.max_replicas)

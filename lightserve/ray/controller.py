@@ -188,8 +188,10 @@ class Controller:
         engines = {replica.name: _address(replica) for replica in self._replicas.values() if _address(replica)}
         self._gateways.use(Persisted(self._deployment, engines, sorted(self._drained_nodes)))
         self._remove_ended()
-        for role, scaler in self._autoscalers.items():
-            scaler.update(self._gateways.load(role), now_s)
+        for view in self._views():
+            if view.role in self._autoscalers:
+                serving = sum(replica.takes_requests and not replica.is_draining for replica in view.replicas)
+                self._autoscalers[view.role].update(self._gateways.load(view.role), now_s, serving)
         self._change()
 
     def _poll(self) -> None:

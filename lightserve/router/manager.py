@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -64,6 +65,7 @@ from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
+OTHER_ADAPTER = "the engine that wants this prompt has other files of its LoRA adapter"
 HEARTBEAT_S = 1.0
 DEADLINE_CHECK_S = 0.25
 
@@ -346,7 +348,14 @@ class RouterManager:
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
         loading = None if adapter is None else self.adapters.load(adapter)
+        if adapter is not None and loading is not None:
+            loading.add_done_callback(partial(self._on_adapter_loaded, req, adapter, adapter.salt))
         self._release_after(req, [future for future in (compiled, loading) if future is not None])
+
+    @staticmethod
+    def _on_adapter_loaded(req: Req, adapter: RegisteredAdapter, salt: str, _: asyncio.Future[str]) -> None:
+        """Its prefixes have another name from now on: that of the adapter's files."""
+        req.salt, req.lora_digest = req.salt.replace(salt, adapter.salt, 1), adapter.digest
 
     def _release_after(self, req: Req, waits: Sequence[asyncio.Future[Any]]) -> None:
         """Let a held request be admitted when all of these have resolved."""
@@ -354,12 +363,15 @@ class RouterManager:
         if waits:
             waits[0].add_done_callback(lambda _: self._release_after(req, waits))
             return
+        if req.target is not None and req.target.adapter != req.lora_digest and self._scheduler.abort(req.req_id):
+            self._output_processor.fail([req], 409, lambda _: OTHER_ADAPTER)
+            return
         self._scheduler.make_ready(req)
         self.steps.wake()
 
     def _make_req(self, message: GenerateReq, adapter: RegisteredAdapter | None) -> Req:
         scheduling = message.scheduling
-        lora = "" if adapter is None else f"lora {adapter.lora_id} "  # an adapter's KV differs from the base model's
+        lora = "" if adapter is None else adapter.salt  # an adapter's KV differs from the base model's
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
@@ -379,6 +391,7 @@ class RouterManager:
             shares_prefix=shares_prefix,
             salt=salt,
             lora_id=None if adapter is None else adapter.lora_id,
+            lora_digest="" if adapter is None else adapter.digest,
             parent=message.parent,
             can_fork=message.is_group_open,
             generation_prompt_len=scheduling.generation_prompt_len,

@@ -38,6 +38,7 @@ class OutputProcessor:
         self.weight_version = ""  # empty: the weights were never replaced
         self.problem = ""  # why no text can be generated with them
         self.is_sleeping = False  # the workers are stopped: --enable_rl
+        self.adapter_digests: Callable[[], dict[str, str]] = dict  # see RouterStats
         self.pinned: PinnedPrefixes | None = None  # set if there are pinned prefixes
         self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
 
@@ -134,7 +135,9 @@ class OutputProcessor:
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
         snapshot = self.metrics.snapshot()
-        stats = RouterStats(step_age_s, snapshot, has_workers, suspects, self.is_sleeping, self.problem)
+        stats = RouterStats(
+            step_age_s, snapshot, has_workers, suspects, self.is_sleeping, self.problem, self.adapter_digests()
+        )
         self._to_detokenization.send(stats)
 
     def _send_events(self) -> None:

@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from lightserve.errors import OptionError
-from lightserve.messages.control import EngineInfo
+from lightserve.messages.control import EngineInfo, KvGroupSize, SlidingWindowKv
 from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
@@ -30,8 +30,8 @@ def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineInfo) -> None
     tokens, pool = sum(map(len, prompts.values())), engine.max_total_token_num
     if not tokens:
         return
-    if engine.kv_groups:
-        raise RuntimeError("pinned prefixes with a second KV pool passed the table of combinations")
+    for group in engine.kv_groups:
+        _check_group(prompts, group)
     name, longest = max(((name, len(ids)) for name, ids in prompts.items()), key=lambda pair: pair[1])
     if longest + LEAST_OWN > engine.max_req_total_len:
         raise OptionError(
@@ -47,6 +47,21 @@ def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineInfo) -> None
         raise OptionError(
             f"pinned_prefixes: {tokens} pinned tokens leave {pool - tokens} of the KV pool, and a request may have "
             f"{engine.max_req_total_len}; set --max_req_total_len to {pool - tokens} or less"
+        )
+
+
+def _check_group(prompts: Mapping[str, Sequence[int]], group: KvGroupSize) -> None:
+    """What continues a pinned prompt stays in the pools of KV groups too, beside half of them and one request."""
+    if isinstance(group, SlidingWindowKv):
+        pinned = sum(min(len(ids), group.window - 1) for ids in prompts.values())
+        least, flag = group.kept_tokens + 1, "max_windowed_token_num"
+    else:
+        pinned, least, flag = len(prompts), 2, "max_state_rows"
+    limit = group.size - group.size // 2 - least
+    if pinned > limit:
+        raise OptionError(
+            f"pinned_prefixes: they need {pinned} of {group.size} slots beside the KV pool; the limit is {limit}; use "
+            f"fewer prompts, or more memory (--{flag})"
         )
 
 

@@ -128,6 +128,8 @@ class Req(ReqProgress):
     kv_keys: list[bytes] = field(default_factory=list)  # of its first blocks, if evicted KV is stored
     target: KvTarget | None = None  # another engine wants the KV of its prompt
     kv_transfer_params: KvTransferParams | None = None  # another engine would compute its prompt
+    lora_digest: str = ""  # of the files of its adapter; empty: it has none, or it is not loaded yet
+    branch_len: int = 0  # so many first tokens are cached or stored, but KV groups have lost what the next one needs
     loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
     max_missing: int = MANY  # lower tiers are asked if fewer blocks are missing, so they are asked for less each time
 

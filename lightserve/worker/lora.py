@@ -18,7 +18,7 @@ from lightserve.errors import LightserveError
 from lightserve.messages.step import LoraPlace
 from lightserve.messages.worker_calls import LoraLoad, LoraLoaded
 from lightserve.model_files.lora.adapter import Adapter, check_rank, read_adapter
-from lightserve.model_files.lora.paths import parse_module
+from lightserve.model_files.lora.paths import content_digest, parse_module
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -57,15 +57,15 @@ class LoraCache:
         """Read an adapter. Steps go on meanwhile."""
         self.drop(command.dropped)
         try:
-            self._load(command)
+            return LoraLoaded(digest=self._load(command))
         except LightserveError as error:
             return LoraLoaded(str(error))
         except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError if no memory can be pinned
             logger.warning("the adapter %s cannot be loaded: %s", command.path, error, exc_info=error)
             return LoraLoaded(f"{command.path}: cannot be loaded ({type(error).__name__}: {error})")
-        return LoraLoaded()
 
-    def _load(self, command: LoraLoad) -> None:
+    def _load(self, command: LoraLoad) -> str:
+        """Returns the digest of its files: engines share KV of adapters whose files are the same."""
         adapter = read_adapter(Path(command.path))
         check_rank(adapter, self._max_rank)
         adapter = self._model.check_adapter(adapter)
@@ -77,8 +77,10 @@ class LoraCache:
         except BaseException:
             self._free.append(block)
             raise
+        digest = content_digest(Path(command.path))
         with self._lock:
             self._blocks[command.lora_id] = block
+        return digest
 
     def _new_block(self) -> Tensor:
         pool = self._model.lora

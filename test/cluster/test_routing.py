@@ -159,3 +159,26 @@ def test_rates_follow_what_is_measured() -> None:
 
     assert rate.tokens_s == pytest.approx(2000)
     assert length.tokens == pytest.approx(10, abs=KEPT)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_request_goes_to_an_engine_that_holds_its_adapter_unless_it_is_busier(name: str) -> None:
+    policy, loads = make_policy(name), [EngineLoad(engine) for engine in range(4)]
+    request = RoutedRequest(500, first_block=5, adapter="sql", adapter_engines={2, 3})
+
+    assert {policy.choose(request, loads) for _ in range(8)} <= {2, 3}
+    loads[2].open_requests = loads[3].open_requests = 50
+    assert policy.choose(request, loads) in {0, 1}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_adapter_that_no_engine_holds_is_always_loaded_by_the_same(name: str) -> None:
+    policy, loads = make_policy(name), [EngineLoad(engine) for engine in range(4)]
+
+    chosen = {
+        adapter: {policy.choose(RoutedRequest(500, first_block=number, adapter=adapter), loads) for number in range(8)}
+        for adapter in map(str, range(20))
+    }
+
+    assert all(len(engines) == 1 for engines in chosen.values())
+    assert len(set.union(*chosen.values())) == 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightserve.common.device import pick_device
-from lightserve.common.kv.cpu_kv import CpuKv, block_bytes
+from lightserve.common.kv.cpu_kv import block_bytes, block_formats
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
@@ -55,7 +55,7 @@ def check_round_trip(layout: KvLayout, device_name: str) -> None:
     platform = pick_device(device_name)
     device = platform.torch_device(0)
     memory = filled(layout, device)
-    tier = CpuOffload(memory, NUM_BLOCKS, platform, device)
+    tier = CpuOffload(memory, [NUM_BLOCKS], platform, device)
     order = torch.randperm(SIZE)
     source, target = order[: 2 * BLOCK_TOKENS], order[2 * BLOCK_TOKENS : 4 * BLOCK_TOKENS]
     others = order[4 * BLOCK_TOKENS :]
@@ -93,7 +93,7 @@ def test_more_copies_down_than_the_ring_has_places_and_a_busy_stream() -> None:
     memory = MemoryManager(64 * BLOCK_TOKENS, LAYOUTS["bfloat16"], device)
     (buffer,) = memory.buffers
     buffer.copy_(torch.randn(buffer.shape))
-    tier = CpuOffload(memory, 64, platform, device)
+    tier = CpuOffload(memory, [64], platform, device)
     expected = buffer[:, :-1].cpu()
     slots = torch.arange(64 * BLOCK_TOKENS).int().numpy()
     square = torch.randn(4096, 4096, device=device)
@@ -111,10 +111,8 @@ def test_more_copies_down_than_the_ring_has_places_and_a_busy_stream() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_bytes_of_a_block_follow_from_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    host = CpuKv(
-        filled(layout, torch.device("cpu")), 2, BLOCK_TOKENS, lambda size: torch.empty(size, dtype=torch.uint8)
-    )
+    (block,) = block_formats(filled(layout, torch.device("cpu")), BLOCK_TOKENS)
 
-    assert host.block_bytes == block_bytes(layout, BLOCK_TOKENS)
-    assert layout.bytes_per_token * BLOCK_TOKENS <= host.block_bytes < layout.bytes_per_token * BLOCK_TOKENS + 64
-    assert host._sections[-1].end <= host.block_bytes
+    assert block.num_bytes == block_bytes(layout, BLOCK_TOKENS)
+    assert layout.bytes_per_token * BLOCK_TOKENS <= block.num_bytes < layout.bytes_per_token * BLOCK_TOKENS + 64
+    assert block._sections[-1].end <= block.num_bytes

@@ -271,11 +271,12 @@ def test_an_llm_reads_the_table_before_it_loads_weights(folder: Path, options: d
 
 @pytest.mark.parametrize(
     ("length", "flags", "is_refused"),
-    [(512, [], True), (512, ["--max_windowed_token_num=0"], False), (64, [], False), (64, ["--max_loras=2"], False)],
+    [(512, [], True), (512, ["--max_windowed_token_num=0"], False), (64, [], False)],
 )
-def test_windows_exclude_host_memory_only_if_they_may_have_a_pool(
-    folder: Path, length: int, flags: list[str], is_refused: bool
+def test_windows_exclude_roles_only_if_they_may_have_a_pool(
+    folder: Path, examples: dict[str, Flags], length: int, flags: list[str], is_refused: bool
 ) -> None:
-    line = ["--port=0", f"--model_dir={folder / 'windows'}", "--kv_ram_gb=1", f"--max_req_total_len={length}", *flags]
+    model = [f"--model_dir={folder / 'windows'}", f"--max_req_total_len={length}", *flags]
+    line = [*command(examples["roles"]), *model]
 
     assert (refusal(line) is not None) is is_refused

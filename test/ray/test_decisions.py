@@ -262,6 +262,16 @@ def test_replicas_are_added_at_once_and_removed_one_by_one_after_a_while() -> No
     assert [scaler.update(idle, float(now_s)) for now_s in range(192, 400)][-1] == 1
 
 
+def test_a_full_kv_cache_adds_no_replica_while_one_starts_or_gets_its_share() -> None:
+    scaler, full = scaler_of(ReplicaGroup(1, 8), running=2), Load(running=40, kv_usage=0.95)
+
+    assert scaler.update(full, 0.0, serving=2) == 3
+    assert [scaler.update(full, float(now_s), serving=2) for now_s in range(1, 300)] == [3] * 299
+    assert [scaler.update(full, now_s, serving=3) for now_s in (300.0, 305.0, 309.9)] == [3, 3, 3]
+    assert scaler.update(full, 310.0, serving=3) == 4
+    assert scaler.update(Load(running=40, waiting=99, kv_usage=0.95), 311.0, serving=3) == 8, "requests wait"
+
+
 def test_a_role_grows_by_its_own_load() -> None:
     prefill, decode = (Autoscaler(deployment(*GROUPS), group, 0) for group in GROUPS)
     prompts_wait, kv_is_full = Load(running=1, waiting=9, kv_usage=0.1), Load(running=40, waiting=0, kv_usage=0.95)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightserve.messages.block_hash import BLOCK_TOKENS
+from lightserve.messages.block_hash import BLOCK_TOKENS, KEY_BYTES
 from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step, TokenOut
 from lightserve.router.kv.tiers.tiers import KvTiers
@@ -31,6 +31,11 @@ def prefixes_of(ids: list[int], root: int) -> Prefixes:
     return list(accumulate(ids, fold, initial=root))[1:]
 
 
+def stored(key: bytes, blocks: dict[bytes, Prefixes], num_slots: int) -> Prefixes:
+    """What a block of this key holds: all tokens, or the state after the last one."""
+    return blocks[key[:KEY_BYTES]][-num_slots:]
+
+
 class EngineWorker(KvWorker):
     def __init__(self, scheduler: Scheduler, forces: bool, blocks: dict[bytes, Prefixes]) -> None:
         """``blocks``: what a block of each key must hold."""
@@ -49,8 +54,10 @@ class EngineWorker(KvWorker):
         self._adapters |= {place.slot: place.lora_id for place in step.loras}
         for store in step.stores:
             self._store(store)
-        for slots in (*(load.slots for load in step.loads), *(recv.slots for recv in step.recvs)):
-            self._write_slots(slots, [None] * len(slots))
+        for load in step.loads:
+            self._fill(load, [None] * len(load.slots))
+        for recv in step.recvs:
+            self._write_slots(recv.slots, [None] * len(recv.slots))
         self.loads |= {load.load_id: load for load in step.loads}
         self.recvs |= {recv.transfer_id: recv for recv in step.recvs}
         outs = super().run(step)
@@ -65,7 +72,7 @@ class EngineWorker(KvWorker):
     def finish_load(self, load_id: int, is_valid: bool) -> None:
         load = self.loads.pop(load_id)
         if is_valid:
-            self._write_slots(load.slots, [prefix for block in load.blocks.tolist() for prefix in self.host[block]])
+            self._fill(load, [prefix for block in load.blocks.tolist() for prefix in self.host[block]])
 
     def receive(self, transfer_id: int, prefixes: Prefixes) -> None:
         """The first of its blocks have come. Nothing more does."""
@@ -81,17 +88,33 @@ class EngineWorker(KvWorker):
         tiers = source_of(self._scheduler, KvTiers)
         assert tiers is not None
         being_loaded = {block for load in self.loads.values() for block in load.blocks.tolist()}
-        for block, slots in zip(store.blocks.tolist(), store.slots.reshape(-1, BLOCK_TOKENS), strict=True):
+        kv, blocks = self._kv_of(store), store.blocks.tolist()
+        for block, slots in zip(blocks, store.slots.reshape(len(blocks), -1), strict=True):
             assert block not in being_loaded, "a block is stored where a load reads"
-            self.host[block] = [self._kv[slot] for slot in slots]
+            self.host[block] = [kv[slot] for slot in slots]
             key = tiers.offload_queue._storing[block].block.key
-            assert self.host[block] == self._blocks[key], "a block is stored that does not hold its tokens"
+            assert self.host[block] == stored(key, self._blocks, len(slots)), "a block does not hold its tokens"
+
+    def _kv_of(self, command: KvStore | KvLoad) -> list[int | None]:
+        """Of the pool whose blocks it has."""
+        tiers = source_of(self._scheduler, KvTiers)
+        assert tiers is not None
+        first = command.blocks.tolist()[0]
+        (number,) = [i for i, t in enumerate(tiers.offload_queue.host._tables) if t.first <= first < t.first + t.size]
+        return self._kv if number == 0 else self._groups[number - 1]._kv
+
+    def _fill(self, load: KvLoad, prefixes: Sequence[int | None]) -> None:
+        kv = self._kv_of(load)
+        for slot, prefix in zip(int32s(load.slots).tolist(), prefixes, strict=True):
+            kv[slot] = prefix
 
     def _check_written(self) -> None:
         """Nobody else writes to the slots of loads and of other engines."""
-        written = set(self.written[0])
-        loading = [load.slots for load in self.loads.values()] + [one.slots for one in self.recvs.values()]
-        assert written.isdisjoint(slot for slots in loading for slot in int32s(slots).tolist())
+        pools = [self._kv, *(group._kv for group in self._groups)]
+        for kv, written in zip(pools, self.written, strict=True):
+            loading = [load.slots for load in self.loads.values() if self._kv_of(load) is kv]
+            loading += [recv.slots for recv in self.recvs.values() if kv is self._kv]
+            assert set(written).isdisjoint(slot for slots in loading for slot in int32s(slots).tolist())
 
     def _send(self, send: KvSend) -> None:
         """Block after block, each when it is computed."""

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from lightserve.errors import OptionError
-from lightserve.messages.control import EngineInfo
+from lightserve.messages.control import EngineInfo, KvGroupSize, SlidingWindowKv, StateKv
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import Step, StepRow, Token, TokenOut
+from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.pinned_prefixes import PinnedPrefixes, check_room
 from lightserve.router.req import Req
@@ -63,6 +64,43 @@ def test_prompts_are_computed_once_and_pinned(scheduler: Scheduler) -> None:
     assert scheduler.num_waiting == 0, "nothing is computed again"
     assert scheduler.only_group.pool.pinned_tokens == scheduler.only_group.pool.used == 30
     assert scheduler.only_group.pool.cached_tokens == 0
+
+
+GROUPS: dict[str, list[KvGroupSize]] = {
+    "window": [SlidingWindowKv(120, 16, 36)],
+    "states": [StateKv(8)],
+    "window and states": [SlidingWindowKv(120, 16, 36), StateKv(8)],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_continues_a_pinned_prompt_stays_in_the_pools_of_groups_too(name: str) -> None:
+    pool = KvPool(400, make_group_pools(GROUPS[name], 400))
+    scheduler = Scheduler(GroupScheduler(pool, SchedulerLimits(4, 64, 64)))
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+    held = [group.used for group in pool.groups]
+    for number in range(30):  # each needs most of a group's pool
+        ask(scheduler, number, list(range(100 * number + 100, 100 * number + 190)))
+        serve(scheduler)
+
+    req = ask(scheduler, 99, [*PROMPTS["b"], 5, 6, 7])
+    serve(scheduler)
+
+    assert req.cached_len == len(PROMPTS["b"])
+    assert all(held)
+    assert [group.used for group in pool.groups] == held
+    pool.reset()
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+    assert [group.used for group in pool.groups] == held
+
+
+def test_pinned_prompts_that_leave_no_room_in_a_group_are_refused() -> None:
+    for group in (SlidingWindowKv(90, 16, 36), StateKv(4)):
+        with pytest.raises(OptionError, match="slots beside the KV pool"):
+            check_room(PROMPTS, EngineInfo(1000, 200, 1000, 1, kv_groups=(group,)))
 
 
 def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:

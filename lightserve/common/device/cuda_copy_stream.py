@@ -76,11 +76,20 @@ class CudaCopyStream:
         return max(self._batch_bytes // host.nbytes, 1)
 
     def _place(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        if len(self._ring) < RING:
-            buffer = host.new_empty((self._batch_size(host), *host.shape), device=self._device)
-            self._ring.append((buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        """Hosts of one call have one shape, and those of the next may have another."""
+        number, nbytes = self._num_batches % RING, self._batch_size(host) * host.nbytes
         self._num_batches += 1
-        return self._ring[(self._num_batches - 1) % RING]
+        if len(self._ring) == number:
+            self._ring.append((self._ring_buffer(nbytes), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        buffer, has_left = self._ring[number]
+        if len(buffer) < nbytes:
+            has_left.synchronize()
+            buffer = self._ring_buffer(nbytes)
+            self._ring[number] = buffer, has_left
+        return buffer[:nbytes].view(host.dtype).view(-1, *host.shape), has_left
+
+    def _ring_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(max(nbytes, self._batch_bytes), dtype=torch.uint8, device=self._device)
 
     @torch.inference_mode()
     def _copy(self, before: Sequence[Wait], hosts: Sequence[Tensor], scatter: CopyPart) -> float:

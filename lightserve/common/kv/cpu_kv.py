@@ -1,8 +1,12 @@
-"""Blocks of tokens' KV in host memory: what the KV pool has evicted. The router decides which block holds what."""
+"""Blocks of tokens' KV in host memory: what the KV pool has evicted. The router decides which block holds what.
+
+Every pool has blocks of its own format: the pool of all tokens, that of a window, and that of recurrent states, where a
+block is the state after its last token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,11 +28,11 @@ class Section(NamedTuple):
     begin: int  # bytes
     end: int
 
-    def of(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Its view of blocks ``[n, bytes]``: [layers, n, tokens, words]."""
+    def of(self, blocks: Tensor, num_slots: int) -> Tensor:
+        """Its view of blocks ``[n, bytes]``: [layers, n, num_slots, words]."""
         layers, _, words = self.cache.shape
         values = blocks[:, self.begin : self.end].view(self.cache.dtype)
-        return values.view(len(blocks), layers, tokens, words).transpose(0, 1)
+        return values.view(len(blocks), layers, num_slots, words).transpose(0, 1)
 
 
 def _words(buffer: Tensor) -> Tensor:
@@ -42,7 +46,7 @@ def _words(buffer: Tensor) -> Tensor:
 
 
 def block_bytes(layout: KvLayout, tokens: int) -> int:
-    """Of one rank."""
+    """Of one rank, with a single pool."""
     size = 0
     for group in layout.groups:
         scales = 0 if group.scale_dtype is None else group.num_scales * group.scale_dtype.itemsize * len(group.layers)
@@ -54,46 +58,63 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class CpuKv:
-    """``num_blocks`` blocks of ``block_tokens`` tokens each, in chunks of memory that ``alloc`` returns."""
+class BlockFormat:
+    """How a block of one pool lies in host memory."""
 
-    def __init__(self, memory: MemoryManager, num_blocks: int, block_tokens: int, alloc: Alloc) -> None:
-        self.block_tokens = block_tokens
-        self.block_bytes = block_bytes(memory.layout, block_tokens)
-        self._sections = self._make_sections(memory)
-        per_chunk = max(CHUNK_BYTES // self.block_bytes, 1)
-        self._blocks: list[Tensor] = []  # [block_bytes] uint8 each
+    def __init__(self, buffers: Iterable[Tensor], num_slots: int) -> None:
+        """``buffers`` of the pool, [layers, slots, ...]. A block has ``num_slots`` slots: its tokens, or a state."""
+        self.num_slots = num_slots
+        self._sections: list[Section] = []
+        end = 0
+        for buffer in buffers:
+            cache, begin = _words(buffer), _aligned(end)
+            layers, _, words = cache.shape
+            end = begin + layers * num_slots * words * cache.dtype.itemsize
+            self._sections.append(Section(cache, begin, end))
+        self.num_bytes = max(_aligned(end), ALIGNMENT)  # a stage of a pipeline may have no layer of a group
+
+    def gather(self, slots: Tensor, blocks: Tensor) -> None:
+        """Copy the KV of slots ``[n, num_slots]`` into blocks ``[n, bytes]`` on the device of the pool."""
+        for section in self._sections:
+            section.of(blocks, self.num_slots).copy_(section.cache[:, slots])
+
+    def scatter(self, blocks: Tensor, slots: Tensor) -> None:
+        """The reverse."""
+        for section in self._sections:
+            values = section.of(blocks, self.num_slots)
+            section.cache.index_copy_(1, slots.flatten(), values.flatten(1, 2))
+
+
+def block_formats(memory: MemoryManager, block_tokens: int) -> tuple[BlockFormat, ...]:
+    """Of the pool of all tokens, and of every KV group with a pool of its own."""
+    windowed = [BlockFormat(_kv_buffers(memory, number), block_tokens) for number in range(len(memory.group_sizes))]
+    states = [BlockFormat((rows for group in memory.state_buffers for rows in group), 1)] if memory.state_rows else []
+    return BlockFormat(_kv_buffers(memory, None), block_tokens), *windowed, *states
+
+
+def _kv_buffers(memory: MemoryManager, pool: int | None) -> Iterator[Tensor]:
+    """Of the groups of layers in this pool."""
+    for number, buffer in enumerate(memory.buffers):
+        if memory.pool_of(memory.layout.groups[number].layers[0]) == pool:
+            yield buffer
+            if number in memory.scale_buffers:
+                yield memory.scale_buffers[number]
+
+
+class CpuKv:
+    """``num_blocks`` blocks of one format, in chunks of memory that ``alloc`` returns."""
+
+    def __init__(self, block_format: BlockFormat, num_blocks: int, alloc: Alloc) -> None:
+        self.format = block_format
+        size = block_format.num_bytes
+        per_chunk = max(CHUNK_BYTES // size, 1)
+        self._blocks: list[Tensor] = []  # [num_bytes] uint8 each
         while len(self._blocks) < num_blocks:
             count = min(per_chunk, num_blocks - len(self._blocks))
-            self._blocks += alloc(count * self.block_bytes).view(count, self.block_bytes).unbind()
+            self._blocks += alloc(count * size).view(count, size).unbind()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __getitem__(self, number: int) -> Tensor:
         return self._blocks[number]
-
-    def gather(self, slots: Tensor, blocks: Tensor) -> None:
-        """Copy the KV of tokens ``[n, block_tokens]`` into blocks ``[n, bytes]`` on the device of the pool."""
-        for section in self._sections:
-            section.of(blocks, self.block_tokens).copy_(section.cache[:, slots])
-
-    def scatter(self, blocks: Tensor, slots: Tensor) -> None:
-        """The reverse."""
-        for section in self._sections:
-            values = section.of(blocks, self.block_tokens)
-            section.cache.index_copy_(1, slots.flatten(), values.flatten(1, 2))
-
-    def _make_sections(self, memory: MemoryManager) -> list[Section]:
-        sections: list[Section] = []
-        begin = 0
-        for i, buffer in enumerate(memory.buffers):
-            for tensor in (buffer, memory.scale_buffers.get(i)):
-                if tensor is None:
-                    continue
-                cache = _words(tensor)
-                layers, _, words = cache.shape
-                end = begin + layers * self.block_tokens * words * cache.dtype.itemsize
-                sections.append(Section(cache, begin, end))
-                begin = _aligned(end)
-        return sections

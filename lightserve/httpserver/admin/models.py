@@ -28,7 +28,7 @@ def add_models(router: APIRouter, context: ServerContext) -> None:
     async def list_models(request: Request) -> JSONResponse:
         if ANTHROPIC_HEADER in request.headers:
             return JSONResponse(_anthropic_list(context))
-        adapters = await context.manager.adapters() if context.has_adapters else []
+        adapters = await context.manager.queries.adapters() if context.has_adapters else []
         cards = [_card(context, name) for name in context.model_names]
         cards += [_card(context, card.name, card.path, parent=context.model_name) for card in adapters]
         return JSONResponse({"object": "list", "data": cards})
@@ -44,7 +44,7 @@ def add_models(router: APIRouter, context: ServerContext) -> None:
 
 
 async def _adapter_card(context: ServerContext, name: str) -> dict[str, Any]:
-    paths = {card.name: card.path for card in await context.manager.adapters()}
+    paths = {card.name: card.path for card in await context.manager.queries.adapters()}
     return _card(context, name, paths.get(name), parent=context.model_name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from lightserve.model_files.lora.adapter import WEIGHTS_FILE
 from lightserve.model_files.lora.config import CONFIG_FILE
 
 MAX_NAME = 256  # characters
+READ_BYTES = 1 << 22
 
 
 class FileVersion(NamedTuple):
@@ -23,6 +25,17 @@ class FileVersion(NamedTuple):
 def adapter_files(folder: Path) -> list[Path]:
     """All that an adapter depends on."""
     return [folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+
+
+def content_digest(folder: Path) -> str:
+    """Of the whole content of an adapter's files. A core reads about 1 GB/s."""
+    digest = blake2b(digest_size=16)
+    for path in adapter_files(folder):
+        with path.open("rb") as file:
+            while piece := file.read(READ_BYTES):
+                digest.update(piece)
+        digest.update(path.name.encode())
+    return digest.hexdigest()
 
 
 def folder_below(root: str, given: str) -> Path:

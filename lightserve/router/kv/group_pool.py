@@ -10,13 +10,14 @@ soon as the last step that reads it is planned.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.kv.group_slots import GroupSlots
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.stored_group import StoredKvGroup
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
 
@@ -32,7 +33,7 @@ class RunningReqs(Protocol):
     def at(self, rows: Int64Array) -> list[Req]: ...
 
 
-class KvGroupPool(ABC):
+class KvGroupPool(StoredKvGroup):
     """``tokens`` are slots of the pool of all tokens: the first tokens of a request or prefix, in their order.
 
     A request is attached on admission and enters the running requests. Steps then compute its next tokens, until it is
@@ -46,6 +47,7 @@ class KvGroupPool(ABC):
         self._num_tokens = num_tokens
         self._evicted_before = 0  # the last reset
         self.slots = GroupSlots(size, num_tokens)
+        self.writes: Slots = NO_INT32  # slots to which the step writes that is being planned
         self._clear()
 
     @property
@@ -149,6 +151,10 @@ class KvGroupPool(ABC):
     def remove_cached(self, tokens: Slots) -> None:
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
         self.slots.remove_cached(tokens)
+
+    @abstractmethod
+    def pin(self, tokens: Slots) -> None:
+        """Never lose what continues this cached prefix, which is usable."""
 
     def invalidate(self, slots: Slots) -> None:
         """Cached tokens lose these slots, which ``alloc`` returned: the steps that should fill them have failed."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import KvGroupSize, SlidingWindowKv
-from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.kv.group_pool import UNLIMITED, KvGroupPool, RunningReqs
 from lightserve.router.kv.sliding_window import SlidingWindowPool
 from lightserve.router.kv.slots import Slots
@@ -73,7 +74,9 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
 
     def alloc(self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]) -> tuple[Slots, ...]:
         """What the workers must know of a step, by group."""
-        return tuple([group.alloc(rows, counts, chunks) for group in self])
+        for group in self:
+            group.writes = group.alloc(rows, counts, chunks)
+        return tuple([group.writes for group in self])
 
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """A step with these decodes and chunks is planned."""
@@ -91,6 +94,29 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
     def remove_cached(self, tokens: Slots) -> None:
         for group in self:
             group.remove_cached(tokens)
+
+    def pin(self, tokens: Slots) -> None:
+        """Never lose what continues this cached prefix."""
+        usable = self.usable_len(tokens)
+        for group in self if usable else ():
+            group.pin(tokens[:usable])
+
+    # slower memory; ``blocks`` are numbers of blocks of a prefix, by group, or nothing if no group gets any
+
+    def can_load(self, blocks: Sequence[Sequence[int]], step_tokens: int) -> bool:
+        """Whether there is room for these blocks. ``step_tokens``: the most of a step."""
+        pairs = zip(self, blocks, strict=True)
+        return all(not of_group or group.can_load(len(of_group), step_tokens) for group, of_group in pairs)
+
+    def start_load(self, blocks: Sequence[Sequence[int]]) -> tuple[Slots, ...]:
+        """Slots for these blocks, which fit."""
+        return tuple([group.start_load(len(of_group)) for group, of_group in zip(self, blocks, strict=False)])
+
+    def finish_load(self, blocks: Sequence[Sequence[int]], slots: Sequence[Slots], tokens: Slots) -> None:
+        """``tokens``: of the whole prefix, now cached; empty: what has come is not valid."""
+        for group, of_group, group_slots in zip(self, blocks, slots, strict=False):
+            loaded = tokens.reshape(-1, BLOCK_TOKENS)[list(of_group)] if len(tokens) else NO_INT32
+            group.finish_load(loaded, group_slots)
 
     def invalidate(self, slots: Sequence[Slots]) -> None:
         """``slots``: by group."""

@@ -49,6 +49,11 @@ class GroupSlots:
         has_slot: npt.NDArray[np.bool_] = self._slot_of[tokens] != NONE
         return has_slot
 
+    def slots_of(self, tokens: Slots) -> Slots:
+        """The slots of these cached tokens; NONE where a token has lost it."""
+        slots: Slots = self._slot_of[tokens]
+        return slots
+
     def alloc(self, count: int) -> Slots:
         """Slots that one request holds. The caller has checked that ``count`` are available."""
         short = count - self._slots.num_free

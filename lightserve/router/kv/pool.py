@@ -14,12 +14,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.messages.int_arrays import NO_INT32
 from lightserve.router.kv.group_pool import KvGroupPool
 from lightserve.router.kv.group_pools import KvGroupPools
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.kv.slots import Slots, TokenSlots
 from lightserve.router.req import Req
+
+
+class CachedPrefix(NamedTuple):
+    """What the cache has of a request's prefix."""
+
+    usable_len: int  # tokens that the request can take
+    slots: Slots  # of all its cached tokens, if there are KV groups: they may have lost what the next token needs
 
 
 class PrefixLoad(NamedTuple):
@@ -30,6 +38,8 @@ class PrefixLoad(NamedTuple):
     node: RadixNode  # locked: the end of the tokens before the part
     cached: Slots  # of the tokens before
     slots: Slots  # of the part
+    group_blocks: tuple[tuple[int, ...], ...] = ()  # of the prefix, that go to the pool of each KV group
+    group_slots: tuple[Slots, ...] = ()
 
 
 class KvPool:
@@ -113,16 +123,24 @@ class KvPool:
             usable = self.groups.usable_len(tokens[:usable])
         return usable
 
-    def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
+    def cached_prefix(self, req: Req) -> CachedPrefix:
+        if not self.groups:
+            return CachedPrefix(self.cached_len(req), NO_INT32)
+        slots = self._cache.find_slots(cacheable(req), req.salt)
+        return CachedPrefix(self.groups.usable_len(slots), slots)
+
+    def start_load(self, req: Req, begin: int, end: int, group_blocks: tuple[tuple[int, ...], ...] = ()) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
 
         The tokens before stay cached until ``finish_load``. The caller has checked that ``end`` tokens are available.
+        ``group_blocks``: blocks before ``end`` whose KV goes to each group, which has room for it.
         """
         ids = cacheable(req)[:end].copy()
         node, cached = self._cache.match(ids[:begin], req.salt)
         self._cache.lock(node)
         self.loading_tokens += end - begin
-        return PrefixLoad(req, ids, node, cached, self.alloc(end - begin))
+        slots = self.alloc(end - begin)
+        return PrefixLoad(req, ids, node, cached, slots, group_blocks, self.groups.start_load(group_blocks))
 
     def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
         """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
@@ -137,10 +155,14 @@ class KvPool:
         self._cache.unlock(load.node)
         self.loading_tokens -= len(load.slots)
         if not is_valid:
+            self.groups.finish_load(load.group_blocks, load.group_slots, NO_INT32)
             self._free(load.slots)
             return
         slots = np.concatenate((load.cached, load.slots))
         _, spare = self._cache.insert(load.ids, slots, load.req.salt)
+        if load.group_slots:
+            tokens = self._cache.find_slots(load.ids, load.req.salt)
+            self.groups.finish_load(load.group_blocks, load.group_slots, tokens)
         self._notify_inserted(load.req, load.ids, len(load.cached))
         self.num_cached_chunks += 1
         self._free(spare)
@@ -225,6 +247,7 @@ class KvPool:
         node, slots = self._cache.match(ids, salt)
         self._cache.lock(node)
         self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
+        self.groups.pin(slots)
         return len(slots)
 
     def clear_cache(self) -> None:

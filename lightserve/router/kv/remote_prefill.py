@@ -198,7 +198,8 @@ class RemoteKvSource(KvSource, PoolListener):
         self._recvs.append(KvRecv(params.id, prefix.slots, params.timeout_s))
         self.num_wanted += len(prefix.slots)
         req.timeline.kv("kv_wanted", len(prefix.slots))  # before a prefill engine can begin
-        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, self._receiver.addresses))
+        addresses, adapter = self._receiver.addresses, req.lora_digest
+        self._send(RemotePrefillRequest(req.req_id, params.id, begin, end - begin, addresses, adapter))
 
     def _on_late(self, req: Req) -> None:
         """The workers have not ended the transfer. Its slots stay reserved, and the request computes its prompt."""

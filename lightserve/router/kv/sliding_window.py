@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.int_arrays import NO_INT32, GrowingArray, Heads, Int32Array, Int64Array, Tails
 from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.stored_group import Bools
 from lightserve.router.req import Req
 
 
@@ -40,6 +42,8 @@ class SlidingWindowPool(KvGroupPool):
 
     def _clear(self) -> None:
         self._reqs: dict[Req, ReqSlots] = {}
+        self._num_loading = 0  # slots that loads hold
+        self._num_pinned = 0
 
     def bind(self, running: RunningReqs) -> None:
         self._running = running
@@ -58,12 +62,14 @@ class SlidingWindowPool(KvGroupPool):
 
     def fits(self, req: Req, step_tokens: int) -> bool:
         """Whether there are the slots that all requests may hold, and those of a step's new tokens."""
+        return self._has_room(min(len(req.prompt_ids) + req.max_new_tokens, self.kept_tokens + 1), step_tokens)
+
+    def _has_room(self, slots: int, step_tokens: int) -> bool:
+        """Whether so many slots can be held beside those of running requests and loads."""
         columns, rows = self._running.columns, self._running.rows
-        lengths = np.append(
-            columns.prompt_len[rows] + columns.max_new_tokens[rows], len(req.prompt_ids) + req.max_new_tokens
-        )
-        held = int(np.minimum(lengths, self.kept_tokens + 1).sum())
-        return held + min(step_tokens, self.size // 2) <= self.size
+        lengths = columns.prompt_len[rows] + columns.max_new_tokens[rows]
+        held = int(np.minimum(lengths, self.kept_tokens + 1).sum()) + self._num_loading + self._num_pinned
+        return held + slots + min(step_tokens, self.size // 2) <= self.size
 
     def usable_len(self, tokens: Slots) -> int:
         lost = np.flatnonzero(~self.slots.has_slot(tokens))
@@ -114,6 +120,35 @@ class SlidingWindowPool(KvGroupPool):
     def add_cached(self, req: Req, tokens: Slots, begin: int, is_leaving: bool = False) -> None:
         begin = max(begin, self._begin.item(req.row))
         self.slots.add_cached(tokens[begin:], self._flush(req).view[begin : len(tokens)])
+
+    def pin(self, tokens: Slots) -> None:
+        self._num_pinned += len(self.slots.hold(tokens[max(len(tokens) - self._needed, 0) :]))
+
+    @property
+    def blocks_before(self) -> int:
+        return -(-self._needed // BLOCK_TOKENS)
+
+    def has_blocks(self, tokens: Slots) -> Bools:
+        has_all: Bools = np.all(self.slots.has_slot(tokens), axis=1)
+        return has_all
+
+    def block_slots(self, tokens: Slots) -> Slots:
+        return self.slots.slots_of(tokens)
+
+    def can_load(self, num_blocks: int, step_tokens: int) -> bool:
+        count = num_blocks * BLOCK_TOKENS
+        return count <= self.slots.available and self._has_room(count, step_tokens)
+
+    def start_load(self, num_blocks: int) -> Slots:
+        self._num_loading += num_blocks * BLOCK_TOKENS
+        return self.slots.alloc(num_blocks * BLOCK_TOKENS)
+
+    def finish_load(self, tokens: Slots, slots: Slots) -> None:
+        self._num_loading -= len(slots)
+        super().finish_load(tokens, slots)
+
+    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+        self.slots.add_cached(tokens.flatten(), slots)
 
     def _flush(self, req: Req) -> GrowingArray:
         """All slots of a running request."""

@@ -27,6 +27,7 @@ class LoadContext(NamedTuple):
     now_s: float
     has_room: Callable[[int], bool]  # whether so many slots can be held beside what running requests will need
     is_prefetch: bool = False  # the request could not run yet
+    step_tokens: int = 0  # the most of a step
 
 
 class Activity(Enum):

@@ -19,6 +19,7 @@ computed again, in whatever steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ from lightserve.router.chunk_boundaries import in_blocks
 from lightserve.router.kv.group_pool import KvGroupPool, RunningReqs
 from lightserve.router.kv.group_slots import NONE
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.stored_group import Bools
 from lightserve.router.req import Req
 
 # Each place where a state is kept costs a request one more step. A prefix of fewer tokens is computed in about the same
@@ -58,6 +60,7 @@ class StatePool(KvGroupPool):
 
     def __init__(self, figures: StateKv, num_tokens: int) -> None:
         """``num_tokens``: slots of the pool of all tokens."""
+        self._multiple = figures.block  # of the lengths of prompts at which states are kept
         if figures.size < 2:
             raise ValueError(f"{figures.size} rows of states: a request may read one and write another")
         self.figures = figures
@@ -102,12 +105,12 @@ class StatePool(KvGroupPool):
         begin, last = len(tokens), len(req.prompt_ids) - 1
         before_answer = len(req.prompt_ids) - max(req.generation_prompt_len, 1)
         ends = [end for end in range(INTERVAL, last, INTERVAL) if end > begin]
-        places = min(matched_len, last), before_answer
+        places = min(max(matched_len, req.branch_len), last), before_answer
         ends += [end for end in map(self._rounded, places) if end - begin >= MIN_TOKENS]
         self._end_chunks_at(req, state, ends)
 
     def _rounded(self, length: int) -> int:
-        return length // self.figures.block * self.figures.block
+        return length // self._multiple * self._multiple
 
     def keep_at(self, req: Req, length: int) -> int | None:
         state, length = self._reqs.get(req), self._rounded(length)
@@ -165,12 +168,38 @@ class StatePool(KvGroupPool):
         if not is_exact or not len(tokens) or state.needs_row:
             return
         if is_leaving:
-            is_block_end = len(tokens) == self._rounded(len(tokens)) and len(tokens) <= len(req.prompt_ids)
+            is_block_end = len(tokens) % self.figures.block == 0 and len(tokens) <= len(req.prompt_ids)
             is_wanted = is_block_end or self.figures.block == 1
         else:
             is_wanted = len(tokens) in state.ends and self._num_needed < self.slots.available
         if is_wanted and self.slots.add_cached(tokens[-1:], int32s([state.row])):
             self._set(state, state.row, is_kept=True)
+
+    def pin(self, tokens: Slots) -> None:
+        self.slots.hold(tokens[-1:])
+
+    def align(self, tokens: int) -> None:
+        self._multiple = math.lcm(self.figures.block, tokens)
+
+    @property
+    def blocks_before(self) -> int:
+        return 1
+
+    def has_blocks(self, tokens: Slots) -> Bools:
+        """The state after a block is that of its last token."""
+        return self.slots.has_slot(tokens[:, -1])
+
+    def block_slots(self, tokens: Slots) -> Slots:
+        return self.slots.slots_of(tokens[-1:])
+
+    def can_load(self, num_blocks: int, step_tokens: int) -> bool:
+        return self._num_needed + num_blocks <= self.slots.available
+
+    def start_load(self, num_blocks: int) -> Slots:
+        return self.slots.alloc(num_blocks)
+
+    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+        self.slots.add_cached(tokens[:, -1], slots)
 
     def _set(self, state: ReqState, row: int, is_kept: bool) -> None:
         self._num_needed -= state.needs_row

@@ -33,6 +33,7 @@ class AdapterControl:
         """Load the adapters of --lora_modules, as many as host memory may hold."""
         self._registry = AdapterRegistry(config.lora_modules, config.lora_dir)
         self._loader = AdapterLoader(self._scheduler, config.num_cpu_loras, self._on_failed)
+        self._output_processor.adapter_digests = self._digests
         self._loader.use_workers(workers)
         for adapter in list(self._registry)[: config.num_cpu_loras]:
             self._loader.acquire(adapter).add_done_callback(lambda _, loaded=adapter: self._release(loaded))  # type: ignore[misc]
@@ -44,6 +45,11 @@ class AdapterControl:
         self._loader.use_workers(workers)
         queues = [group.queue for group in self._scheduler.groups]
         return [req for queue in queues for req in queue.defer_again(lambda req: req.lora_id is not None)]
+
+    def _digests(self) -> dict[str, str]:
+        """Of the adapters that are loaded, by name."""
+        loaded = {} if self._loader is None else self._loader.digests
+        return {adapter.name: loaded[adapter.lora_id] for adapter in self._registry if adapter.lora_id in loaded}
 
     def find(self, name: str) -> RegisteredAdapter | None:
         """The adapter that a request names; None: the base model."""
@@ -85,6 +91,8 @@ class AdapterControl:
         """The reply comes when the workers have loaded it. Until then requests use what the name stood for before."""
         loader = self._check_enabled()
         adapter = self._registry.prepare(message.name, message.path, message.replaces)
+        if message.is_restored:
+            self._registry.put(adapter)
 
         def reply(done: asyncio.Future[str]) -> None:
             if not done.result():

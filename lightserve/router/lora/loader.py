@@ -117,14 +117,26 @@ class AdapterLoader:
         if workers is not self._workers or reply is None:  # they are lost; the next ones load it again
             return
         self._loading = None
-        if reply.error:
-            self._fail(entry, reply.error)
+        error = reply.error or self._digest_problem(entry.adapter, reply.digest)
+        if error:
+            self._fail(entry, error)
         else:
-            entry.is_loaded = True
+            entry.adapter.digest, entry.is_loaded = reply.digest, True
             self._slots.loaded.add(entry.adapter.lora_id)
             logger.info("the adapter %r is loaded from %s", entry.adapter.name, entry.adapter.folder)
             entry.loaded.set_result("")
         self._load_next()
+
+    @staticmethod
+    def _digest_problem(adapter: RegisteredAdapter, digest: str) -> str:
+        """Requests use cached prefixes that were computed with the files of an earlier load."""
+        is_same = adapter.digest in ("", digest)
+        return "" if is_same else f"{adapter.folder}: the files have changed since they were loaded first"
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Of the adapters that are loaded, by id."""
+        return {lora_id: entry.adapter.digest for lora_id, entry in self._entries.items() if entry.is_loaded}
 
     def _fail(self, entry: _Entry, reason: str) -> None:
         logger.warning("the adapter %r cannot be used: %s", entry.adapter.name, reason)

@@ -21,7 +21,7 @@ from lightserve.model_files.lora.paths import (
 SHOWN = 100  # characters of a name in a message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RegisteredAdapter:
     """An adapter under a name. Whoever loads other weights under the same name gets another id."""
 
@@ -31,6 +31,12 @@ class RegisteredAdapter:
     shown_path: str  # for clients: from --lora_dir, or the name of the folder
     files: tuple[FileVersion, ...]  # as they were when it was registered
     is_on_demand: bool = False  # a request named a folder below --lora_dir
+    digest: str = ""  # of the content of its files; empty: the workers have not loaded it yet
+
+    @property
+    def salt(self) -> str:
+        """Of the prefixes that are computed with it. Others with the same files have the same one."""
+        return f"lora {self.digest or f'{self.lora_id} not loaded'} "
 
     def for_client(self, message: str) -> str:
         """A message about its files, without the path of the folder on this machine."""

@@ -108,7 +108,7 @@ class AdmissionControl:
     def _admit_candidates(self, prefilling: list[Req], budget: int, reserved: int, now_s: float) -> list[Req]:
         """In the order of the queue, until a request does not fit: if smaller ones passed it, it would starve."""
         isolation = self._batch.isolation
-        context = LoadContext(now_s, self._has_room)
+        context = LoadContext(now_s, self._has_room, step_tokens=self._limits.batch_max_tokens)
         admitted: list[Req] = []
         is_first = True  # no request was passed over that may be admitted at any time
         for req in self._queue.candidates(self._pool.cached_len):
@@ -156,7 +156,8 @@ class AdmissionControl:
         coming = [req for source in self._sources for req in source.expected_reqs]
         loading = self._pool.loading_tokens
         room = int(PREFETCH_SHARE * (self._room + loading)) - loading - int(self._remaining(coming).sum())
-        context = LoadContext(now_s, lambda tokens: tokens <= room, is_prefetch=True)
+        step_tokens = self._limits.batch_max_tokens
+        context = LoadContext(now_s, lambda tokens: tokens <= room, is_prefetch=True, step_tokens=step_tokens)
         prefilling = self._batch.at(self._batch.rows[self._batch.unplanned() > 1])
         reqs = list(islice(self._queue.candidates(self._pool.cached_len), LOOK_AHEAD))
         for req, remaining in zip(reqs, self._remaining(reqs).tolist(), strict=True):

@@ -34,9 +34,9 @@ def _draft_head(config: WorkerConfig) -> tuple[str, ...]:
     return () if speculation is None or not speculation.has_head else (speculation.method, str(speculation.model))
 
 
-def rank_identity(identity: KvIdentity, rank: int) -> bytes:
-    """Of the part of the KV that one rank has."""
-    return identity_of(identity, rank)
+def rank_identity(identity: KvIdentity, rank: int, num_pools: int = 1) -> bytes:
+    """Of the part of the KV that one rank has. With several pools, a block has the layers of one of them."""
+    return identity_of(identity, rank) if num_pools == 1 else identity_of(identity, rank, num_pools)
 
 
 def _digest(*parts: object) -> str:

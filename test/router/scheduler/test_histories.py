@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
-from lightserve.messages.control import CpuKvSize, SlidingWindowKv, StateKv
+from lightserve.messages.control import CpuGroupSize, CpuKvSize, SlidingWindowKv, StateKv
 from lightserve.messages.params import GrammarSpec
 from lightserve.messages.step import ReqFailed, Step, TokenOut
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
@@ -32,7 +32,7 @@ from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits
 from test.fuzz.profile import FUZZ
-from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of
+from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of, stored
 from test.router.kv.tiers.test_tiers import Disk, FakeStorageClient
 from test.router.processing import process_tokens
 from test.router.scheduler.test_scheduler import make_req, truth
@@ -41,6 +41,19 @@ EVENTS = 400
 MOST_TURNS = 20_000  # after the last event: more are a request that does not end
 MOST_OPEN = 24  # requests
 NUM_ADAPTERS, ADAPTER_SLOTS = 4, 2
+KINDS = [
+    "one pool",
+    "windows",
+    "states",
+    "windows and states",
+    "tiers",
+    "disk",
+    "windows, tiers",
+    "windows, disk",
+    "states, disk",
+    "windows and states, tiers",
+    "roles",
+]
 MIN_REMOTE_PREFILL_TOKENS = 32
 
 few_seeds = settings(
@@ -67,10 +80,10 @@ class Traits(NamedTuple):
 
 def random_traits(rng: random.Random, kind: str) -> Traits:
     return Traits(
-        windows={"windows": (40,), "windows and states": (25, 40)}.get(kind, ()),
+        windows=(25, 40) if "windows and states" in kind else (rng.choice([40, 100]),) if "windows" in kind else (),
         has_states="states" in kind,
-        has_tiers=kind in ("tiers", "disk") or (kind == "roles" and rng.random() < 0.5),
-        has_disk=kind == "disk",
+        has_tiers="tiers" in kind or "disk" in kind or (kind == "roles" and rng.random() < 0.5),
+        has_disk="disk" in kind,
         receives=kind == "roles",
         sends=kind == "roles",
         has_adapters=rng.random() < 0.5,
@@ -106,7 +119,8 @@ def random_scheduler(rng: random.Random, traits: Traits) -> Scheduler:
 
 def random_tiers(rng: random.Random, pool: KvPool, has_disk: bool) -> KvTiers:
     block_bytes = rng.choice([6400, 2**26])  # many blocks or one are stored before they are evicted
-    return KvTiers(pool, CpuKvSize(rng.choice([2, 12, 60]), block_bytes, ("disk",) if has_disk else ()))
+    groups = tuple(CpuGroupSize(rng.choice([2, 6, 30]), block_bytes) for _ in pool.groups)
+    return KvTiers(pool, CpuKvSize(rng.choice([2, 12, 60]), block_bytes, ("disk",) if has_disk else (), groups))
 
 
 class FakeReceiver:
@@ -389,11 +403,11 @@ class History:
             assert not any((remote_kv._cancelled, remote_kv._declined))
         if tiers is not None:
             assert not any((tiers._loads, tiers._load_of, tiers.offload_queue._storing, tiers.offload_queue._queued))
-            assert not +tiers.offload_queue.host._pins
-        assert all(held == self.blocks[key] for key, held in self.disk.blocks.items())
+            assert not tiers.offload_queue.host.num_pinned
+        assert all(held == stored(key, self.blocks, len(held)) for key, held in self.disk.blocks.items())
 
 
-@pytest.mark.parametrize("kind", ["one pool", "windows", "states", "windows and states", "tiers", "disk", "roles"])
+@pytest.mark.parametrize("kind", KINDS)
 @few_seeds
 @given(seed=st.integers(0, 2**62))
 def test_every_slot_holds_what_is_read_from_it_whatever_happens(kind: str, seed: int) -> None:

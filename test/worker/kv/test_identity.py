@@ -12,7 +12,7 @@ import torch
 from lightserve.common.basemodel.rotary import rotary_table
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.messages.worker_calls import KvFlush, KvLookup
+from lightserve.messages.worker_calls import NO_STORE, KvFlush, KvLookup
 from lightserve.model_files.config.model_config import ROPE_TYPES, RopeConfig
 from lightserve.model_files.source import resolve
 from lightserve.worker.kv.identity import rank_identity
@@ -89,7 +89,7 @@ def test_blocks_of_other_angles_are_not_found_in_a_lower_tier(tmp_path: Path) ->
     short.flush(KvFlush(0, [key], [0]))
 
     assert again.lookup(KvLookup([key])) == [0]
-    assert long.lookup(KvLookup([key])) == []
+    assert long.lookup(KvLookup([key])) == [NO_STORE]
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 
 class CpuBlockTable:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, first: int = 0) -> None:
+        """``first``: the number of its first block."""
         self.size = size
+        self.first = first
         self.clear()
 
     def clear(self) -> None:
-        self._free = list(range(self.size - 1, -1, -1))
+        self._free = list(range(self.first + self.size - 1, self.first - 1, -1))
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
         self._pins: Counter[int] = Counter()  # by block
         self._removed: set[int] = set()  # pinned blocks whose keys were removed
@@ -76,6 +78,10 @@ class CpuBlockTable:
             if not self._pins[block] and block in self._removed:
                 self._removed.discard(block)
                 self._free.append(block)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(+self._pins)
 
     def _evict(self) -> bool:
         oldest = next((key for key, block in self._block_of.items() if not self._pins[block]), None)

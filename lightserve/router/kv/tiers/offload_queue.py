@@ -1,16 +1,23 @@
-"""Blocks of tokens that leave the prefix cache: they are stored in host memory on their way out, or shortly before."""
+"""Blocks of tokens that leave the prefix cache: they are stored in host memory on their way out, or shortly before.
+
+Blocks of KV groups are stored as soon as they are computed: their pools lose them earlier, and only a few are stored.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
+from lightserve.messages.int_arrays import NO_INT32, int32s
 from lightserve.messages.step import KvStore
+from lightserve.router.kv.group_pool import KvGroupPool
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.slots import Slots
+from lightserve.router.kv.tiers.group_blocks import group_key, group_of
 from lightserve.router.kv.tiers.pool_block_table import PoolBlock, PoolBlockTable
 from lightserve.router.kv.tiers.storage import MAX_FLUSH, StorageTiers
 from lightserve.router.req import Req
@@ -26,6 +33,13 @@ class OffloadedBlock(NamedTuple):
     stays_in_pool: bool = False
 
 
+class GroupBlock(NamedTuple):
+    """The part of a block that a KV group has."""
+
+    block: PoolBlock  # of all tokens
+    number: int  # of the group
+
+
 class OffloadQueue(PoolListener):
     def __init__(
         self,
@@ -33,11 +47,13 @@ class OffloadQueue(PoolListener):
         storage: StorageTiers,
         identity: str = "",
         max_ahead: int = 0,
+        groups: Sequence[KvGroupPool] = (),
     ) -> None:
         """``identity``: of everything that the KV depends on, besides tokens, salt and adapter.
 
-        ``max_ahead``: blocks that a step stores before they are evicted.
+        ``max_ahead``: blocks that a step stores before they are evicted. ``groups``: KV groups with pools.
         """
+        self._groups = groups
         self.host = storage.host
         self._max_ahead = max_ahead
         self._num_recent = int(num_slots // BLOCK_TOKENS * RECENT)
@@ -50,6 +66,8 @@ class OffloadQueue(PoolListener):
         self._storing: dict[int, OffloadedBlock] = {}  # that steps in flight store, by place
         self._new: deque[PoolBlock] = deque(maxlen=2 * num_slots // BLOCK_TOKENS + 1)  # the oldest first
         self._planned: list[PoolBlock] = []  # newer ones, which the step that is being planned may compute
+        self._new_of_groups: deque[GroupBlock] = deque()
+        self._planned_of_groups: list[GroupBlock] = []
 
     @property
     def has_stores(self) -> bool:
@@ -67,7 +85,20 @@ class OffloadQueue(PoolListener):
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
         if req.uses_tiers and last > first:
             whole = np.array(slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS], dtype=np.int32)
-            self._planned += self._pool.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
+            self._planned += self._pool.add(self.keys_of(req, end)[first:], whole)
+        if req.uses_tiers and self._groups:
+            self._add_of_groups(req, slots, begin, end)
+
+    def _add_of_groups(self, req: Req, slots: Slots, begin: int, end: int) -> None:
+        """Where others are likely to continue: at the end of the prompt or of the request, or where one had to."""
+        branches = {end // BLOCK_TOKENS} if end >= len(req.prompt_ids) else set()
+        if begin < req.branch_len <= end:
+            branches.add(req.branch_len // BLOCK_TOKENS)
+        for branch in sorted(branches):
+            for number, group in enumerate(self._groups):
+                first = max(branch - group.blocks_before - 1, 0)  # one more: the last tokens may be written differently
+                blocks = self._pool.ending_in(slots[first * BLOCK_TOKENS : branch * BLOCK_TOKENS])
+                self._planned_of_groups += [GroupBlock(block, number) for block in blocks]
 
     def begin_step(self) -> None:
         """The rows of a step are planned now. It stores before it computes, so it cannot store what is added from here.
@@ -76,6 +107,10 @@ class OffloadQueue(PoolListener):
         """
         self._new += self._planned
         self._planned.clear()
+        for group in self._groups:
+            group.writes = NO_INT32
+        self._new_of_groups += self._planned_of_groups
+        self._planned_of_groups.clear()
 
     def on_evicted(self, slots: Slots) -> None:
         """Blocks that end in these slots are stored by the next step, before it writes any."""
@@ -92,7 +127,7 @@ class OffloadQueue(PoolListener):
             return
         while self._new and len(self._queued) < MAX_FLUSH:
             block = self._new.popleft()
-            if block not in self._pool or block.is_local or storage.is_saved(block.key):
+            if block not in self._pool or storage.is_saved(block.key):
                 continue
             if block.key in self.host:
                 storage.save(block.key)
@@ -108,8 +143,24 @@ class OffloadQueue(PoolListener):
                 continue
             if block.key not in self.host:
                 self._store(block, stays_in_pool=True)
-            elif not block.is_local and not self._storage.is_saved(block.key):
+            elif not self._storage.is_saved(block.key):
                 self._storage.save(block.key)
+
+    def store_groups(self) -> None:
+        """Store blocks of KV groups with the next step, unless they have lost their slots already."""
+        most = len(self._queued) + max(self._max_ahead, 1)
+        while self._new_of_groups and len(self._queued) < most:
+            block, number = self._new_of_groups.popleft()
+            group, key = self._groups[number], group_key(block.key, number)
+            if block not in self._pool or not group.has_blocks(block.slots[None])[0]:
+                continue
+            slots = group.block_slots(block.slots)
+            if key in self.host:
+                self.host.touch(key)
+            elif np.isin(slots, group.writes).any():  # it lost them, and this step computes them again
+                self._planned_of_groups.append(GroupBlock(block, number))
+            else:
+                self._store(PoolBlock(key, slots))
 
     def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
         cpu_block = self.host.put(block.key)
@@ -117,7 +168,7 @@ class OffloadQueue(PoolListener):
             return
         self.host.pin([block.key])  # until the step is back: nothing else may use the place before
         self._queued.append(OffloadedBlock(block, cpu_block, stays_in_pool))
-        self.num_stored += BLOCK_TOKENS
+        self.num_stored += BLOCK_TOKENS if group_of(block.key) is None else 0
 
     def take_stores(self) -> list[KvStore]:
         """What the next step stores."""
@@ -125,11 +176,16 @@ class OffloadQueue(PoolListener):
         if not queued:
             return []
         self._storing |= {offloaded.cpu_block: offloaded for offloaded in queued}
+        by_group: dict[int | None, list[OffloadedBlock]] = {}
+        for offloaded in queued:
+            by_group.setdefault(group_of(offloaded.block.key), []).append(offloaded)
+        return [self._as_store(of_group) for of_group in by_group.values()]
+
+    def _as_store(self, queued: list[OffloadedBlock]) -> KvStore:
+        """Of blocks of one pool."""
         slots = np.concatenate([offloaded.block.slots for offloaded in queued])
         self._num_stores += 1
-        return [
-            KvStore(slots, np.array([offloaded.cpu_block for offloaded in queued], dtype=np.int32), self._num_stores)
-        ]
+        return KvStore(slots, int32s([offloaded.cpu_block for offloaded in queued]), self._num_stores)
 
     def finish_stores(self, stores: list[KvStore]) -> None:
         """The step that stores these is back."""
@@ -141,18 +197,18 @@ class OffloadQueue(PoolListener):
                 continue
             key = offloaded.block.key
             self.host.unpin([cpu_block])
-            if not offloaded.block.is_local and self.host.get(key) == cpu_block:
+            if self.host.get(key) == cpu_block:
                 self._storage.save(key, offloaded.stays_in_pool)
 
     def on_freed(self, slots: Slots) -> None:
-        self._pool.take(slots)
+        self._pool.free(slots)
 
     def on_discarded(self, req: Req) -> None:
         keys = self.keys_of(req, req.total_len)
+        keys = [*keys, *(group_key(key, number) for number in range(len(self._groups)) for key in keys)]
         for key in keys:
             self.host.remove(key)
-        if req.lora_id is None:
-            self._storage.discard(keys)
+        self._storage.discard(keys)
 
     def on_steps_failed(self) -> None:
         """What is stored may contain what they should have computed."""
@@ -165,4 +221,6 @@ class OffloadQueue(PoolListener):
         self._storing.clear()
         self._new.clear()
         self._planned.clear()
+        self._new_of_groups.clear()
+        self._planned_of_groups.clear()
         self._storage.clear()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
-from lightserve.router.kv.tiers.cpu_block_table import CpuBlockTable
+from lightserve.messages.worker_calls import NO_STORE, KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.router.kv.tiers.cpu_block_tables import CpuBlockTables
+from lightserve.router.kv.tiers.group_blocks import group_of
 from lightserve.router.kv.tiers.load_or_recompute import LoadOrRecompute, Rate
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
@@ -27,6 +28,7 @@ MAX_SAVED = 1 << 20  # keys that are remembered as written
 
 
 T_co = TypeVar("T_co", covariant=True)
+Choose = Callable[[Collection[bytes]], list[bytes]]
 
 
 class Reply(Protocol[T_co]):
@@ -78,7 +80,7 @@ class StorageTiers:
     """Without ``names`` there are none: nothing is looked up, and nothing written."""
 
     names: Sequence[str]
-    host: CpuBlockTable
+    host: CpuBlockTables
     block_bytes: int
     computing: Rate
     wake: Callable[[], None] = lambda: None  # something has changed for waiting requests
@@ -123,8 +125,11 @@ class StorageTiers:
     def is_reading(self) -> bool:
         return bool(self._fetching or self._num_lookups)
 
-    def wait_of(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> Wait | None:
-        """What a request waits for: a lookup or a fetch of its ``missing`` blocks, which may begin now."""
+    def wait_of(self, req: Req, missing: Callable[[], list[bytes]], choose: Choose, now_s: float) -> Wait | None:
+        """What a request waits for: a lookup or a fetch of its ``missing`` blocks, which may begin now.
+
+        ``choose`` says which of the blocks that are stored are useful.
+        """
         if self.client is None or not req.max_missing:
             return None
         keys = missing()
@@ -135,28 +140,33 @@ class StorageTiers:
         if len(keys) >= req.max_missing:  # what was fetched has made room for others already
             return None
         req.max_missing = len(keys)
-        return self._look_up(self.client, keys, now_s)
+        return self._look_up(self.client, keys, choose, now_s)
 
-    def _look_up(self, client: StorageClient, keys: list[bytes], now_s: float) -> Wait:
+    def _look_up(self, client: StorageClient, keys: list[bytes], choose: Choose, now_s: float) -> Wait:
         wait = Wait(now_s + LOOKUP_S, self._on_late)
         self._num_lookups += 1
         reply = client.lookup(KvLookup(keys))
-        reply.add_done_callback(partial(self._on_lookup, self._epoch, wait, keys))
+        reply.add_done_callback(partial(self._on_lookup, self._epoch, wait, keys, choose))
         return wait
 
-    def _on_lookup(self, epoch: int, wait: Wait, keys: list[bytes], reply: Reply[list[int] | None]) -> None:
+    def _on_lookup(
+        self, epoch: int, wait: Wait, keys: list[bytes], choose: Choose, reply: Reply[list[int] | None]
+    ) -> None:
         stores = reply.result()
         if epoch != self._epoch or stores is None or self.client is None:
             return
         self._num_lookups -= 1
-        stores = stores[: sum(1 for _ in itertools.takewhile(self._is_trusted, keys))]
-        wanted = list(itertools.takewhile(self._is_missing, keys[: len(stores)]))
-        count = next((i for i, store in enumerate(stores) if store != stores[0]), len(stores))
-        fetch = self._start_fetch(stores[0], wanted[:count]) if wanted and wait.blocked else None
+        store_of = {
+            key: store for key, store in zip(keys, stores, strict=False) if store != NO_STORE and self._is_trusted(key)
+        }
+        useful = choose(store_of.keys())
+        wanted = list(itertools.takewhile(self._is_missing, useful))
+        same_store = [key for key in wanted if store_of[key] == store_of[wanted[0]]]
+        fetch = self._start_fetch(store_of[wanted[0]], same_store) if wanted and wait.blocked else None
         if fetch is not None:
             wait.continue_with(fetch)
             return
-        if wanted or not stores:  # if not, another request fetches them
+        if wanted or not useful:  # if not, another request fetches them
             _stop_looking(wait)
         wait.end()
         self.wake()
@@ -174,18 +184,17 @@ class StorageTiers:
 
     def _start_fetch(self, store: int, keys: list[bytes]) -> Wait | None:
         tier, now_s = self.tiers[store], self.clock()
-        tokens = len(keys) * BLOCK_TOKENS
+        tokens = _num_tokens(keys)
         if not tier.load_policy.allows(tokens, tier.queued, now_s):
             tier.num_recomputed += tokens
             return None
-        blocks = self.host.reserve(len(keys))
-        keys = keys[: len(blocks)]
-        if not keys or self.client is None:
+        if self.client is None or not (blocks := self.host.reserve(keys)):
             return None
+        keys = list(blocks)
         wait = Wait(tier.load_policy.deadline_s(tokens, now_s), self._on_late)
         self._fetching |= dict.fromkeys(keys, wait)
-        tier.queued += len(keys) * BLOCK_TOKENS
-        command = KvFetch(self.last_store, store, keys, blocks)
+        tier.queued += _num_tokens(keys)
+        command = KvFetch(self.last_store, store, keys, list(blocks.values()))
         reply = self.client.fetch(command)
         reply.add_done_callback(partial(self._on_fetched, self._epoch, wait, command))
         return wait
@@ -195,11 +204,12 @@ class StorageTiers:
         if epoch != self._epoch or fetched is None:
             return
         are_valid = fetched.are_valid or [False] * len(command.keys)  # all ranks failed
-        tier, count = self.tiers[command.store], sum(are_valid)
-        tier.queued -= len(command.keys) * BLOCK_TOKENS
-        tier.num_errors += len(command.keys) - count
-        tier.num_fetched += count * BLOCK_TOKENS
-        tier.load_policy.observe_load(len(command.keys) * BLOCK_TOKENS, fetched.seconds, self.clock())
+        tier, tokens = self.tiers[command.store], _num_tokens(command.keys)
+        valid = list(itertools.compress(command.keys, are_valid))
+        tier.queued -= tokens
+        tier.num_errors += len(command.keys) - len(valid)
+        tier.num_fetched += _num_tokens(valid)
+        tier.load_policy.observe_load(tokens, fetched.seconds, self.clock())
         for key, block, is_valid in zip(command.keys, command.blocks, are_valid, strict=True):
             del self._fetching[key]
             is_wanted = is_valid and key not in self._discarded
@@ -283,6 +293,11 @@ class StorageTiers:
         if len(self._saved) >= MAX_SAVED:
             self._saved.clear()
         self._saved.add(key)
+
+
+def _num_tokens(keys: Sequence[bytes]) -> int:
+    """Blocks of KV groups are loaded beside those of all tokens."""
+    return sum(BLOCK_TOKENS for key in keys if group_of(key) is None)
 
 
 def _stop_looking(wait: Wait) -> None:

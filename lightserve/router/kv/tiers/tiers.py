@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from asyncio import Future
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
 
 from lightserve.ipc.worker_calls import WAIT_FOR_LOAD
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import CpuKvSize
+from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvLoad, Step
 from lightserve.messages.worker_calls import KvLoaded
-from lightserve.router.kv.pool import KvPool, PrefixLoad, cacheable
+from lightserve.router.kv.pool import CachedPrefix, KvPool, PrefixLoad, cacheable
 from lightserve.router.kv.pool_listener import PoolListener
+from lightserve.router.kv.slots import Slots
 from lightserve.router.kv.source import Activity, KvSource, KvTransfers, KvWorkers, LoadContext
-from lightserve.router.kv.tiers.cpu_block_table import CpuBlockTable
+from lightserve.router.kv.tiers.cpu_block_tables import CpuBlockTables
+from lightserve.router.kv.tiers.group_blocks import LoadPlan, PrefixBlocks
 from lightserve.router.kv.tiers.load_or_recompute import LoadOrRecompute, Rate
 from lightserve.router.kv.tiers.offload_queue import OffloadQueue
 from lightserve.router.kv.tiers.storage import StorageTiers
@@ -38,6 +39,9 @@ class Load:
     blocks: list[int]  # of host memory
     tokens: int  # that a request need not compute
     wait: Wait  # of requests for its end
+    num_open: int = 0  # its commands, one for each pool
+    is_valid: bool = True
+    seconds: float = 0.0
 
 
 class KvTiers(KvSource, PoolListener):
@@ -48,22 +52,23 @@ class KvTiers(KvSource, PoolListener):
 
     def __init__(self, pool: KvPool, size: CpuKvSize, identity: str = "") -> None:
         """``identity``: of everything that the KV depends on, besides tokens, salt and adapter."""
-        computing, host = Rate(), CpuBlockTable(size.num_blocks)
+        computing, host = Rate(), CpuBlockTables(size)
         self.load_policy = LoadOrRecompute(size.block_bytes // BLOCK_TOKENS, computing)
         self.storage = StorageTiers(size.storage_tiers, host, size.block_bytes, computing)
         max_ahead = max(AHEAD_BYTES // size.block_bytes, 1)
-        self.offload_queue = OffloadQueue(pool.size, self.storage, identity, max_ahead)
+        self.offload_queue = OffloadQueue(pool.size, self.storage, identity, max_ahead, pool.groups)
         self.num_loaded = 0  # tokens
         self.num_recomputed = 0  # tokens that were found, and computed because that is faster
         self.num_late = 0  # requests that did not wait until the end of their loads
         self._pool = pool
-        self._block_bytes = size.block_bytes
         self._ids = itertools.count()
         self._loads: dict[int, Load] = {}
         self._load_of: dict[bytes, Load] = {}  # by the key of a block
         self._started: list[KvLoad] = []  # that the next step begins
         self._wake: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
+        for group in pool.groups:
+            group.align(BLOCK_TOKENS)
         pool.add_listener(self.offload_queue)
         pool.add_listener(self)
 
@@ -84,6 +89,7 @@ class KvTiers(KvSource, PoolListener):
             self.offload_queue.write_back()
         elif activity is Activity.IDLE:
             self.offload_queue.store_idle()
+        self.offload_queue.store_groups()
         transfers.stores += self.offload_queue.take_stores()
         transfers.loads += self._started
         self._started = []
@@ -127,12 +133,20 @@ class KvTiers(KvSource, PoolListener):
         if reply is None or load_id not in self._loads:
             return
         load = self._loads.pop(load_id)
-        if reply.is_valid:
-            self.load_policy.observe_load(len(load.prefix.slots), reply.seconds, self._clock())
+        load.num_open -= 1
+        load.is_valid &= reply.is_valid
+        load.seconds += reply.seconds
+        if not load.num_open:
+            self._finish(load)
+
+    def _finish(self, load: Load) -> None:
+        """All its blocks have come, or will not."""
+        if load.is_valid and len(load.prefix.slots):
+            self.load_policy.observe_load(len(load.prefix.slots), load.seconds, self._clock())
         self._load_of = {key: pending for key, pending in self._load_of.items() if pending is not load}
         host = self.offload_queue.host
         is_kept = [host.get(key) for key in load.keys] == load.blocks  # if not, it was discarded meanwhile
-        is_valid = reply.is_valid and is_kept
+        is_valid = load.is_valid and is_kept
         host.unpin(load.blocks)
         self._pool.finish_load(load.prefix, is_valid)
         self.num_loaded += load.tokens if is_valid else 0
@@ -149,61 +163,83 @@ class KvTiers(KvSource, PoolListener):
             "hits_total": self.num_loaded,
             "recomputed_tokens_total": self.num_recomputed,
             "late_total": self.num_late,
-            "used_bytes": len(self.offload_queue.host) * self._block_bytes,
+            "used_bytes": self.offload_queue.host.used_bytes,
             "load_bytes_per_second": self.load_policy.bytes_per_second,
         }
         return {"ram": ram} | {tier.name: tier.metrics() for tier in self.storage.tiers}
 
     def _wait_for_load(self, req: Req, context: LoadContext) -> Wait | None:
         """For the load that brings the next tokens of a request, which may be another's; None: it computes them."""
-        cached = self._pool.cached_len(req)
-        keys = self._keys_after(req, cached)
-        if keys and keys[0] in self._load_of:
-            return self._load_of[keys[0]].wait
-        host_keys = list(itertools.takewhile(self.offload_queue.host.__contains__, keys))
-        begin = cached // BLOCK_TOKENS * BLOCK_TOKENS
-        end = begin + len(host_keys) * BLOCK_TOKENS
-        if end - cached >= MIN_TOKENS and not context.has_room(end):
+        cached = self._pool.cached_prefix(req)
+        blocks = self._blocks_of(req, cached)
+        plan = blocks.longest_load(self.offload_queue.host.__contains__)
+        keys = [] if plan is None else plan.keys(req.kv_keys)
+        if loading := next((self._load_of[key] for key in keys if key in self._load_of), None):
+            return loading.wait
+        end = 0 if plan is None else plan.end * BLOCK_TOKENS
+        is_worth_it = end - cached.usable_len >= MIN_TOKENS
+        if plan is not None and is_worth_it and not self._has_room(plan, end, context):
             return None  # it does not fit either, most likely, and is asked again
         req.loads_checked = req.num_admissions
-        if end - cached < MIN_TOKENS:
+        req.branch_len = blocks.reachable(self.offload_queue.host.__contains__) * BLOCK_TOKENS
+        if plan is None or not is_worth_it:
             return None
-        if not self.load_policy.allows(end - cached, self._queued_tokens, context.now_s):
-            self.num_recomputed += end - cached
+        tokens = end - cached.usable_len
+        if not self.load_policy.allows(tokens, self._queued_tokens, context.now_s):
+            self.num_recomputed += tokens
             return None
-        return self._start(req, host_keys, begin, cached, context.now_s).wait
+        return self._start(req, plan, keys, tokens, context.now_s).wait
 
-    def _keys_after(self, req: Req, cached: int) -> list[bytes]:
-        """Of the blocks of a request that are not in the pool, if so many tokens are."""
-        return self.offload_queue.keys_of(req, len(cacheable(req)))[cached // BLOCK_TOKENS :]
+    def _has_room(self, plan: LoadPlan, tokens: int, context: LoadContext) -> bool:
+        return context.has_room(tokens) and self._pool.groups.can_load(plan.groups, context.step_tokens)
+
+    def _blocks_of(self, req: Req, cached: CachedPrefix) -> PrefixBlocks:
+        keys = self.offload_queue.keys_of(req, len(cacheable(req)))
+        return PrefixBlocks(self._pool.groups, keys, cached)
 
     def _wait_for_storage(self, req: Req, now_s: float) -> Wait | None:
-        if req.lora_id is not None:
-            return None
+        host = self.offload_queue.host
 
         def missing() -> list[bytes]:
-            host = self.offload_queue.host
-            keys = self._keys_after(req, self._pool.cached_len(req))[: host.size]  # the first ones must not make room
-            return list(itertools.dropwhile(host.__contains__, keys))
+            blocks = self._blocks_of(req, self._pool.cached_prefix(req))
+            keys = blocks.unpooled()
+            if not self._pool.groups:
+                return list(itertools.dropwhile(host.__contains__, keys[: host.size]))  # the first must not make room
+            return [key for key in keys if key not in host]
 
-        return self.storage.wait_of(req, missing, now_s)
+        def choose(stored: Collection[bytes]) -> list[bytes]:
+            blocks = self._blocks_of(req, self._pool.cached_prefix(req))
+            plan = blocks.longest_load(lambda key: key in stored or key in host)
+            keys = [] if plan is None else plan.keys(req.kv_keys)
+            return [key for key in keys if key in stored and key not in host]
+
+        return self.storage.wait_of(req, missing, choose, now_s)
 
     @property
     def _queued_tokens(self) -> int:
         return sum(len(load.prefix.slots) for load in self._loads.values())
 
-    def _start(self, req: Req, keys: list[bytes], begin: int, cached: int, now_s: float) -> Load:
-        end = begin + len(keys) * BLOCK_TOKENS
+    def _start(self, req: Req, plan: LoadPlan, keys: list[bytes], tokens: int, now_s: float) -> Load:
+        """``tokens``: that it saves."""
         # pinned first: the slots may come from an eviction, which needs host memory
         blocks = self.offload_queue.host.pin(keys)
-        prefix = self._pool.start_load(req, begin, end)
-        wait = Wait(self.load_policy.deadline_s(end - cached, now_s), self._on_late)
-        load = Load(prefix, keys, blocks, end - cached, wait)
-        load_id = next(self._ids)
-        self._loads[load_id] = load
+        prefix = self._pool.start_load(req, plan.begin * BLOCK_TOKENS, plan.end * BLOCK_TOKENS, plan.groups)
+        wait = Wait(self.load_policy.deadline_s(tokens, now_s), self._on_late)
+        load = Load(prefix, keys, blocks, tokens, wait)
         self._load_of |= dict.fromkeys(keys, load)
-        self._started.append(KvLoad(load_id, np.array(blocks, dtype=np.int32), prefix.slots))
+        left = iter(blocks)
+        parts = [(plan.end - plan.begin, prefix.slots), *zip(map(len, plan.groups), prefix.group_slots, strict=True)]
+        for count, slots in parts:
+            if count:
+                self._start_part(load, int32s(list(itertools.islice(left, count))), slots)
         return load
+
+    def _start_part(self, load: Load, blocks: Int32s, slots: Slots) -> None:
+        """Of one pool."""
+        load_id = next(self._ids)
+        load.num_open += 1
+        self._loads[load_id] = load
+        self._started.append(KvLoad(load_id, blocks, slots))
 
     def _on_late(self, req: Req) -> None:
         req.loads_checked = req.num_admissions

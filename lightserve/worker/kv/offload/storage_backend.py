@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightserve.config import WorkerConfig
 from lightserve.messages.control import KvIdentity
-from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.messages.worker_calls import NO_STORE, KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
 from lightserve.utils.logger import init_logger
 from lightserve.worker.kv.identity import rank_identity
 from lightserve.worker.kv.offload.block_store.base import BlockStore
@@ -38,14 +38,9 @@ class StorageBackend:
         return tuple(store.name for store in self._stores)
 
     def lookup(self, command: KvLookup) -> list[int]:
-        """The first store that has each of these keys, up to the first one that none has."""
-        store_indices: list[int] = []
+        """The first store that has each of these keys."""
         by_store = [store.find(command.keys) for store in self._stores]
-        for are_there in zip(*by_store, strict=True):
-            if not any(are_there):
-                break
-            store_indices.append(are_there.index(True))
-        return store_indices
+        return [are_there.index(True) if any(are_there) else NO_STORE for are_there in zip(*by_store, strict=True)]
 
     def fetch(self, command: KvFetch) -> KvFetched:
         """Read blocks into host memory."""
@@ -91,7 +86,7 @@ def make_storage_backend(
     """None without a tier below host memory. The weights are part of the router's keys."""
     if host is None or not config.storage_tiers:
         return None
-    identity = rank_identity(kv_identity, rank)
+    identity = rank_identity(kv_identity, rank, host.num_pools)
     stores: list[BlockStore] = []
     if config.kv_disk_gb and config.kv_disk_dir is not None:
         share, group = int(config.kv_disk_gb * 2**30 / config.num_ranks), f"ranks{config.num_ranks}.{rank}"

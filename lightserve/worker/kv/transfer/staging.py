@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import Device
-from lightserve.common.kv.cpu_kv import CpuKv, block_bytes
+from lightserve.common.kv.cpu_kv import CpuKv, block_formats
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
 
@@ -29,10 +29,10 @@ class Staging:
     """Host memory for the blocks of some frames."""
 
     def __init__(self, memory: MemoryManager, platform: Device) -> None:
-        size = block_bytes(memory.layout, BLOCK_TOKENS)
-        count = frame_blocks(size) * STAGED_FRAMES
+        block_format = block_formats(memory, BLOCK_TOKENS)[0]
+        count = frame_blocks(block_format.num_bytes) * STAGED_FRAMES
         self.chunks: list[Tensor] = []
-        self.kv = CpuKv(memory, count, BLOCK_TOKENS, lambda nbytes: self._new_chunk(platform, nbytes))
+        self.kv = CpuKv(block_format, count, lambda nbytes: self._new_chunk(platform, nbytes))
         self._free = list(range(count - 1, -1, -1))
         self._has_freed = threading.Condition()
 

@@ -79,7 +79,7 @@ class KvSender:
             return f"rank {self._rank} has no peer in the other engine"
         address = command.addresses[self._rank]
         slots = _by_block(command.slots, self._device)
-        most = frame_blocks(self._staging.kv.block_bytes)
+        most = frame_blocks(self._staging.kv.format.num_bytes)
         for begin in range(0, len(slots), most):
             frame_slots = slots[begin : begin + most]
             blocks = self._staging.take_for(address, len(frame_slots))
@@ -100,7 +100,7 @@ class KvSender:
         self._backend.push(address, Outgoing(frame, self._staging.data(blocks), wait, done))
 
     def _gather(self, slots: Tensor, block_range: slice, blocks: Tensor) -> None:
-        self._staging.kv.gather(slots[block_range], blocks)
+        self._staging.kv.format.gather(slots[block_range], blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +217,7 @@ class KvReceiver:
             self._has_changed.notify_all()
 
     def _scatter(self, slots: Tensor, block_range: slice, blocks: Tensor) -> None:
-        self._staging.kv.scatter(blocks, slots[block_range])
+        self._staging.kv.format.scatter(blocks, slots[block_range])
 
 
 def _by_block(slots: Int32s, device: torch.device) -> Tensor:

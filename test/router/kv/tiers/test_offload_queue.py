@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.router.kv.tiers.cpu_block_table import CpuBlockTable
+from lightserve.messages.control import CpuKvSize
+from lightserve.router.kv.tiers.cpu_block_tables import CpuBlockTables
 from lightserve.router.kv.tiers.load_or_recompute import Rate
 from lightserve.router.kv.tiers.offload_queue import OffloadQueue
 from lightserve.router.kv.tiers.storage import StorageTiers
@@ -16,7 +17,7 @@ SLOTS = np.arange(8 * BLOCK_TOKENS, dtype=np.int32)
 
 
 def no_storage_tiers() -> StorageTiers:
-    return StorageTiers((), CpuBlockTable(16), block_bytes=6400, computing=Rate())
+    return StorageTiers((), CpuBlockTables(CpuKvSize(16, 6400)), block_bytes=6400, computing=Rate())
 
 
 def one(first_token: int) -> Req:

@@ -13,7 +13,7 @@ import pytest
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.control import CpuKvSize
 from lightserve.messages.step import KvLoad, ReqFailed, Step, TokenOut
-from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
+from lightserve.messages.worker_calls import NO_STORE, KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv.source import LoadContext
 from lightserve.router.kv.tiers.storage import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
@@ -102,9 +102,7 @@ class FakeStorageClient:
         return self.replies[-1]
 
     def lookup(self, command: KvLookup) -> Any:
-        return self._later(
-            lambda: [0] * sum(1 for _ in itertools.takewhile(self._disk.blocks.__contains__, command.keys))
-        )
+        return self._later(lambda: [0 if key in self._disk.blocks else NO_STORE for key in command.keys])
 
     def fetch(self, command: KvFetch) -> Any:
         def read() -> KvFetched:
