@@ -118,6 +118,16 @@ def test_a_multimodal_gemma3_has_the_shape_of_its_text_model() -> None:
     assert with_text_config(hf)["eos_token_id"] == [1, 106]
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_layers_with_an_indexer_are_read_under_the_names_of_every_version(model_type: str, kind: str) -> None:
+    config = saved(model_type)
+
+    read = ModelConfig.from_hf(config | {"layer_types": [kind] * config["num_hidden_layers"]})
+
+    assert same_fields(read) == same_fields(ModelConfig.from_hf(config))
+
+
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3"])
 @pytest.mark.parametrize("first", [None, 0, 3, 7])
 def test_qwens_layers_without_types_have_the_windows_of_transformers(model_type: str, first: int | None) -> None:

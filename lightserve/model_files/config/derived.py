@@ -17,6 +17,7 @@ Derive = Callable[[Fields], dict[str, Any]]
 BAICHUAN2_VOCAB = 125_696
 MAX_FACTOR = 1e6  # infinity and NaN are no widths
 BAICHUAN_13B = 5120, 40  # hidden_size, num_hidden_layers
+INDEXED_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def windows_except_every(count: int) -> Derive:
@@ -71,9 +72,10 @@ def all_of(*derives: Derive) -> Derive:
 
 
 def indexed_layers(hf: Fields) -> dict[str, Any]:
-    """transformers gives all layers a type of their own, which says nothing else."""
+    """transformers gives all layers a type of their own, which says nothing else. Versions differ in its name."""
     types = hf.get("layer_types")
-    return {"layer_types": None} if isinstance(types, list) and set(map(str, types)) == {"indexed_attention"} else {}
+    is_of_layers = isinstance(types, list) and set(map(str, types)) in ({kind} for kind in INDEXED_LAYERS)
+    return {"layer_types": None} if is_of_layers else {}
 
 
 def llama4(hf: Fields) -> dict[str, Any]:
