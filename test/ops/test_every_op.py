@@ -72,7 +72,14 @@ def test_an_op_leaves_what_it_only_reads(name: str, backend: str) -> None:
         torch.testing.assert_close(after, wanted, rtol=error, atol=error, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "backend"), [pair for pair in EVERY_OP_AND_BACKEND if pair[1] == "triton"])
+WITH_TENSORS = [
+    pair
+    for pair in EVERY_OP_AND_BACKEND
+    if pair[1] == "triton" and pair[0] != "ngram_drafts"  # its table is in a struct
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), WITH_TENSORS)
 def test_triton_refuses_a_strided_last_dimension(name: str, backend: str) -> None:
     args = ARGS[name](3, torch.float32, device_of(backend))
     big = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dim() > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from lightserve.common import ops
@@ -30,8 +30,10 @@ def test_a_gate_follows_the_norm_of_each_head(module_class: type[torch.nn.Module
 
 
 def test_a_gate_comes_before_the_norm_of_each_group_in_nemotron() -> None:
+    if not hasattr(modeling_nemotron_h, "NemotronHRMSNormGated"):
+        pytest.skip("this version of transformers has no such class")
     x, gate, weight = randn(5, 48), randn(5, 48, seed=1), randn(48, seed=2)
-    module = NemotronHRMSNormGated(48, 16, eps=EPS)
+    module = modeling_nemotron_h.NemotronHRMSNormGated(48, 16, eps=EPS)
     module.load_state_dict({"weight": weight})
 
     grouped, gates = (tensor.view(5, 3, 16) for tensor in (x, gate))
