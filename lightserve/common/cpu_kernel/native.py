@@ -170,7 +170,7 @@ def _define_rotary(lib: ctypes.CDLL) -> None:
 def _define_attention(lib: ctypes.CDLL) -> None:
     @ops.context_attention.impl(BACKEND)
     def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
-        if not _has_heads(q) or q.shape[2] % 8:
+        if not _has_heads(q) or q.shape[2] % 8 or batch.see_until is not None:
             return ops.context_attention.after(BACKEND)(q, kv, kv_cache, batch, options)
         return attend(q, kv_cache, batch, options)
 
