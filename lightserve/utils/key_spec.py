@@ -34,7 +34,7 @@ class KeySpec:
 
 def parse_key(text: str) -> KeySpec:
     """Raises ValueError, without the key. A key without fields may contain spaces."""
-    key, *words = text.split()
+    key, *words = text.split() or [text]
     pairs = [word.partition("=") for word in words]
     if not any(name in FIELDS and equals for name, equals, _ in pairs):
         return KeySpec(text)

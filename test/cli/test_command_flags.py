@@ -66,8 +66,7 @@ def test_the_help_of_an_engine_lists_exactly_what_an_engine_takes(
     refused = {name for name, reaction in reactions.items() if reaction == "refused"}
     assert {"host", "port", "api_key", "dp", "engines"} <= refused
     assert shown & refused == set()
-    no_effect = {"max_lora_rank", "max_cpu_loras"}  # without adapters
-    assert {name for name in reactions.keys() - shown if reactions[name] == "taken"} == no_effect
+    assert {name for name in reactions.keys() - shown if reactions[name] == "taken"} == set()
 
 
 def test_the_help_of_an_engine_begins_with_what_it_does_and_needs(capsys: pytest.CaptureFixture[str]) -> None:

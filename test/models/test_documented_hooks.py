@@ -21,14 +21,19 @@ from test.models.session import Session
 from test.models.tiny import ONE_RANK, model_args
 
 NOT_RECURRENT = "without recurrent layers"
+NOT_DRAFTING = "without drafts of mtp"
 NO_HEAD_NORMS = "without rope or without qk_norm=QkNorm.HEAD"
 ENCODER = PoolingConfig("embed", "mean", SMALL["hidden_size"], is_causal=False)
 
 
 class Family(NamedTuple):
     case: Case
-    kinds: tuple[str, ...] = ()  # rows of the page's table of hooks that are not called
+    rows: tuple[str, ...] = ()  # of the page's table of hooks that are not called
     pooling: PoolingConfig | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (NOT_DRAFTING, *self.rows)
 
 
 FAMILIES = {
