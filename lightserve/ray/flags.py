@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 
 from lightserve.config import ROLES, ClusterConfig, HttpConfig, Role, ServerConfig, missing_role
-from lightserve.config.commands import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER, SET_BY_DEPLOY
+from lightserve.config.commands import (
+    ENGINE_HTTP,
+    GATEWAY_LAUNCH,
+    GATEWAY_ROUTER,
+    GATEWAY_WORKER,
+    OF_ADAPTERS,
+    SET_BY_DEPLOY,
+)
 from lightserve.config.option import changed_options
 from lightserve.errors import OptionError
 from lightserve.ray.messages import Deployment, ReplicaGroup
@@ -106,6 +113,8 @@ def check(config: ServerConfig, has_roles: bool) -> None:
     for name in (*ENGINE_KV, "min_remote_prefill_tokens"):
         if name in given and not has_roles:
             raise OptionError(f"{name}: replicas without roles send no KV; set --roles prefill=1,decode=2 too")
+    for name in _set(config.worker, OF_ADAPTERS):
+        raise OptionError(f"{name}: lightserve deploy places no adapters on nodes; use --engines with a gateway")
     transport = config.cluster.kv_transport
     if transport != "sockets" and not config.cluster.cluster_tls:
         raise OptionError(

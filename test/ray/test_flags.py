@@ -111,7 +111,7 @@ def test_wrong_roles_are_refused(text: str, found: str) -> None:
     [
         (["--cluster_tls"], None, "cluster_tls: replicas without roles send no KV; set --roles"),
         (["--min_remote_prefill_tokens=9"], None, "min_remote_prefill_tokens: replicas without roles"),
-        (["--max_loras=2"], None, "--max_loras cannot be used with --listen: engines of a gateway do not serve LoRA"),
+        (["--max_loras=2"], None, "max_loras: lightserve deploy places no adapters on nodes; use --engines"),
         (["--kv_transport=nixl"], "prefill=1,decode=1", "kv_transport=nixl: .*; set --cluster_tls"),
         (
             ["--null_worker"],
