@@ -75,11 +75,12 @@ def test_an_http_process_that_dies_is_replaced_on_its_port_and_the_router_is_inf
         server.signal_child("ls-httpserver", signal.SIGKILL)
 
         server.wait_for_output(IS_BACK)
-        wait_until(lambda: len(received(server, 0)) == 4, "the new one knows the engine")
+        wait_until(lambda: len(received(server, 0)) == 5, "the new one knows the engine")
         assert received(server, 0) == [
             f"process 0 on port {port}",
             "EngineInfo",
             f"process {count} on port {port}",
+            "Keys",  # they may have been read again meanwhile
             "EngineInfo",
         ]
         assert server.received("router") == [f"HttpProcessLost(process=0, successor={count})"]

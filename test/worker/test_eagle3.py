@@ -195,7 +195,7 @@ def test_the_logits_are_those_of_the_definition(
     ("fields", "problem"),
     [
         ({"target_hidden_size": 32}, "for a model with hidden_size 32, and the model has 64"),
-        ({"other_vocab": 200}, "its vocabulary has 200 tokens, and that of the model 131"),
+        ({"other_vocab": 200}, "its vocabulary has 200 tokens, the vocabulary of the model 131"),
         ({"architectures": ["LlamaForCausalLM"]}, "not of EAGLE-3"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, r"after \[2, 16, 29\] layers, and the model has 2"),
         ({"fc_norm": True}, "fc_norm is not supported"),
