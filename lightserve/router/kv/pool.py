@@ -127,7 +127,7 @@ class KvPool:
         if not self.groups:
             return CachedPrefix(self.cached_len(req), NO_INT32)
         slots = self._cache.find_slots(cacheable(req), req.salt)
-        return CachedPrefix(self.groups.usable_len(slots), slots)
+        return CachedPrefix(self._usable_len(req, slots), slots)
 
     def start_load(self, req: Req, begin: int, end: int, group_blocks: tuple[tuple[int, ...], ...] = ()) -> PrefixLoad:
         """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.

@@ -14,6 +14,7 @@ from lightserve.messages.step import ReqFailed
 from lightserve.router.kv.group_slots import GroupSlots, SlotQueue
 from lightserve.router.kv.sliding_window import SlidingWindowPool
 from lightserve.router.kv.slots import Slots
+from test.router.images.test_image_waits import item
 from test.router.scheduler.test_scheduler import Server, fresh_histories, make, make_req, truth
 
 WINDOW, KEPT = 8, 12
@@ -292,3 +293,14 @@ def test_choices_of_one_prompt_share_its_windowed_slots(depth: int) -> None:
     assert pool.slots.available == pool.slots.size
     assert not pool.slots.num_unheld
     server.assert_idle()
+
+
+def test_few_equal_ids_of_an_image_are_no_prefix_that_a_load_may_continue() -> None:
+    server = Server(make(1000, windowed=windowed(200)))
+    server.run([make_req(0, prompt(12), 1)])
+    other = make_req(1, [*prompt(3), *prompt(9, 2000)], 1)
+    other.images = (item("b", 1, 6),)
+
+    pool = server.scheduler.only_group.pool
+
+    assert pool.cached_prefix(other).usable_len == pool.cached_len(other) == 1
