@@ -375,7 +375,7 @@ class RouterManager:
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         shares_prefix = self._pooling is None or self._pooling.shares_prefix
-        prompt_ids = with_image_ids(message.prompt_ids, message.images) if message.images else message.prompt_ids
+        prompt_ids = with_image_ids(message.prompt_ids, message.images)
         salt = self.weights.served.salt + lora + self._sight.salt(prompt_ids) + message.prefix_salt(uses_cache)
         return Req(
             message.req_id,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout
 from lightserve.media.tiles import IMAGE_SIZE, PATCH_SIZE, TiledImages
 from lightserve.model_files.config.images import ImageFiles
@@ -35,11 +34,7 @@ class Idefics3Vision:
     @classmethod
     def read(cls, files: ImageFiles) -> Idefics3Vision:
         vision = files.vision
-        act = vision.get("hidden_act", "gelu_pytorch_tanh")
-        if act != "gelu_pytorch_tanh":
-            raise ModelFilesError(
-                f"config.json: hidden_act {act!r} of vision_config is not supported: gelu_pytorch_tanh"
-            )
+        files.check_gelu_tanh()
         patch = int(vision.get("patch_size", PATCH_SIZE))
         return cls(
             size=vision.get("hidden_size", 1152),

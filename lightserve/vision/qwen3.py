@@ -35,11 +35,7 @@ class Qwen3Vision:
     @classmethod
     def read(cls, files: ImageFiles) -> Qwen3Vision:
         vision = files.vision
-        act = vision.get("hidden_act", "gelu_pytorch_tanh")
-        if act != "gelu_pytorch_tanh":
-            raise ModelFilesError(
-                f"config.json: hidden_act {act!r} of vision_config is not supported: gelu_pytorch_tanh"
-            )
+        files.check_gelu_tanh()
         try:
             return cls(
                 size=vision["hidden_size"],

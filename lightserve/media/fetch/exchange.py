@@ -37,7 +37,7 @@ async def get(url: OutboundUrl, addresses: Sequence[str], max_bytes: int, tls: s
     except (OSError, EOFError, h11.ProtocolError) as error:
         raise InvalidRequestError(BROKEN) from error
     finally:
-        writer.transport.abort()  # nothing is left to say, and a farewell could hang
+        writer.transport.abort()  # nothing is left to say, and closing TLS in order could hang
 
 
 class _Exchange:

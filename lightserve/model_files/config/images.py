@@ -69,6 +69,14 @@ class ImageFiles:
             raise ModelFilesError("config.json has no vision_config; fetch it again")
         return vision
 
+    def check_gelu_tanh(self) -> None:
+        """Of vision towers that have no other activation."""
+        act = self.vision.get("hidden_act", "gelu_pytorch_tanh")
+        if act != "gelu_pytorch_tanh":
+            raise ModelFilesError(
+                f"config.json: hidden_act {act!r} of vision_config is not supported: gelu_pytorch_tanh"
+            )
+
     @property
     def text_size(self) -> int:
         """Of the hidden states of the language model."""
