@@ -265,7 +265,8 @@ def compile_experts(dtype: torch.dtype) -> None:
     ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
     ops.experts.impls["triton"](x, ids, weights, params)
     pairs = sort_pairs(ids, 32, 16)
-    sort_pairs(torch.zeros(600, 2, dtype=torch.int32), 32, 16)
+    for tokens in (30, 1200):  # other tiles, other kernels
+        sort_pairs(torch.zeros(tokens, 2, dtype=torch.int32), 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)
