@@ -212,12 +212,14 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
 
 def compile_state(dtype: torch.dtype) -> None:
     """With the sizes of Qwen3-Next, Kimi-Linear and Nemotron-H; prompts and decodes."""
-    prompt: list[Request] = [(64, NO_ROW, 0)]
+    prompt: list[Request] = [(64, NO_ROW, 0, 1, 63)]  # with a snapshot, as in all steps with prompts
     for by_channel in (False, True):
         ops.gated_delta_rule.impls["triton"](*delta_args(prompt, (1, 2, 128, 128), dtype, "cpu", by_channel))
     ops.mamba_scan.impls["triton"](*mamba_args(prompt, (1, 2, 64, 128), dtype, "cpu"))
-    for tokens in (1, 64):
-        ops.causal_conv1d.impls["triton"](*conv_args([(tokens, 0, 0)], 8192, dtype, "cpu"))
+    decode: list[Request] = [(1, 0, 0)]
+    ops.gated_delta_rule.impls["triton"](*delta_args(decode, (1, 2, 128, 128), dtype, "cpu"))
+    for requests in (decode, prompt):
+        ops.causal_conv1d.impls["triton"](*conv_args(requests, 8192, dtype, "cpu"))
 
 
 def compile_linear(dtype: torch.dtype) -> None:
