@@ -65,7 +65,7 @@ def test_a_shared_expert_with_a_gate_is_one_of_the_experts_unless_it_takes_adapt
     args = [model_args(tiny.config_json, tiny.checkpoint(), ONE_RANK) for _ in range(2)]
     args[1] = replace(args[1], lora=LoraArgs(1, 8))
 
-    alone, apart = (get_model_class("qwen2_moe")(each).layer_weights[1].ffn for each in args)
+    alone, apart = (get_model_class("qwen2_moe")(each).layer_weights[1].ffn for each in args)  # type: ignore[attr-defined]
 
     assert alone.shared is alone.shared_gate is None
     assert alone.experts.method.params.num_experts == tiny.hf.config.num_experts + 1
