@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.int_arrays import Int64Array, Tails
+from lightserve.router.draft_rates import DraftRates
 
 FIELDS = (
     "prompt_len",
@@ -59,6 +60,7 @@ class ReqColumns:
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.acceptance: npt.NDArray[np.float64] = np.full(rows, FIRST_ACCEPTANCE)  # share of the drafts it reached
+        self.draft_rates = DraftRates()  # of all requests
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
 

@@ -373,8 +373,10 @@ def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
     """Drafts of each of so many requests that a captured step has room for."""
     if not num_drafts:
         return ()
+    if requests < MANY_DRAFTING:
+        return (num_drafts,)
     half = num_drafts // 2
-    return (half, num_drafts) if half and requests >= MANY_DRAFTING else (num_drafts,)
+    return tuple(sorted({half, (half + num_drafts) // 2, num_drafts} - {0}))
 
 
 def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int) -> StepShape | None:
