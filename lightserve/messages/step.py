@@ -122,7 +122,9 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     free: list[int] = []
     retain: list[int] = []  # of ``free``: later requests may name them as parents
     release: list[int] = []  # of the requests that are kept: none will name them any more
-    group_slots: tuple[Int32s, ...] = ()  # by KV group; of a window: of all tokens of the rows, in their order
+    # by KV group; of a window: of all tokens of the rows, in their order; of states: a row of each, then of snapshots
+    group_slots: tuple[Int32s, ...] = ()
+    snapshots: Int32s = NO_INT32  # of states: of each its request's number in the step, and the tokens before it
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens, one request after the other
     slot_counts: Int32s = NO_INT32  # how many of ``decode_slots`` each of ``decode_ids`` gets; empty: one

@@ -286,9 +286,13 @@ class StepRunner:
 def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
     if columns.states is None:
         return None
+    states = columns.states
+    batch_of = partial(ops.StateBatch, states.start, states.read_row, states.write_row)
     if shape.num_drafts:
-        return ops.StateBatch(*columns.states, max_tokens=shape.num_drafts + 1)
-    return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
+        return batch_of(max_tokens=shape.num_drafts + 1)
+    if not shape.has_prompts:
+        return batch_of(max_tokens=1)
+    return batch_of(max_tokens=shape.tokens, snapshots=ops.Snapshots(states.snapshot_row, states.snapshot_len))
 
 
 def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:

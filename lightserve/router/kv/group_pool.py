@@ -48,6 +48,7 @@ class KvGroupPool(StoredKvGroup):
         self._evicted_before = 0  # the last reset
         self.slots = GroupSlots(size, num_tokens)
         self.writes: Slots = NO_INT32  # slots to which the step writes that is being planned
+        self.snapshots: Int32Array = NO_INT32  # of that step: see Step
         self._clear()
 
     @property

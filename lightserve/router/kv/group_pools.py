@@ -78,6 +78,11 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
             group.writes = group.alloc(rows, counts, chunks)
         return tuple([group.writes for group in self])
 
+    @property
+    def snapshots(self) -> Int32Array:
+        """Of the step that ``alloc`` was called for last: see Step. One group at most has states."""
+        return next((group.snapshots for group in self if len(group.snapshots)), NO_INT32)
+
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """A step with these decodes and chunks is planned."""
         for group in self:

@@ -127,6 +127,7 @@ class GroupScheduler:
             retain=retain,
             release=release,
             group_slots=planned.group_slots,
+            snapshots=planned.snapshots,
             decode_ids=planned.req_ids[: planned.num_decodes],
             decode_slots=planned.slots[: planned.decodes.num_slots],
             slot_counts=planned.decodes.slot_counts,

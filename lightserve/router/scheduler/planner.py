@@ -35,6 +35,7 @@ class PlannedStep:
     planned_len: Int64Array  # after the step, at least
     slots: Slots  # of all tokens, without those that requests have already
     group_slots: tuple[Slots, ...] = ()  # by KV group: see KvGroupPool.alloc
+    snapshots: Int32Array = field(default_factory=lambda: NO_INT32)  # see Step
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
     drafts_follow: bool = False  # see Step
@@ -115,6 +116,7 @@ class StepPlanner:
             columns.planned_len[rows],
             slots,
             group_slots,
+            self._pool.groups.snapshots,
             prefills + _recomputed_outputs(chunks),
             self._token_ids(decodes.rows, chunks),
             self._limits.num_drafts > 0 and (bool(chunks) or columns.may_draft_soon(decodes.rows)),

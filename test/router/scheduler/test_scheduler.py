@@ -152,7 +152,7 @@ class KvWorker:
             raise WorkerDiedError("poison")
         self._check_token_ids(step)
         for group, of_group in zip(self._groups, step.group_slots, strict=True):
-            group.begin_step(step.rows, self.reqs, of_group.tolist())
+            group.begin_step(step.rows, self.reqs, of_group.tolist(), step.snapshots.tolist())
         for row in step.rows:
             self.reqs[row.req_id].slots.extend(row.slots)
         counts = counts_of(step)
