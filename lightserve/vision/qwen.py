@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightserve.common.ops import RotaryAngles
 from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout
 from lightserve.media.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.attention import axial_angles, segment_groups
-from lightserve.vision.qwen_layers import EPS, Angles, Attention, Block, GatedMlp, Merger, QuickGeluMlp, RmsNorm
+from lightserve.vision.attention import Segments, axial_angles
+from lightserve.vision.qwen_layers import EPS, Attention, Block, GatedMlp, Merger, QuickGeluMlp
+from lightserve.vision.rms_norm import RmsNorm
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 THETA = 10_000.0
@@ -86,7 +88,7 @@ class QwenTower(VisionTower):
         return split_rows(rows, [height * width // self.config.merge**2 for height, width in grids])
 
     def _norm(self) -> nn.Module:
-        return RmsNorm(self.config.size) if self.config.window else nn.LayerNorm(self.config.size, eps=EPS)
+        return RmsNorm(self.config.size, EPS) if self.config.window else nn.LayerNorm(self.config.size, eps=EPS)
 
     def _block(self) -> Block:
         config = self.config
@@ -98,11 +100,11 @@ class QwenTower(VisionTower):
         """``[tokens, out_size]`` of all images. ``patches``: see ``patches_of``; ``grids``: of each image."""
         device, merge = patches.device, self.config.merge
         images = [rows * columns for rows, columns in grids]
-        whole = segment_groups(images, device)
+        whole = Segments(images, device)
         order, windows = torch.arange(sum(images) // merge**2, device=device), whole
         if self.config.window:
             order, lengths = self._windows(grids)
-            order, windows = order.to(device), segment_groups(lengths, device)
+            order, windows = order.to(device), Segments(lengths, device)
         angles = self._angles(grids, order)
         x = self.patch_embed["proj"](patches)
         x = x.view(len(order), merge**2, -1)[order].flatten(0, 1)
@@ -111,13 +113,13 @@ class QwenTower(VisionTower):
         tokens: Tensor = self.merger(x)
         return torch.empty_like(tokens).index_copy_(0, order, tokens)
 
-    def _angles(self, grids: Sequence[Grid], order: Tensor) -> Angles:
+    def _angles(self, grids: Sequence[Grid], order: Tensor) -> RotaryAngles:
         """Of the patches in squares, the squares in ``order``."""
         merge = self.config.merge
         places = [patch_places(rows, columns, merge) for rows, columns in grids]
         squares = torch.cat(places).to(order.device).view(-1, merge**2, 2)[order].flatten(0, 1)
         head_dim = self.config.size // self.config.heads
-        return Angles(*axial_angles(squares[:, 0], squares[:, 1], head_dim, THETA))
+        return axial_angles(squares[:, 0], squares[:, 1], head_dim, THETA)
 
     def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
         """The tokens of all images, window by window, and the patches of each window."""
