@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightserve.common.compile.cache import use_writable_cache
 from lightserve.errors import RequestError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
@@ -45,12 +46,16 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 
 def _load(child_config: ChildConfig) -> ImageEncoder:
+    use_writable_cache(child_config.path("triton"))
     from lightserve.encoder.image_encoder import load_encoder  # torch begins here
 
     if child_config.arena_fd is None:
         raise TypeError("the launcher starts an encoder with an arena")
     arena = mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size)
-    return load_encoder(child_config.config, arena, child_config.device)
+    encoder = load_encoder(child_config.config, arena, child_config.device)
+    if child_config.encoder_fd is not None:
+        os.close(child_config.encoder_fd)
+    return encoder
 
 
 class EncoderLoop:

@@ -54,6 +54,14 @@ class ChildConfig(msgspec.Struct, frozen=True):
     epoch: int = 0  # of an engine: how many times its router was replaced before
     store_port: int | None = None  # on loopback: where ranks on several nodes find each other
     arena_fd: int | None = None  # memory for the embeddings of images; None: requests have none
+    # A pipe that the first encoder closes when it has taken its memory on the device, where workers take what is left:
+    # its end of the pipe, or theirs. None: nobody waits.
+    encoder_fd: int | None = None
+
+    @property
+    def fds(self) -> list[int]:
+        """The process inherits them."""
+        return [fd for fd in (self.listen_fd, self.arena_fd, self.encoder_fd) if fd is not None]
 
     @property
     def device(self) -> int:

@@ -17,7 +17,7 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import EngineInfo, StateKv
 from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
-from lightserve.server.images import open_arena
+from lightserve.server.images import has_gpu, open_arena
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
@@ -63,6 +63,7 @@ class EngineProcesses:
         self.engine: EngineInfo | None = None  # from the first workers, once all processes are ready
         self.encoder: ChildProcess | None = None  # None: requests have no images
         self._arena_fd: int | None = None  # the same
+        self._encoder_fd: int | None = None  # see ChildConfig
         self._encoder_generation = 0  # how many times it was replaced
         self._has_router = asyncio.Event()
         self._group = group
@@ -81,9 +82,16 @@ class EngineProcesses:
         return any(worker.is_node_missing for worker in self.workers)
 
     async def start_first_encoder(self) -> None:
-        """Before the workers: on a GPU they take the memory that is left."""
+        """Before the workers: on a GPU they wait until it has its memory, and take what is left."""
         self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
-        self.encoder = await self._start_encoder()
+        if not has_gpu(self._config.worker.device):
+            self.encoder = await self._start_encoder()
+            return
+        self._encoder_fd, end_of_encoder = os.pipe()
+        try:
+            self.encoder = await self._start_encoder(end_of_encoder)
+        finally:
+            os.close(end_of_encoder)
 
     async def replace_encoder(self) -> None:
         """Start another encoder in place of one that has exited. The router sends it what that one had."""
@@ -94,8 +102,9 @@ class EngineProcesses:
         await self._has_router.wait()
         self.encoder = await self._start_encoder()
 
-    async def _start_encoder(self) -> ChildProcess:
-        config = msgspec.structs.replace(self._child_config(), generation=self._encoder_generation)
+    async def _start_encoder(self, pipe_fd: int | None = None) -> ChildProcess:
+        generation = self._encoder_generation
+        config = msgspec.structs.replace(self._child_config(), generation=generation, encoder_fd=pipe_fd)
         role = self._role("encoder")
         return await self._group.start_child(role, self._group.encoder_module, config, worker_env(self._config))
 
@@ -115,7 +124,8 @@ class EngineProcesses:
             self.workers[0].show_progress = self._group.show_progress
 
     async def _start_local(self, config: ServerConfig, rank: int, store: socket.socket | None) -> None:
-        child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
+        base = self._child_config()
+        child_config = msgspec.structs.replace(base, config=config, index=rank, encoder_fd=self._encoder_fd)
         if store is not None:
             listen_fd = store.fileno() if rank == 0 else None
             port = store.getsockname()[1]
