@@ -36,13 +36,16 @@ class Decoded(NamedTuple):
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     begin_s = time.monotonic()
-    inbox: Receiver[ToEncoder] = Receiver(child_config.encoder_address(child_config.generation), ToEncoder)
+    inbox: Receiver[ToEncoder] = Receiver(
+        child_config.encoder_address(child_config.index, child_config.generation), ToEncoder
+    )
     to_router: Sender[FromEncoder] = Sender(child_config.router_address)
     encoder = await asyncio.to_thread(_load, child_config)
     launcher.send(StartupPhase("load", time.monotonic() - begin_s))
-    to_router.send(EncoderStarted(child_config.generation, encoder.num_rows))
+    started = EncoderStarted(child_config.generation, encoder.num_rows, child_config.index)
+    to_router.send(started)
     launcher.send(Ready(encoder.summary))
-    await EncoderLoop(encoder, inbox, to_router, child_config.generation).run()
+    await EncoderLoop(encoder, inbox, to_router, started).run()
 
 
 def _load(child_config: ChildConfig) -> ImageEncoder:
@@ -62,12 +65,12 @@ class EncoderLoop:
     """Images are decoded in threads as they come, and encoded in their order, several at once if there is a GPU."""
 
     def __init__(
-        self, encoder: ImageEncoder, inbox: Receiver[ToEncoder], to_router: Sender[FromEncoder], generation: int
+        self, encoder: ImageEncoder, inbox: Receiver[ToEncoder], to_router: Sender[FromEncoder], started: EncoderStarted
     ) -> None:
         self._encoder = encoder
         self._inbox = inbox
         self._to_router = to_router
-        self._generation = generation
+        self._started = started
         self._threads = ThreadPoolExecutor(available_cores(), "decode")
         self._waiting: deque[tuple[EncodeImage, asyncio.Future[Decoded]]] = deque()
         self._has_waiting = asyncio.Event()
@@ -126,13 +129,14 @@ class EncoderLoop:
     def _report(self, message: EncodeImage, decoded: Decoded, encode_s: float = 0.0) -> None:
         self._to_router.send(
             ImageEncoded(
-                self._generation,
+                self._started.generation,
                 message.digest,
                 decoded.status,
                 decoded.message,
                 decoded.decode_s,
                 decoded.resize_s,
                 encode_s,
+                self._started.encoder,
             )
         )
 

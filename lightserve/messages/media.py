@@ -79,10 +79,11 @@ class EncodeImage(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncoderStarted(msgspec.Struct, frozen=True, tag=True):
-    """A new encoder waits for images. Those of the one before are lost."""
+    """A new encoder waits for images. Those of the one before, with the same number, are lost."""
 
     generation: int
     num_rows: int  # of the arena
+    encoder: int = 0  # its number
 
 
 class ImageEncoded(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +96,7 @@ class ImageEncoded(msgspec.Struct, frozen=True, tag=True):
     decode_s: float = 0.0
     resize_s: float = 0.0
     encode_s: float = 0.0
+    encoder: int = 0  # the number of the encoder
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -55,7 +55,7 @@ class OfflineImages:
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
         self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
-        self._waits = ImageWaits(lambda generation: self._to_encode.append)
+        self._waits = ImageWaits(lambda encoder, generation: self._to_encode.append)
 
     def use_worker(self, worker: ModelWorker) -> None:
         """Before it captures its steps."""

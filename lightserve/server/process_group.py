@@ -135,7 +135,7 @@ class ProcessGroup:
             await self._start_nodes()
         if self._config.http.max_images:
             for engine in self.engines:
-                await engine.start_first_encoder()
+                await engine.start_first_encoders()
         for engine in self.engines:
             await engine.start_workers()
         if self._config.cluster.listen is None:  # an engine has no text
