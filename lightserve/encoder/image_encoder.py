@@ -26,7 +26,7 @@ GPU_PATCHES = 16_384  # of several images that are encoded at once
 
 
 class DecodedImage(NamedTuple):
-    tiles: list[Pixels]
+    tiles: list[Pixels]  # or the frames of a video
     height: int  # of its ImageSize
     width: int
 
@@ -50,9 +50,9 @@ class ImageEncoder:
     def num_rows(self) -> int:
         return len(self._arena)
 
-    def resized(self, picture: Image.Image, message: EncodeImage) -> DecodedImage:
-        """From any thread."""
-        tiles = self.layout.pixels(picture, message.height, message.width)
+    def resized(self, pictures: Sequence[Image.Image], message: EncodeImage) -> DecodedImage:
+        """An image, or the frames of a video. From any thread."""
+        tiles = [tile for each in pictures for tile in self.layout.pixels(each, message.height, message.width)]
         return DecodedImage(tiles, message.height, message.width)
 
     @property

@@ -144,12 +144,13 @@ class EncoderLoop:
 def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     """In any thread."""
     from lightserve.media.image_file import decode
+    from lightserve.media.video_file import decode_frames
 
     begin_s = time.monotonic()
     try:
-        picture = decode(message.data)
+        pictures = decode_frames(message.data, message.frames) if message.frames else [decode(message.data)]
         decoded_s = time.monotonic()
-        image = encoder.resized(picture, message)
+        image = encoder.resized(pictures, message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
     return Decoded(image, decoded_s - begin_s, time.monotonic() - decoded_s)

@@ -83,9 +83,9 @@ class QwenTower(VisionTower):
         return self.config.out_size
 
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
-        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
+        patches, grids = patches_and_grids(images, self.images, self.config.times)
         rows = self(patches.to(next(self.parameters()).dtype), grids)
-        return split_rows(rows, [height * width // self.config.merge**2 for height, width in grids])
+        return split_rows(rows, token_counts(images, self.images, self.config.times))
 
     def _norm(self) -> nn.Module:
         return RmsNorm(self.config.size, EPS) if self.config.window else nn.LayerNorm(self.config.size, eps=EPS)
@@ -145,20 +145,37 @@ def patch_places(rows: int, columns: int, merge: int) -> Tensor:
     return squares.transpose(1, 2).reshape(-1, 2)
 
 
-def patches_and_grids(pixels: Sequence[Tensor], images: QwenImages, times: int) -> tuple[Tensor, list[Grid]]:
-    """Of several images; see ``patches_of``."""
-    grids = [(image.shape[0] // images.patch, image.shape[1] // images.patch) for image in pixels]
-    return torch.cat([patches_of(image, images, times) for image in pixels]), grids
+def patches_and_grids(media: Sequence[ImageTiles], images: QwenImages, times: int) -> tuple[Tensor, list[Grid]]:
+    """Of each image, and of each group of frames of a video: these do not see one another."""
+    groups = [group for medium in media for group in frame_groups(medium.tiles, times)]
+    grids = [(group[0].shape[0] // images.patch, group[0].shape[1] // images.patch) for group in groups]
+    return torch.cat([patches_of(group, images, times) for group in groups]), grids
 
 
-def patches_of(pixels: Tensor, images: QwenImages, times: int) -> Tensor:
+def token_counts(media: Sequence[ImageTiles], images: QwenImages, times: int) -> list[int]:
+    return [
+        len(frame_groups(medium.tiles, times)) * (medium.height // images.side) * (medium.width // images.side)
+        for medium in media
+    ]
+
+
+def frame_groups(frames: Sequence[Tensor], times: int) -> list[Sequence[Tensor]]:
+    """An image is one group of one. Those of a video are full: the last frame comes again."""
+    if len(frames) == 1:
+        return [frames]
+    padded = [*frames, *[frames[-1]] * (-len(frames) % times)]
+    return [padded[first : first + times] for first in range(0, len(padded), times)]
+
+
+def patches_of(frames: Sequence[Tensor], images: QwenImages, times: int) -> Tensor:
     """``[patches, colors * times * patch * patch]`` float32, normalised, of pixels ``[height, width, 3]`` uint8."""
     patch, merge = images.patch, images.merge
+    pixels = torch.stack(list(frames))
     mean = torch.tensor(images.mean, device=pixels.device)
     std = torch.tensor(images.std, device=pixels.device)
     values = (pixels.float() / 255 - mean) / std
-    rows, columns = pixels.shape[0] // images.side, pixels.shape[1] // images.side
-    squares = values.view(rows, merge, patch, columns, merge, patch, COLORS)
-    ordered = squares.permute(0, 3, 1, 4, 6, 2, 5)  # square, patch in it, color, pixels
-    frames = ordered.unsqueeze(5).expand(*ordered.shape[:5], times, patch, patch)
-    return frames.reshape(rows * columns * merge**2, -1)
+    rows, columns = pixels.shape[1] // images.side, pixels.shape[2] // images.side
+    squares = values.view(len(frames), rows, merge, patch, columns, merge, patch, COLORS)
+    ordered = squares.permute(1, 4, 2, 5, 7, 0, 3, 6)  # square, patch in it, color, time, pixels
+    all_times = ordered.expand(*ordered.shape[:5], times, patch, patch)  # an image has one, which is shown again
+    return all_times.reshape(rows * columns * merge**2, -1)

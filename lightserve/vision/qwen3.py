@@ -14,7 +14,7 @@ from lightserve.media.layout import ImageLayout
 from lightserve.media.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, axial_angles
-from lightserve.vision.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids
+from lightserve.vision.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids, token_counts
 from lightserve.vision.qwen_layers import EPS, Attention, Block
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
@@ -104,9 +104,9 @@ class Qwen3Tower(VisionTower):
         return self.config.out_size * (1 + len(self.config.stacked))
 
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
-        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
+        patches, grids = patches_and_grids(images, self.images, self.config.times)
         rows = self(patches.to(self.pos_embed.weight.dtype), grids)
-        return split_rows(rows, [height * width // self.images.merge**2 for height, width in grids])
+        return split_rows(rows, token_counts(images, self.images, self.config.times))
 
     def _block(self) -> Block:
         size = self.config.size

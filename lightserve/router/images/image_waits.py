@@ -117,7 +117,7 @@ class ImageWaits(StepPart):
         image = self.pool.find(item.digest)
         is_held = image is not None and image.is_ready and req.req_id in image.req_ids
         arena_rows = image.arena_rows if image is not None and is_held else NO_INT32
-        return ImageRows(item.spans, item.rows, item.columns, arena_rows)
+        return ImageRows(item.spans, item.rows, item.columns, arena_rows, item.times)
 
     def start_encoder(self, started: EncoderStarted) -> list[ImageFailed]:
         """A new encoder waits for images. Returns the requests whose images two encoders died of."""
@@ -168,7 +168,7 @@ class ImageWaits(StepPart):
             image.encoder = self._encoders.best_for(image, pending)
             if image.encoder is not None:
                 item, data = image.item, self._files[image.item.digest][0]
-                message = EncodeImage(item.digest, item.height, item.width, image.arena_rows, data)
+                message = EncodeImage(item.digest, item.height, item.width, image.arena_rows, data, item.frames)
                 self._encoders.send(image.encoder, message)
 
     def report(self, metrics: RouterMetrics) -> None:

@@ -58,18 +58,21 @@ class ReqImages:
 def positions_of(images: Sequence[ImageRows]) -> Int64Array:
     """By axis, of all tokens up to the end of the last image."""
     parts: list[Int64Array] = []
-    length = position = 0
+    length = position = first = 0
     for image in images:
-        for start, count in image.spans:
+        for number, (start, count) in enumerate(image.spans):
             if not image.rows:
                 start += count  # its tokens have positions as text has
             text = np.arange(start - length) + position
             parts.append(np.stack((text, text, text)))
             length, position = start, position + len(text)
             if image.rows:
+                if number == 0 or not image.times:
+                    first = position
+                time = image.times[number] if image.times else 0
                 rows, columns = np.divmod(np.arange(count), image.columns)
-                parts.append(np.stack((np.zeros_like(rows), rows, columns)) + position)
-                length, position = start + count, position + max(image.rows, image.columns)
+                parts.append(np.stack((np.full_like(rows, time), rows, columns)) + first)
+                length, position = start + count, first + max(time + 1, image.rows, image.columns)
     return np.concatenate(parts, axis=1)
 
 

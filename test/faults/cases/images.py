@@ -35,6 +35,12 @@ def ask(server: ServerProcess, data: bytes) -> tuple[int, Any]:
     return ask_url(server, "data:;base64," + base64.b64encode(data).decode())
 
 
+def ask_video(server: ServerProcess, data: bytes) -> tuple[int, Any]:
+    url = "data:;base64," + base64.b64encode(data).decode()
+    messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]
+    return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+
+
 def ask_url(server: ServerProcess, url: str) -> tuple[int, Any]:
     part = {"type": "image_url", "image_url": {"url": url}}
     body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -114,7 +120,9 @@ def send_damaged_files(start: Start) -> None:
     unusual = [ask(server, data)[0] for data in unusual_files()]
     assert set(damaged) == {400}, damaged
     assert set(unusual) == {200}, unusual
+    assert {ask_video(server, data)[0] for data in damaged_files()} == {400}
     flipped = {ask(server, data)[0] for data in flipped_files()}
+    flipped |= {ask_video(server, data)[0] for data in flipped_files()}
     assert flipped <= {200, 400}
     text_of(server, 1)
 
