@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,10 +78,11 @@ def flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _flash_attention(
-    varlen_attn: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, segments: Segments
 ) -> Tensor:
     borders, longest = segments.borders, segments.longest
-    return varlen_attn(query, key, value, borders, borders, longest, longest)
+    out: Tensor = varlen_attn(query, key, value, borders, borders, longest, longest)
+    return out
 
 
 def axial_angles(rows: Tensor, columns: Tensor, head_dim: int, theta: float) -> RotaryAngles:

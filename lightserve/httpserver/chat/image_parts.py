@@ -42,7 +42,7 @@ def _video_source(value: dict[str, Any]) -> ImageSource:
         raise PydanticCustomError("video", "the fps of a video must be a number above 0 and at most 1000")
     if isinstance(url, str):
         return ImageSource(url, is_video=True)
-    is_list = value["type"] == "video" and isinstance(url, list) and 0 < len(url) <= MAX_FRAMES
-    if is_list and all(isinstance(frame, str) for frame in url):
-        return ImageSource("", is_video=True, frames=tuple(url), fps=float(fps))
+    frames = url if value["type"] == "video" and isinstance(url, list) else []
+    if 0 < len(frames) <= MAX_FRAMES and all(isinstance(frame, str) for frame in frames):
+        return ImageSource("", is_video=True, frames=tuple(frames), fps=float(fps))
     raise PydanticCustomError("video", "a video part must have a URL, or in video a list of 1 to 1024 URLs of images")

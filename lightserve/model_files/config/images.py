@@ -27,7 +27,7 @@ class VisionFamily(NamedTuple):
 
 _LLAVA = VisionFamily("lightserve.media.square:LlavaImages", "lightserve.vision.square:LlavaTower")
 _ANYRES = VisionFamily("lightserve.media.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
-_GEMMA3 = VisionFamily("lightserve.media.square:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
+_GEMMA3 = VisionFamily("lightserve.media.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
 _PALIGEMMA = VisionFamily(
     "lightserve.media.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
 )
