@@ -72,7 +72,7 @@ class Gemma3Images(SquareImages):
     def _size(self, rows: int, columns: int) -> ImageSize:
         """Of the crops; one is the whole image."""
         count = 0 if rows * columns == 1 else rows * columns
-        texts = (START, END)
+        texts: tuple[str, ...] = (START, END)
         if count:
             texts = (WHOLE + START, END + PARTS + START, *[END + " " + START] * (count - 1), END)
         return ImageSize(self.side * rows, self.side * columns, (self.num_tokens,) * (1 + count), texts=texts)

@@ -59,8 +59,9 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
     return (rendered, images) if images else (list(map(dict, messages)), [])
 
 
-def _plain(part: Mapping[str, Any]) -> dict[str, str]:
-    return {"type": "video" if part["type"] in VIDEOS else "image"}
+def _plain(medium: Mapping[str, Any]) -> dict[str, str]:
+    """The part for the chat template."""
+    return {"type": "video" if medium["type"] in VIDEOS else "image"}
 
 
 def source_of(image: Any) -> ImageSource:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ def values(head_dim: int) -> tuple[Tensor, ...]:
 
 def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """One segment after the other."""
-    parts = [tensor.split(LENGTHS) for tensor in (query, key, value)]
+    parts: Any = [tensor.split_with_sizes(LENGTHS) for tensor in (query, key, value)]
     out = [
         F.scaled_dot_product_attention(*(tensor.transpose(0, 1) for tensor in part)).transpose(0, 1)
         for part in zip(*parts, strict=True)

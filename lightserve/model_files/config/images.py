@@ -112,14 +112,14 @@ def read_image_files(source: ModelSource) -> ImageFiles:
     return ImageFiles(str(hf.get("multimodal_type")), preprocessor, hf, video)
 
 
-def _processor(source: ModelSource, name: str, part: str) -> Mapping[str, Any]:
+def _processor(source: ModelSource, name: str, key: str) -> Mapping[str, Any]:
     """Of a file of its own, or else of the one for all processors; empty: of none."""
-    for file, inside in ((name, None), (PROCESSOR, part)):
+    for file, inside in ((name, None), (PROCESSOR, key)):
         if (source.path / file).is_file():
             values = read_json(source.path / file)
-            found = values if inside is None else values.get(inside)
-            if isinstance(found, dict) and found:
-                return found
+            processor = values if inside is None else values.get(inside)
+            if isinstance(processor, dict) and processor:
+                return processor
     return {}
 
 
