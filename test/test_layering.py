@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "media.sizes": set(),
     "media.tokens": {"errors", "messages"},
     "encoder": {*GROUND, "common", "media", "model_files", "vision"},
-    "vision": {"errors", "common.checkpoint", "media", "model_files"},
+    "vision": {"errors", "common.checkpoint", "common.ops", "media", "model_files"},
     "text": set(),
     "text.json_schema": {"errors", "utils"},
     "text.parsing": {"errors", "text.json_schema"},

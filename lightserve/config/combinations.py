@@ -167,6 +167,7 @@ MANY_RANKS = Feature("more_than_two_ranks", _above("worker", "tp", 2).shown)
 PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
 ATTENTION_DP = Feature("attention_dp", _attention_dp)
 RANKS = Feature("ranks", _ranks)
+VISUAL_DP = _above("worker", "visual_dp", 1)
 DETERMINISTIC = _set("worker", "deterministic")
 QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker", "quantization_config")
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
@@ -216,6 +217,7 @@ TABLE = (
     # an LLM in the process of its caller
     _not_built(RANKS, OFFLINE, "it runs a single rank", "start a server"),
     _not_built(KV_RAM, OFFLINE, "it has the KV pool only", "start a server, which has KV tiers"),
+    _not_built(VISUAL_DP, OFFLINE, "it encodes images in its own process", "start a server"),
     # several nodes
     _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
     _not_built(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),

@@ -159,6 +159,12 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
         at_least=0,
     )
+    visual_dp: int = option(
+        1,
+        "encoders of images, for each engine: processes on the devices of its ranks, one after the other",
+        group=FlagGroup.COMPUTATION,
+        at_least=1,
+    )
     embed_cache_gb: float = option(
         2.0,
         "GiB of host memory for the embeddings of images, which later requests with the same images use",

@@ -240,13 +240,12 @@ class LLM(PoolingMethods):
     def _chat_ids(self, messages: Any) -> list[int]:
         check_conversation(messages)
         messages, images = for_template(messages)
-        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        return self._with_images(ids, images)
-
-    def _with_images(self, ids: list[int], images: Sequence[Any]) -> list[int]:
-        if images and self._images is None:
+        text = self.tokenizer.apply_chat_template(messages)
+        if not images:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        if self._images is None:
             raise TextOnlyError("an image", "messages")
-        return self._images.prompt_of(ids, images) if self._images is not None and images else ids
+        return self._images.prompt_of(text, images)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
         platform.num_parts = child_config.config.num_cpu_parts
+        if child_config.encoder_fd is not None:
+            platform.wait_for_others = partial(_wait_closed, child_config.encoder_fd)
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
@@ -87,6 +90,12 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     )
     launch = worker.launch if profiler is None else profiler.launch
     server.serve(launch, worker.pipeline_depth, call_handlers(worker, profiler))
+
+
+def _wait_closed(pipe_fd: int) -> None:
+    """Nothing is written to the pipe."""
+    while os.read(pipe_fd, 1):
+        pass
 
 
 def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:

@@ -123,6 +123,8 @@ class Device(ABC):
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
+    # returns when the other processes of this server have taken their memory on the device; before ``kv_budget``
+    wait_for_others: Callable[[], None] = staticmethod(lambda: None)
 
     # which devices there are
 
