@@ -19,9 +19,11 @@ from lightserve.offline.llm import LLM, Generation
 from lightserve.worker.worker import ModelWorker
 from test.worker.heads import AUX_LAYERS, Recorder, TorchHead, save_head
 from test.worker.test_ngram import (
+    ALWAYS,
     DRAFTED,
     GREEDY,
     SEEDED,
+    SELDOM,
     TOKEN_BY_TOKEN,
     assert_same,
     params_of,
@@ -68,7 +70,7 @@ def accepted(generations: list[Generation]) -> int:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", [*DRAFTED, *TOKEN_BY_TOKEN])
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in SELDOM)])
 def test_no_option_of_a_request_changes_its_text(
     drafting: LLM, plain: LLM, name: str, sampling: dict[str, Any]
 ) -> None:
