@@ -90,6 +90,28 @@ def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
         assert accepted(drafted) > 10
 
 
+def test_a_prediction_is_drafted_from_before_the_head(drafting: LLM, plain: LLM) -> None:
+    prompts, params = prompts_of(4), params_of(SEEDED)
+    expected = plain.generate(prompts, params)
+    wanted = [params, *(params.replace(prediction_ids=tuple(one.token_ids)) for one in expected[1:])]
+
+    drafted = drafting.generate(prompts, wanted)
+
+    assert_same(drafted, expected)
+    assert accepted(drafted[1:]) > 0.5 * sum(len(one.token_ids) for one in expected[1:])
+    assert accepted(drafted[1:]) > 2 * accepted(drafting.generate(prompts[1:], params))
+
+
+def test_the_head_drafts_where_a_prediction_has_no_match(drafting: LLM, plain: LLM) -> None:
+    prompts, params = prompts_of(4), params_of(GREEDY, LIKELY)
+    wrong = params.replace(prediction_ids=tuple(range(60, 110)))
+
+    drafted = drafting.generate(prompts, wrong)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert accepted(drafted) > 5
+
+
 def test_drafts_with_the_noise_of_the_request_are_accepted_more_often_than_without(drafting: LLM) -> None:
     """Of a request that samples almost at random, a quarter of greedy drafts would be right."""
     params = params_of(LIKELY, {"temperature": 50.0, "seed": 3})

@@ -31,6 +31,7 @@ from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, accept, verify
 from lightserve.worker.speculation.draft_input import DraftRows, DraftTensors, VerifiedCounts, packed_size, ready_len
+from lightserve.worker.speculation.first_match import FirstMatch, OfPredictions
 from lightserve.worker.speculation.grammar_drafts import GrammarDrafts
 from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
@@ -75,18 +76,17 @@ class DraftRunner:
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
         self._synthetic: SyntheticAcceptance | None = None
         self._table: TokenTable | None = None
-        self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
+        self._leaves_out = False  # drafts without a proposal are left out of a step, as the proposer may have none
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
         self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
         self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
-        if self._head is not None:
-            self.proposer = self._head
-        elif config is not None:
-            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
-            self.proposer = ngram = NgramProposer(config, self._table)
-            self._ngram = ngram if may_leave_out and not config.is_synthetic else None
         if config is not None:
+            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
+            self.proposer = NgramProposer(config, self._table)
+            if self._head is not None:
+                self.proposer = FirstMatch(OfPredictions(self.proposer), self._head)
+            self._leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
             most = runner.capture_drafts(self.num_drafts, self._compute_captured)
@@ -111,7 +111,7 @@ class DraftRunner:
         """
         self._found = None
         counts = int32s(step.draft_counts).astype(np.int64)
-        if self._ngram is None or not counts.any():
+        if not self._leaves_out or not counts.any():
             return step
         reqs = self._batch.reqs_of(int64s(step.decode_ids))
         rows = np.array([req.row for req in reqs], dtype=np.int64)
