@@ -17,8 +17,8 @@ from lightserve.offline.llm import LLM
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_backend
 from test.worker.heads import Recorder
-from test.worker.test_mtp import LIKELY, LONG, accepted
-from test.worker.test_ngram import GREEDY, SEEDED, assert_same, params_of, prompts_of, without_costs
+from test.worker.test_mtp import LIKELY, LONG
+from test.worker.test_ngram import GREEDY, assert_same, make, params_of, prompts_of
 
 NUM_DRAFTS = 3
 SHAPE = {
@@ -52,14 +52,6 @@ def config_of(folder: str) -> str:
     return json.dumps({"method": "draft_model", "model": folder, "num_speculative_tokens": NUM_DRAFTS})
 
 
-def make(folder: str, config: str | None, **options: Any) -> LLM:
-    options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
-    llm = LLM(folder, device="cpu", data_type="float32", speculative_config=config, **options)
-    if config is not None:
-        without_costs(llm)
-    return llm
-
-
 @pytest.fixture(scope="module", params=DRAFT_MODELS)
 def draft_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     # the smaller model may have fewer or more rows of padding
@@ -68,34 +60,8 @@ def draft_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def drafting(small_folder: str, draft_folder: str) -> LLM:
-    return make(small_folder, config_of(draft_folder))
-
-
-@pytest.fixture(scope="module")
 def plain(small_folder: str) -> LLM:
     return make(small_folder, None)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
-def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
-    prompts = prompts_of(4)
-    params = [params_of(sampling, LIKELY if index % 2 else {"logprobs": 2}, LONG) for index in range(4)]
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert sum(generation.drafts is not None for generation in drafted) == 4
-
-
-def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
-    params = params_of(SEEDED, {"temperature": 30.0, "max_new_tokens": 25})  # the noise decides, which is the same
-    prompts = prompts_of(4)
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert accepted(drafted) > 20
 
 
 @torch.no_grad()

@@ -76,9 +76,9 @@ GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.4, "seed": 7}
 
 
-def make(folder: str, speculative_config: str | None = CONFIG, **options: Any) -> LLM:
+def make(folder: str | Path, speculative_config: str | None = CONFIG, **options: Any) -> LLM:
     options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
-    llm = LLM(folder, device="cpu", data_type="float32", speculative_config=speculative_config, **options)
+    llm = LLM(str(folder), device="cpu", data_type="float32", speculative_config=speculative_config, **options)
     if speculative_config is not None:
         without_costs(llm)
     return llm
