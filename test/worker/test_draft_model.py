@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightserve.errors import OptionError
+from lightserve.errors import CheckpointError, OptionError
 from lightserve.offline.llm import LLM
 from lightserve.worker.worker import ModelWorker
+from test.models.architectures.cases import CASES
 from test.small_text import small_backend
 from test.worker.heads import Recorder
 from test.worker.test_mtp import LIKELY, LONG
@@ -153,3 +155,23 @@ def test_a_draft_model_of_shorter_texts_is_refused(small_folder: str, tmp_path: 
 
     with pytest.raises(OptionError, match=r"it takes 100 tokens, and a request may have 128; lower"):
         make(small_folder, config_of(folder))
+
+
+def test_a_draft_model_that_lacks_a_tensor_is_refused_by_its_name(small_folder: str, tmp_path: Path) -> None:
+    folder = save_draft_model(tmp_path, "llama", 128)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CheckpointError, match=r"the draft model of --speculative_config .*lacks .*layers\.1\.mlp\.up"):
+        make(small_folder, config_of(folder))
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(small_folder: str, tmp_path: Path) -> None:
+    case, vocab_size = CASES["qwen3_next"], json.loads((Path(small_folder) / "config.json").read_text())["vocab_size"]
+    config = AutoConfig.for_model(case.model_type, **{**case.fields, "vocab_size": vocab_size})
+    config.architectures = ["Qwen3NextForCausalLM"]
+    config.save_pretrained(tmp_path)
+
+    with pytest.raises(OptionError, match="qwen3_next models cannot draft"):
+        make(small_folder, config_of(str(tmp_path)), load_format="dummy")
