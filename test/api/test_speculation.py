@@ -141,6 +141,7 @@ def assert_that_a_death_changes_no_text(server: ServerProcess, **fields: Any) ->
         for prompt in PROMPTS
         for temperature in (0, 0.5)
     ]
+    num_restarts = server.log.count("a new model worker is ready")
     with clients_of(server) as clients:
         expected = [response.result()[0]["text"] for response in clients.ask(bodies)]
         events = clients.events
@@ -150,12 +151,13 @@ def assert_that_a_death_changes_no_text(server: ServerProcess, **fields: Any) ->
         texts = [response.result()[0]["text"] for response in responses]
 
     assert texts == expected
-    wait_until(restarted(server, 1))
+    wait_until(restarted(server, num_restarts + 1))
     wait_until(lambda: server.metrics()["kv_used_tokens"] == server.metrics()["kv_pinned_tokens"])
 
 
-def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess) -> None:
-    assert_that_a_death_changes_no_text(server)
+@pytest.mark.parametrize("fields", [{}, {"guided_regex": "(ab|[0-9]|a dead end, ){200,}"}], ids=["text", "grammar"])
+def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess, fields: dict[str, Any]) -> None:
+    assert_that_a_death_changes_no_text(server, **fields)
 
 
 def test_attention_groups_draft_each_for_themselves(tmp_path: Path) -> None:
