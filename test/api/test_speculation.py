@@ -30,6 +30,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.4, "seed": 6, "ignore_eos": False, "min_tokens": 9},
     {"temperature": 0, "watermark": True, "bad_words": ["ab1"]},
     {"temperature": 0, "guided_regex": "(ab|[0-9]){2,30}"},
+    {"temperature": 0.7, "seed": 7, "guided_json": {"type": "array", "items": {"enum": ["ab", "a1"]}, "maxItems": 9}},
+    {"temperature": 0, "logprobs": 2, "guided_choice": ["a dead extra text", "beta"]},
     {"temperature": 0, "num_beams": 3, "max_tokens": 10},
 ]
 

@@ -59,8 +59,8 @@ def req_after(grammars: GrammarManager, text: str, spec: GrammarSpec) -> InferRe
 def allowed(drafts: GrammarDrafts, req: InferReq, draft_ids: list[int], missing: int = 1) -> list[int]:
     """``missing``: known tokens that are not computed."""
     counts, computed = int64s([len(draft_ids)]), int64s([req.known_len - missing])
-    kept: list[int] = drafts.allowed([req], counts, computed, int64s(draft_ids)).tolist()
-    return kept
+    ids_left: list[int] = drafts.allowed([req], counts, computed, int64s(draft_ids)).tolist()
+    return ids_left
 
 
 def test_drafts_end_before_the_first_that_the_grammar_forbids(grammars: GrammarManager) -> None:

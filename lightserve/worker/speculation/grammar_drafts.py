@@ -38,12 +38,12 @@ class GrammarDrafts:
         allowed = draft_ids.copy()
         ends = np.cumsum(counts)
         for index in np.flatnonzero(counts).tolist():
-            req, place = reqs[index], slice(int(ends[index] - counts[index]), int(ends[index]))
+            req, of_req = reqs[index], slice(int(ends[index] - counts[index]), int(ends[index]))
             if req.grammar is None:
                 continue
             has_forced = req.known_len > ready_len[index] + 1
             self._after[req.req_id] = []
-            allowed[place] = NO_DRAFT if has_forced else self._follow(req, draft_ids[place].tolist())
+            allowed[of_req] = NO_DRAFT if has_forced else self._follow(req, draft_ids[of_req].tolist())
         return allowed
 
     def _follow(self, req: InferReq, draft_ids: list[int]) -> list[int]:
