@@ -313,8 +313,9 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The results of one step. A request may get several tokens, in their order: all are plain, or all detailed.
 
-    One is sampled. Those before it are drafts that were accepted, if the step computed any. Otherwise those after it
-    are forced by the grammar: then a step that is in flight already, and does not compute all of them, samples none.
+    One is sampled. Those before it are drafts that were accepted: ``drafts`` counts them. Those after it are forced by
+    the grammar: then a step that is in flight already, and does not compute all of them, samples none and accepts no
+    drafts. A request in ``failed`` may have tokens too: accepted drafts before the token that it lacks.
     """
 
     detailed: list[TokenOut] = []

@@ -137,6 +137,9 @@ class KvGroupPool(StoredKvGroup):
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """The step is planned, and its prompts are cached. Requests free what their next tokens do not need."""
 
+    def take_back(self, req: Req) -> None:
+        """A request gives back what it has for tokens after its planned ones."""
+
     @abstractmethod
     def release(self, req: Req) -> None:
         """A request holds nothing any more."""

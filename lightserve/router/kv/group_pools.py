@@ -88,6 +88,10 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
         for group in self:
             group.end_step(rows, chunks)
 
+    def take_back(self, req: Req) -> None:
+        for group in self:
+            group.take_back(req)
+
     def release(self, req: Req) -> None:
         for group in self:
             group.release(req)

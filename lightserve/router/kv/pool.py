@@ -241,6 +241,11 @@ class KvPool:
         self.groups.release(req)
         req.clear_slots()
 
+    def take_back(self, req: Req) -> None:
+        """A request gives back the slots behind its planned tokens. No step in flight writes to them."""
+        self.groups.take_back(req)
+        self._free(req.take_spare_slots())
+
     def pin(self, ids: Ids, salt: str) -> int:
         """Never evict what is cached of this prefix. Returns its number of tokens."""
         referenced = self._cache.referenced_tokens

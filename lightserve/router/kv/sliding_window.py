@@ -109,6 +109,11 @@ class SlidingWindowPool(KvGroupPool):
         released = [self._leave(req, req.planned_len - self.kept_tokens) for req, _ in chunks]
         self.slots.free(np.concatenate((self._leave_decodes(rows), *released)))
 
+    def take_back(self, req: Req) -> None:
+        held, slots = self._reqs[req], self._flush(req).view
+        held.slots = GrowingArray(slots[: req.planned_len])
+        self.slots.free(slots[req.planned_len :])
+
     def release(self, req: Req) -> None:
         held = self._reqs.get(req)
         if held is None:

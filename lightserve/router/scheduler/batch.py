@@ -73,8 +73,9 @@ class RunningBatch:
         return self.columns.unplanned(self.rows)
 
     def has_in_flight(self) -> bool:
-        """Whether a step in flight will return a token of some request."""
-        return bool((self.columns.in_flight(self.rows) > 0).any())
+        """Whether a step in flight will return a token of some request, or has drafts of it."""
+        columns = self.columns
+        return bool(((columns.in_flight(self.rows) > 0) | (columns.planned_drafts[self.rows] > 0)).any())
 
     def add(self, req: Req) -> None:
         row = self._free_rows.pop()
@@ -134,7 +135,7 @@ class RunningBatch:
         columns = self.columns
         self._append(columns.outputs, rows, token_ids, counts)
         if len(counts):
-            columns.accept(rows, (counts - 1) * columns.has_drafted[rows])
+            columns.accept(rows)
         columns.output_len[rows] += counts if len(counts) else 1
         columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
 

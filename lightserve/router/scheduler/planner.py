@@ -146,7 +146,7 @@ class StepPlanner:
         rows = self._without_in_flight(rows)
         unplanned = self._batch.columns.unplanned(rows)
         decoding = self._share_of_step(rows[unplanned == 1])
-        prompts = self._batch.at(rows[unplanned > 1])
+        prompts = self._beyond_drafts(rows[unplanned > 1])
         if self._pool.loading_tokens:  # loads hold slots that no preemption frees
             missing = self._batch.columns.missing_slots(decoding, np.zeros_like(decoding))
             decoding = decoding[np.cumsum(missing) <= self._pool.available]
@@ -155,6 +155,19 @@ class StepPlanner:
             return decodes, []
         available = self._pool.available - decodes.num_slots
         return decodes, self._chunking.divide(prompts, decodes, len(self._queue), available)
+
+    def _beyond_drafts(self, rows: Int64Array) -> list[Req]:
+        """Of these requests, which compute several known tokens next, those without drafts in flight.
+
+        A grammar has forced tokens where there were drafts. The slots of rejected drafts are free again: a chunk gets
+        new ones for all its tokens.
+        """
+        columns = self._batch.columns
+        reqs = self._batch.at(rows[columns.planned_drafts[rows] == 0])
+        for req in reqs:
+            if req.spare_slots:
+                self._pool.take_back(req)
+        return reqs
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.

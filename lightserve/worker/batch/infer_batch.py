@@ -233,6 +233,9 @@ class InferBatch:
         if packed.drafts is None:
             return Sampled(with_details, plain)
         first, drafts = packed.drafts.first_rows, packed.drafts.drafts
+        columns.drafts_in_flight[rows] -= np.where(
+            is_sampled, 0, drafts
+        )  # of those with forced tokens none is accepted
         with_rows = [
             SampledRow(int(first[index]), req, chunks, int(drafts[index])) for index, req, chunks, _ in with_details
         ]
@@ -327,6 +330,7 @@ class InferBatch:
         if self.states is not None:
             *group_slots, written = group_slots
             state_rows = WrittenRows.of_step(written, int32s(step.snapshots), len(rows))
+        self.columns.spare_slots[rows[len(req_ids) - len(chunks) :]] = 0  # the router has taken them back
         counts = draft_counts(step, rows, self.columns)
         if counts is not None:
             q_len += counts.drafts

@@ -12,12 +12,13 @@ import pytest
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.control import CpuKvSize
-from lightserve.messages.step import KvLoad, ReqFailed, Step, TokenOut
+from lightserve.messages.step import KvLoad, ReqFailed, Step
 from lightserve.messages.worker_calls import NO_STORE, KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv.source import LoadContext
 from lightserve.router.kv.tiers.storage import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.req import Req
+from test.router.processing import StepOuts
 from test.router.scheduler.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
 
 LOAD = KvLoaded(1e-6)
@@ -31,7 +32,7 @@ class TierWorker(KvWorker):
         self.host: dict[int, list[int | None]] = {}
         self.loads: deque[KvLoad] = deque()
 
-    def run(self, step: Step) -> list[TokenOut]:
+    def run(self, step: Step) -> StepOuts:
         for store in step.stores:
             for number, block in enumerate(store.blocks.tolist()):
                 slots = store.slots[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].tolist()
