@@ -17,6 +17,7 @@ from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
+from lightserve.utils.drivers import may_have_gpu
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
 from lightserve.worker.rpc import Launch, StepServer
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from lightserve.worker.profiler import WorkerProfiler
 
 STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
-GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
 
 def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
@@ -123,7 +123,7 @@ def _profiler(
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
     """Processes that compile kernels, if there are kernels to compile."""
-    has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
+    has_kernels = may_have_gpu(device) and find_spec("triton") is not None
     return compile_server(path) if has_kernels else nullcontext()
 
 
