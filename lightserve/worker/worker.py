@@ -74,7 +74,7 @@ class ModelWorker:
         """``device_index`` among the machine's devices; None: the rank."""
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
-        self._platform.bind(self._device, config.deterministic)
+        self._platform.bind(self._device, config.deterministic, config.ops_backend)
         num_ranks = parallel.num_ranks
         is_packed = self._platform.keeps_gguf_packed(num_ranks)
         is_packed = is_packed and config.quantization_config is None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from lightserve.common import ops
+from lightserve.common.device.ops_backends import load_ops_backends
 from lightserve.common.device.profile import Profile
 from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
@@ -148,14 +149,16 @@ class Device(ABC):
 
     # operators
 
-    def bind(self, device: torch.device, deterministic: bool = False) -> None:
+    def bind(self, device: torch.device, deterministic: bool = False, ops_backends: Sequence[str] = ()) -> None:
         """Make ``device`` the one of this process and bind the ops to its backend.
 
-        ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
+        ``deterministic``: the result of a row does not depend on the rows beside it. That is slower. ``ops_backends``:
+        those of other packages, which are preferred to the device's.
         """
         global _bound
         import_module(self.ops_module)
-        ops.use_backend(*self._backends(deterministic))
+        load_ops_backends(ops_backends)
+        ops.use_backend(*ops_backends, *self._backends(deterministic))
         ops.use_traits(self.traits(device))
         self.set_current(device)
         _bound = self

@@ -98,8 +98,8 @@ class CudaDevice(Device):
             return True
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
-    def bind(self, device: torch.device, deterministic: bool = False) -> None:
-        super().bind(device, deterministic)
+    def bind(self, device: torch.device, deterministic: bool = False, ops_backends: Sequence[str] = ()) -> None:
+        super().bind(device, deterministic, ops_backends)
         import_module(self.ops_module).use_profile(self.profile(device))
 
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
