@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.util import find_spec
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
-from lightserve.common.compile.client import compile_server
+from lightserve.common.compile.client import compilers_for
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
-from lightserve.utils.drivers import may_have_gpu
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
 from lightserve.worker.rpc import Launch, StepServer
@@ -33,7 +31,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     use_output(_ProgressToLauncher(launcher))
     use_writable_cache(child_config.path("triton"))
     compilers_path = child_config.engine_path(f"compiler-{child_config.index}-{child_config.generation}")
-    with _compilers(config.device, compilers_path):
+    with compilers_for(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
@@ -119,12 +117,6 @@ def _profiler(
     trace = TorchTrace(platform)
     trace.prepare()
     return WorkerProfiler(child_config.index, launch, trace, last_wait)
-
-
-def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
-    """Processes that compile kernels, if there are kernels to compile."""
-    has_kernels = may_have_gpu(device) and find_spec("triton") is not None
-    return compile_server(path) if has_kernels else nullcontext()
 
 
 class _ProgressToLauncher:

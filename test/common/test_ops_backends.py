@@ -11,8 +11,8 @@ import torch
 from lightserve.common import ops
 from lightserve.common.device import device_named, ops_backends
 from lightserve.common.ops import repack
+from lightserve.conformance.inputs.tensors import randn
 from lightserve.errors import ServerError
-from test.ops.tensors import randn
 
 CPU = torch.device("cpu")
 INSTALLED = {"fake_norms": "test.fake_vendor.norms", "misnamed": "test.fake_vendor.norms"}

@@ -75,6 +75,6 @@ def test_such_a_server_uses_all_that_the_device_offers(on_fake: Running) -> None
         "copy to the host",
         "copy up beside the steps",
         "norm of a package of ops",
+        "product with a weight in the layout of the device",
         "replay of a graph",
-        "weight in the layout of the device",
     }

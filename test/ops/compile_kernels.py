@@ -45,6 +45,7 @@ from lightserve.common.triton_kernel.linear import (
     norm_linear,
 )
 from lightserve.common.triton_kernel.lora import lora_linear
+from lightserve.conformance.inputs.state import NO_ROW, Request, conv_args, delta_args, mamba_args
 from test.ops.cases import (
     ARGS,
     FLOATS,
@@ -64,7 +65,6 @@ from test.ops.cases import (
     with_options,
 )
 from test.ops.quantized import CODES, empty_cache, quantized
-from test.ops.state.cases import NO_ROW, Request, conv_args, delta_args, mamba_args
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = {  # ARGS holds 64

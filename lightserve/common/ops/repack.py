@@ -58,7 +58,8 @@ def allocates_for(backend: str) -> Callable[[EmptyWeight], EmptyWeight]:
     """Register how a backend lays out weights that are not quantised, ``[out, in]`` or ``[experts, out, in]``.
 
     The tensor has this shape and dtype, and reads and copies like any other; only where its numbers are in memory
-    differs, such as columns side by side or a vendor's blocks. So a checkpoint is copied into it, once or again.
+    differs, such as columns side by side or a vendor's blocks. So a checkpoint is copied into it, once or again. The
+    products must take the usual layout as well: not all weights are allocated here.
     """
 
     def register(function: EmptyWeight) -> EmptyWeight:
