@@ -252,6 +252,7 @@ LAYERS: dict[str, set[str]] = {
     "parity.compare": set(),
     "conformance": {*GROUND, "bench", "common", "offline", "parity"},
     "conformance.inputs": {"common.ops"},
+    "ops": {"common.device", "common.ops", "errors", "utils"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "bench": {*GROUND, "common", "offline", "model_files", "models.registry", "server", "tools"},
 }

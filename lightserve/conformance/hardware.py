@@ -63,12 +63,19 @@ class Hardware:
         pool = torch.randn(BLOCKS, *BLOCK, device=self._device)
         before = pool.cpu().clone()
         hosts = [self._platform.host_memory(BLOCK, pool.dtype) for _ in range(BLOCKS)]
-        arrive = stream.down(hosts, lambda some, blocks: blocks.copy_(pool[some]))
+
+        def gather(some: slice, blocks: Tensor) -> None:
+            blocks.copy_(pool[some])
+
+        def scatter(some: slice, blocks: Tensor) -> None:
+            pool[some] = blocks
+
+        arrive = stream.down(hosts, gather)
         pool.zero_()
         arrive()
         stream.finish_down()
         expect(torch.equal(torch.stack(list(hosts)), before), "a copy down has what a later step wrote")
-        took_s = stream.up(hosts, lambda some, blocks: pool[some].copy_(blocks), stream.mark()).result(60)
+        took_s = stream.up(hosts, scatter, stream.mark()).result(60)
         expect(torch.equal(pool.cpu(), before), "a copy up differs")
         expect(took_s >= 0, "the time of a copy up is negative")
         return f"{BLOCKS} blocks down and up"

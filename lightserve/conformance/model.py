@@ -28,7 +28,7 @@ PROMPTS = ["The server", "0123456789" * 7, "x"]
 NEW_TOKENS = 12
 START_S = 300.0
 ANSWER_S = 60.0
-POOL = {"max_total_token_num": 16384, "max_req_total_len": 512}
+POOL: dict[str, Any] = {"max_total_token_num": 16384, "max_req_total_len": 512}
 
 
 class Model:

@@ -49,7 +49,8 @@ def _weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def weight(out_size: int, in_size: int, spread: float = 1.0) -> torch.Tensor:
-        return (torch.randn(out_size, in_size, generator=generator) * spread * in_size**-0.5).bfloat16()
+        numbers = torch.randn(out_size, in_size, generator=generator)
+        return numbers.mul_(spread * in_size**-0.5).bfloat16()
 
     def norm() -> torch.Tensor:
         return (1 + 0.1 * torch.randn(HIDDEN, generator=generator)).bfloat16()
