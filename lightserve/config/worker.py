@@ -99,7 +99,7 @@ class WorkerConfig:
     )
     device: str | None = option(
         None,
-        "cpu, cuda or one of a package; default: a GPU, else cpu",
+        "cpu, cuda, rocm or a package's; default: a GPU, else cpu",
         group=FlagGroup.COMMON,
     )
     ops_backend: list[str] = option(

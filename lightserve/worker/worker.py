@@ -88,7 +88,7 @@ class ModelWorker:
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
+        computed = f"{self._precision_summary(dtype)} on {self._platform.shown_name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
         self._head = load_draft_head(config, source, self.model)

@@ -123,7 +123,12 @@ class Device(ABC):
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
+    caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
+
+    @property
+    def shown_name(self) -> str:
+        return f"{self.name} ({self.caution})" if self.caution else self.name
 
     # which devices there are
 

@@ -71,9 +71,9 @@ class CudaDevice(Device):
         if torch.version.hip is not None:
             return (
                 f"this torch is built for ROCm {torch.version.hip}, and the device cuda is for NVIDIA's GPUs: install "
-                "a torch for CUDA, or a package with a device for ROCm, or use the device cpu"
+                "a torch for CUDA, or use the device rocm or cpu"
             )
-        if torch.cuda.is_available():
+        if is_cuda_usable():
             return None
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
 
@@ -165,6 +165,15 @@ class CudaDevice(Device):
 
     def copy_stream(self, device: torch.device) -> CudaCopyStream:
         return CudaCopyStream(device)
+
+
+def is_cuda_usable() -> bool:
+    return torch.cuda.is_available()
+
+
+def cuda_arch(device: torch.device) -> str:
+    """Of a GPU of a torch for ROCm, such as gfx942:sramecc+:xnack-."""
+    return str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
 
 
 def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:
