@@ -250,6 +250,9 @@ LAYERS: dict[str, set[str]] = {
     },
     "parity": {*GROUND, "common", "model_files", "offline", "tools", "worker"},
     "parity.compare": set(),
+    "conformance": {*GROUND, "bench", "common", "offline", "parity"},
+    "conformance.inputs": {"common.ops"},
+    "ops": {"common.device", "common.ops", "errors", "utils"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "bench": {*GROUND, "common", "offline", "model_files", "models.registry", "server", "tools"},
 }
@@ -260,6 +263,7 @@ TORCH_FREE = [
     "cli.completion.main",
     "cli.doctor",
     "cli.models",
+    "conformance.main",
     "cluster",
     "common.compile.cache",
     "common.compile.client",

@@ -168,7 +168,7 @@ PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
 ATTENTION_DP = Feature("attention_dp", _attention_dp)
 RANKS = Feature("ranks", _ranks)
 VISUAL_DP = _above("worker", "visual_dp", 1)
-DETERMINISTIC = _set("worker", "deterministic")
+DETERMINISTIC, OPS_BACKEND = _set("worker", "deterministic"), _set("worker", "ops_backend")
 QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker", "quantization_config")
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
@@ -261,6 +261,12 @@ TABLE = (
     ),
     # numbers
     _not_built(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
+    Conflict(
+        OPS_BACKEND,
+        DETERMINISTIC,
+        "a row of other packages' operators may depend on the rows beside it",
+        "leave one out",
+    ),
     Conflict(QUANTIZATION, QUANTIZATION_CONFIG, "both choose a format", "put the first into the file as its default"),
     # models that transformers runs
     _not_built(TRANSFORMERS, RANKS, "its modules run on one device", "leave out --tp and --pp"),

@@ -97,7 +97,16 @@ class WorkerConfig:
         "weights; default: 15 for models with a hidden size up to 1,024, else 8",
         group=FlagGroup.MODEL_FILES,
     )
-    device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu", group=FlagGroup.COMMON)
+    device: str | None = option(
+        None,
+        "cpu, cuda, rocm or a package's; default: a GPU, else cpu",
+        group=FlagGroup.COMMON,
+    )
+    ops_backend: list[str] = option(
+        [],
+        "operators of installed packages that are preferred to those of the device: entry points lightserve.ops",
+        group=FlagGroup.COMPUTATION,
+    )
     tp: int = option(
         1,
         "number of tensor-parallel ranks; each is one process with one device",

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
-from lightserve.common.compile.client import compile_server
+from lightserve.common.compile.client import compilers_for
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from lightserve.worker.profiler import WorkerProfiler
 
 STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
-GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
 
 def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
@@ -34,7 +32,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     use_output(_ProgressToLauncher(launcher))
     use_writable_cache(child_config.path("triton"))
     compilers_path = child_config.engine_path(f"compiler-{child_config.index}-{child_config.generation}")
-    with _compilers(config.device, compilers_path):
+    with compilers_for(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
@@ -128,12 +126,6 @@ def _profiler(
     trace = TorchTrace(platform)
     trace.prepare()
     return WorkerProfiler(child_config.index, launch, trace, last_wait)
-
-
-def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
-    """Processes that compile kernels, if there are kernels to compile."""
-    has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
-    return compile_server(path) if has_kernels else nullcontext()
 
 
 class _ProgressToLauncher:

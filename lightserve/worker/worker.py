@@ -74,7 +74,7 @@ class ModelWorker:
         """``device_index`` among the machine's devices; None: the rank."""
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
-        self._platform.bind(self._device, config.deterministic)
+        self._platform.bind(self._device, config.deterministic, config.ops_backend)
         num_ranks = parallel.num_ranks
         is_packed = self._platform.keeps_gguf_packed(num_ranks)
         is_packed = is_packed and config.quantization_config is None
@@ -88,7 +88,7 @@ class ModelWorker:
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
+        computed = f"{self._precision_summary(dtype)} on {self._platform.shown_name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
         self._head = load_draft_head(config, source, self.model)

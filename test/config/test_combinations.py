@@ -144,6 +144,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "merge_lora": {"merge_lora": folder / "adapter"},
         "more_than_two_ranks": {"tp": 4},
         "nnodes": {"tp": 2, "nnodes": 2, **node},
+        "ops_backend": {"ops_backend": "fast_ops"},
         "packed_input_bits": {"packed_input_bits": 8},
         "null_worker": {"null_worker": True},
         "pp": {"pp": 2},
