@@ -63,6 +63,7 @@ class EngineProcesses:
         self.engine: EngineInfo | None = None  # from the first workers, once all processes are ready
         self.encoder: ChildProcess | None = None  # None: requests have no images
         self._arena_fd: int | None = None  # the same
+        self.is_encoder_stopped = False  # with its router: it has not failed
         self._encoder_generation = 0  # how many times it was replaced
         self._has_router = asyncio.Event()
         self._group = group
@@ -96,6 +97,7 @@ class EngineProcesses:
 
     async def _start_encoder(self) -> ChildProcess:
         config = msgspec.structs.replace(self._child_config(), generation=self._encoder_generation)
+        self.is_encoder_stopped = False
         role = self._role("encoder")
         return await self._group.start_child(role, self._group.encoder_module, config, worker_env(self._config))
 
@@ -152,6 +154,7 @@ class EngineProcesses:
         self._has_router.clear()
         self.router.kill()
         if self.encoder is not None:
+            self.is_encoder_stopped = True
             self.encoder.kill("its router died")
         if not await self.reap_workers(timeout_s):
             return False

@@ -77,6 +77,11 @@ class EncoderSupervisor(ProcessSupervisor):
             raise TypeError("a server without images has no encoder to supervise")
         return self._engine.encoder
 
+    def _count_restart(self) -> None:
+        """Routers that die again and again take their encoders with them: that ends an engine, not the server."""
+        if not self._engine.is_encoder_stopped:
+            super()._count_restart()
+
     async def _replace(self) -> bool:
         await self._engine.replace_encoder()
         return True
