@@ -38,6 +38,7 @@ from lightserve.messages.cluster import (
 from lightserve.messages.control import HttpProcessLost
 from lightserve.messages.output import (
     BatchTokenIdOut,
+    EmbeddingOut,
     RouterStats,
     TextReq,
     ToDetokenization,
@@ -270,13 +271,25 @@ class Dispatcher:
                 self._placement.output_length.observe(len(req.output_ids))
                 self._forget(req)
         failed = [failure for failure in batch.failed if self._has_failed(engine, failure)]
-        if outs or failed:
-            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, drafts=batch.drafts))
+        embeddings = self._end_pooling(engine, batch.embeddings)
+        if outs or failed or embeddings:
+            self._to_detokenization.send(
+                BatchTokenIdOut(outs, failed=failed, embeddings=embeddings, drafts=batch.drafts)
+            )
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
         ended = [req_id for req_id in batch.ended if req_id in engine.requests]
         if ended:
             self._end(ended)
+
+    def _end_pooling(self, engine: Engine, results: list[EmbeddingOut]) -> list[EmbeddingOut]:
+        """Those whose requests have not ended or left the engine."""
+        results = [result for result in results if result.req_id in engine.requests]
+        if results:
+            engine.observe_results([result.req_id for result in results], time.monotonic())
+        for result in results:
+            self._forget(engine.requests[result.req_id])
+        return results
 
     def _end(self, req_ids: list[int]) -> None:
         """Requests were aborted, and their clients get what they have."""

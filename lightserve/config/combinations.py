@@ -272,10 +272,7 @@ TABLE = (
     _not_built(TRANSFORMERS, POOLING, "it generates text only", "leave out --task and --pooling"),
     _not_built(TRANSFORMERS, MAX_WINDOWED, "its layers share one KV pool", "leave it out"),
     # models
-    _not_built(POOLING, PP, "pipeline stages serve text models only", "use --tp"),
-    _not_built(POOLING, DP, "several engines serve text models only", "start several servers"),
-    _not_built(POOLING, GATEWAY, "several engines serve text models only", "start a server with one engine"),
-    _not_built(POOLING, LISTEN, "several engines serve text models only", "use `lightserve serve`"),
+    Conflict(POOLING, ROLES, "it has no prompts that another engine could continue", "start engines without roles"),
     Conflict(POOLING, KV_RAM, "no prefix of it is cached", "leave out --kv_ram_gb"),
     Conflict(POOLING, PINNED_PREFIXES, "no prefix of it is cached", "leave out --pinned_prefixes"),
     Conflict(NO_KV_CACHE, DETERMINISTIC, "the texts of a step are computed together", "leave out --deterministic"),
