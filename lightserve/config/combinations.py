@@ -235,7 +235,6 @@ TABLE = (
     _not_built(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
     _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters
-    _not_built(LORA, PP, "pipeline stages do not serve LoRA adapters yet", f"use --tp; {_ONE_ADAPTER}"),
     Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),
     # the null worker
     Conflict(NULL_WORKER, PP, "it has no layers to divide", "leave out one of the flags"),
