@@ -182,8 +182,7 @@ DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
 ROLES = Feature("roles", _roles)
-RL, WEIGHTS_DIR = _set("http", "enable_rl"), _set("http", "weights_dir")
-NO_RL = Feature("no_rl", lambda setup: "" if setup.config.http.enable_rl else "a server without --enable_rl")
+RL = _set("http", "enable_rl")
 ENGINE_FLAG = Feature("engine_flag", _engine_flag)
 HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
 OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
@@ -224,7 +223,6 @@ TABLE = (
     ),
     # trainers
     _not_built(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
-    Conflict(WEIGHTS_DIR, NO_RL, "only trainers have weights loaded", "add --enable_rl"),
     _not_built(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
     _not_built(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),

@@ -23,7 +23,6 @@ TITLES = {
     "draft_head": "`--speculative_config` with a head",
     "gateway": "a gateway (`--engines`, `--engines_file`)",
     "roles": "prefill and decode roles (`--roles`, `--role`)",
-    "no_rl": "a server without `--enable_rl`",
     "engine_flag": "a flag of engines",
     "http_flag": "a flag of HTTP",
     "http_address": "`--host` or `--port`",
