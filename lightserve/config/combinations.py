@@ -31,7 +31,6 @@ class ModelFacts:
     has_latent_attention: bool = False
     has_experts: bool = False
     has_windows: bool = False  # layers with a sliding window
-    has_windowed_pool: bool = False  # these layers may get a KV pool of their own
     has_states: bool = False  # recurrent layers
     is_of_transformers: bool = False  # transformers' modules compute it
 
@@ -156,12 +155,6 @@ def _drafted_states(setup: Setup) -> str:
     return f"--speculative_config for {states}" if states and setup.config.worker.speculative_config else ""
 
 
-def _windowed_pool(setup: Setup) -> str:
-    """Of a process that computes."""
-    is_on = setup.model is not None and setup.model.has_windowed_pool and not setup.config.cluster.is_gateway
-    return "a model with a second KV pool for its sliding windows" if is_on else ""
-
-
 IMAGES = Feature("images", lambda setup: "--limit_mm_per_prompt" if setup.config.http.max_images else "")
 MANY_RANKS = Feature("more_than_two_ranks", _above("worker", "tp", 2).shown)
 PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
@@ -192,7 +185,6 @@ KV_DTYPE = Feature("kv_dtype", _kv_dtype)
 LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a {} model")
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
-WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
 STATES, DRAFTED_STATES = Feature("states", _states), Feature("drafted_states", _drafted_states)
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
@@ -200,7 +192,6 @@ PACKED_INPUT = _set("worker", "packed_input_bits")
 
 _ONE_ADAPTER = "--merge_lora serves one adapter"
 _NO_IMAGES = "add --limit_mm_per_prompt 0, or leave it out"
-_NO_WINDOWS = "add --max_windowed_token_num 0, or leave it out"
 
 TABLE = (
     # a process is a gateway, an engine, or both in one
@@ -276,7 +267,6 @@ TABLE = (
     _not_built(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
-    _not_built(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
     Conflict(
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"

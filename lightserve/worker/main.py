@@ -37,6 +37,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
+            from lightserve.worker.kv.identity import exchanged_identity
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
@@ -79,7 +80,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
             lora_slots=config.num_loras,
             cpu_kv=worker.cpu_kv,
-            kv_identity=worker.kv_identity,
+            kv_identity=exchanged_identity(worker.kv_identity, len(worker.kv_groups)),
             sight=worker.sight,
             sight_window=worker.model_config.window,
             speculation="" if config.speculation is None else config.speculation.summary,

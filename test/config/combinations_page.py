@@ -33,7 +33,6 @@ TITLES = {
     "latent_attention": "a model with latent attention",
     "no_experts": "a model without experts",
     "no_windows": "a model without sliding windows",
-    "windowed_pool": "a model with a second KV pool for its windows",
     "states": "a model with recurrent layers",
     "no_states": "a model without recurrent layers",
     "transformers": "a model that transformers runs",

@@ -220,7 +220,7 @@ def refusal(line: list[str]) -> str | None:
 
 
 # features that combine with all others: no row has them
-FREE = [Feature(name, lambda setup: "") for name in ["weights_dir"]]
+FREE = [Feature(name, lambda setup: "") for name in ("weights_dir", "windowed_pool")]
 SERVER_FEATURES = [*(feature for feature in FEATURES if feature is not OFFLINE), *FREE]
 
 
@@ -286,16 +286,3 @@ def test_an_llm_reads_the_table_before_it_loads_weights(folder: Path, options: d
 def test_weights_of_a_folder_need_trainers(folder: Path) -> None:
     with pytest.raises(OptionError, match="--weights_dir needs --enable_rl"):
         parse_server([f"--weights_dir={folder}"])
-
-
-@pytest.mark.parametrize(
-    ("length", "flags", "is_refused"),
-    [(512, [], True), (512, ["--max_windowed_token_num=0"], False), (64, [], False)],
-)
-def test_windows_exclude_roles_only_if_they_may_have_a_pool(
-    folder: Path, examples: dict[str, Flags], length: int, flags: list[str], is_refused: bool
-) -> None:
-    model = [f"--model_dir={folder / 'windows'}", f"--max_req_total_len={length}", *flags]
-    line = [*command(examples["roles"]), *model]
-
-    assert (refusal(line) is not None) is is_refused
