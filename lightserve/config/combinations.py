@@ -156,7 +156,6 @@ def _drafted_states(setup: Setup) -> str:
 
 
 IMAGES = Feature("images", lambda setup: "--limit_mm_per_prompt" if setup.config.http.max_images else "")
-MANY_RANKS = Feature("more_than_two_ranks", _above("worker", "tp", 2).shown)
 PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
 ATTENTION_DP = Feature("attention_dp", _attention_dp)
 RANKS = Feature("ranks", _ranks)
@@ -246,7 +245,6 @@ TABLE = (
         PINNED_PREFIXES, NO_PREFIX_CACHE, "pinned prefixes stay in the prefix cache", "leave out one of the flags"
     ),
     # numbers
-    _not_built(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
     Conflict(QUANTIZATION, QUANTIZATION_CONFIG, "both choose a format", "put the first into the file as its default"),
     # models that transformers runs
     _not_built(TRANSFORMERS, RANKS, "its modules run on one device", "leave out --tp and --pp"),

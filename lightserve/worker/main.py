@@ -52,6 +52,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
             gpu = _gpu_for_peers(child_config, platform)
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
+            parallel = parallel.with_ordered_sums() if config.deterministic else parallel
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.config.http.enable_rl:

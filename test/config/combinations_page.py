@@ -15,7 +15,6 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "combinations.md"
 # of features that are not a flag with their name
 TITLES = {
     "drafted_states": "`--speculative_config` with a model that has recurrent layers",
-    "more_than_two_ranks": "`--tp` above 2",
     "attention_dp": "attention groups (`--attention_dp`, `--enable_dp_attention`)",
     "ranks": "`--tp` or `--pp`",
     "dummy": "`--load_format dummy`",
