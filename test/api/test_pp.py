@@ -50,8 +50,8 @@ def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_stages(model_dir: str, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("pp")
-    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--profile_dir", str(folder / "profiles"))
-    flags = (*flags, "--lora_dir", str(adapters), "--max_loras", "2")
+    folders = ("--profile_dir", str(folder / "profiles"), "--lora_dir", str(adapters))
+    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", *folders, "--max_loras", "2")
     with running_server(folder / "log", *flags) as server:
         yield server
 

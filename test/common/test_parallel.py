@@ -61,7 +61,7 @@ def _sum_in_order(rank: int, folder: str) -> None:
     parallel = connect_ranks(rank, ParallelSizes(tp=4), f"file://{folder}/store", "gloo").with_ordered_sums()
     x = torch.randn(32, 500, generator=torch.Generator().manual_seed(rank))
     rows = parallel.tp.all_reduce(x.clone())
-    alone = torch.cat([parallel.tp.all_reduce(row.clone()) for row in x.split(1)])
+    alone = torch.cat([parallel.tp.all_reduce(row.clone()) for row in x.view(32, 1, 500)])
     scattered = parallel.tp.reduce_scatter_rows(x.clone())
     half = parallel.tp.all_reduce(x.bfloat16())
     torch.save((x, rows, alone, scattered, half), f"{folder}/{rank}.pt")
