@@ -189,7 +189,6 @@ NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model"
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
 
-_ONE_ADAPTER = "--merge_lora serves one adapter"
 _NO_IMAGES = "add --limit_mm_per_prompt 0, or leave it out"
 
 TABLE = (
@@ -216,11 +215,9 @@ TABLE = (
     _not_built(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
     _not_built(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
-    _not_built(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
     _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
     _not_built(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
-    _not_built(ATTENTION_DP, DP, "a server has attention groups or engines", "start several servers"),
-    _not_built(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
+    _not_built(ATTENTION_DP, ROLES, "attention groups do not send or receive KV yet", "start engines without roles"),
     _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters
     Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),

@@ -114,10 +114,6 @@ def test_restarts_may_be_switched_off(tmp_path: Path) -> None:
         (("--dp=0",), "dp=0: must be at least 1"),
         (("--dp=65",), "dp=65: must be at most 64"),
         (("--dp=2", "--cluster_policy=best"), "--cluster_policy: invalid choice: 'best'"),
-        (
-            ("--dp=2", "--tp=2", "--ep=2", "--enable_dp_attention"),
-            "--enable_dp_attention cannot be used with --dp 2: a server has attention groups or engines",
-        ),
         (("--cluster_policy=session",), "cluster_policy=session: there is one engine; set --dp to 2 or more"),
     ],
 )
