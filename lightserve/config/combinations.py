@@ -216,7 +216,6 @@ TABLE = (
     # attention groups
     _not_built(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
     _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
-    _not_built(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
     _not_built(ATTENTION_DP, ROLES, "attention groups do not send or receive KV yet", "start engines without roles"),
     _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters

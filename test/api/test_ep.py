@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from benchmark.make_adapters import target_sizes
 from lightserve.offline.llm import LLM
+from test.api.nodes import nodes_in
 from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.api.test_restart import kill_worker, restarted
 from test.lora_files import write_adapter
@@ -220,6 +221,24 @@ def test_adapters_give_the_text_of_one_rank_although_a_rank_of_a_group_dies(
 
     assert found == expected * 2
     wait_until(restarted(two_groups, int(restarts) + 1))
+
+
+@pytest.mark.long  # test_nodes.py has ranks of one group on two nodes
+def test_groups_on_two_nodes_give_the_text_of_one_rank_although_the_other_node_is_killed(
+    model_dir: str, of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    with nodes_in(tmp_path, 2, *FLAGS, "--model_dir", model_dir, *GROUPS) as nodes:
+        other, first = nodes.start(1), nodes.start(0)
+        nodes.wait_ready(first)
+        assert list(other.processes()) == ["ls-worker-1"]
+
+        def kill_and_start() -> None:
+            other.process.kill()
+            other.process.wait()
+            nodes.start(1)
+
+        assert answers(first, then=kill_and_start) == of_one_rank, nodes.logs()
+        wait_until(lambda: all(first.metrics()[name] == 0 for name in KV_USED))
 
 
 @pytest.mark.long  # four workers; test/router/kv/test_cached_blocks.py and --dp without groups have the parts of it
