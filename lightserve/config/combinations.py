@@ -214,7 +214,6 @@ TABLE = (
     _not_built(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
     _not_built(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
-    _not_built(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
     _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
     _not_built(ATTENTION_DP, ROLES, "attention groups do not send or receive KV yet", "start engines without roles"),
     _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),

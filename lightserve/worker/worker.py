@@ -333,10 +333,10 @@ class ModelWorker:
         if self._drafts.needs_tokens(step):
             self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
-        if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape, packed.images)
-            return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
+        if not self.model.pp.is_last:
+            self._runner.run_stage(packed.inputs, shape, packed.images)
+            return StepResult  # the last stage has the tokens
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
         plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)

@@ -288,6 +288,20 @@ def test_a_stopped_server_finishes_the_requests_of_all_groups(
 
 
 @pytest.mark.long
+def test_groups_with_stages_give_the_text_of_one_rank_although_a_stage_dies(
+    model_dir: str, of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", model_dir, *GROUPS, "--pp", "2") as server:
+        assert answers(server) == of_one_rank
+        assert [Clients(server).answer(request) for request in bodies()[:4]] == of_one_rank[:4]  # one group has nothing
+
+        assert answers_although_killed(server, "ls-worker-3") == of_one_rank
+
+        wait_until(restarted(server, 1))
+        assert server.stop() == 0
+
+
+@pytest.mark.long
 def test_groups_of_two_ranks_give_the_text_of_one_rank(tmp_path: Path) -> None:
     tiny = build(CASES["glm4_moe"])  # 12 experts: four ranks divide them
     (tmp_path / "config.json").write_text(json.dumps(tiny.config_json))
