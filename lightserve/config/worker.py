@@ -357,7 +357,7 @@ class WorkerConfig:
     @property
     def answering_ranks(self) -> list[int]:
         """The ranks that return the tokens of a step: the first one of the last stage, in each attention group."""
-        return [(self.pp - 1) * self.tp + group * self.attention_tp for group in range(self.num_groups)]
+        return [(group * self.pp + self.pp - 1) * self.attention_tp for group in range(self.num_groups)]
 
     @property
     def num_loras(self) -> int:

@@ -36,6 +36,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
+            from lightserve.worker.kv.identity import exchanged_identity
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
@@ -52,6 +53,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
             gpu = _gpu_for_peers(child_config, platform)
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
+            parallel = parallel.with_ordered_sums() if config.deterministic else parallel
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.config.http.enable_rl:
@@ -80,7 +82,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
             lora_slots=config.num_loras,
             cpu_kv=worker.cpu_kv,
-            kv_identity=worker.kv_identity,
+            kv_identity=exchanged_identity(worker.kv_identity, len(worker.kv_groups)),
             sight=worker.sight,
             sight_window=worker.model_config.window,
             speculation="" if config.speculation is None else config.speculation.summary,

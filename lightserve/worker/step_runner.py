@@ -189,7 +189,9 @@ class StepRunner:
         """Compute the experts of this rank in a step in which only other attention groups have tokens."""
         if any(group_tokens):
             shape = StepShape(1, 1, has_decodes=True, has_prompts=False, group_tokens=group_tokens)
-            self.hidden_states(self._batch.padding(shape), shape)
+            hidden = self.hidden_states(self._batch.padding(shape), shape)
+            if not self._model.pp.is_last:
+                self._model.send_to_next_stage(hidden)
 
     def run_stage(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""

@@ -146,7 +146,7 @@ class ModelWorker:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise RuntimeError("a role of a pooling model passed the table of combinations")
-        identity = rank_identity(self.kv_identity, args.rank)
+        identity = rank_identity(self.kv_identity, args.rank, 1 + len(self.model.mem_manager.group_sizes))
         self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
 
     @property
@@ -333,10 +333,10 @@ class ModelWorker:
         if self._drafts.needs_tokens(step):
             self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
-        if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape, packed.images)
-            return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
+        if not self.model.pp.is_last:
+            self._runner.run_stage(packed.inputs, shape, packed.images)
+            return StepResult  # the last stage has the tokens
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
         plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)

@@ -62,7 +62,7 @@ class GroupScheduler:
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.fork_points = ForkPoints()
         self.past_outputs = PastOutputs(limits.past_outputs)
-        self.sends = KvSends()
+        self.sends = KvSends(pool.groups)
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
         self.images: ImageWaits | None = None  # None: this server reads none

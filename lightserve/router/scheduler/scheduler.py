@@ -87,6 +87,12 @@ class Scheduler:
         group.fork_points.give_keys(req)
         group.queue.defer(req)
 
+    def isolate(self, req: Req) -> None:
+        """A waiting request may have crashed the workers of another engine: it runs alone until its next token."""
+        for group in self.groups:
+            if group.find(req.req_id) is not None:
+                group.isolation.require(req)
+
     def make_ready(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
         for group in self.groups:

@@ -336,6 +336,23 @@ def test_a_load_that_failed_in_the_workers_is_computed() -> None:
     server.assert_idle()
 
 
+def test_the_slots_of_loads_in_flight_are_free_after_steps_that_failed() -> None:
+    server = TierServer()
+    server.serve([one(0, prompt(1000)), one(1, prompt(2000)), one(2, prompt(3000))])
+    server.scheduler.add(one(3, prompt(1000)))
+    server.step()
+    assert server.worker.loads
+
+    server.fail_steps()
+    server.finish_load()
+
+    server.assert_idle()
+    again = one(4, prompt(1000))
+    server.serve([again])
+    assert again.cached_len == 0
+    assert again.output_ids == truth(prompt(1000), 0, 4)
+
+
 def test_the_steps_of_a_beam_search_hash_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
