@@ -10,9 +10,12 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 
 
-def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut]) -> list[Req]:
-    """Complete the oldest step in flight, and give every request its tokens. Returns the requests that got some."""
-    scheduler.complete_step()
+def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut], seconds: float | None = None) -> list[Req]:
+    """Complete the oldest step in flight, and give every request its tokens. Returns the requests that got some.
+
+    ``seconds``: how long the step took, if that is known.
+    """
+    scheduler.complete_step(seconds)
     by_req = {req_id: list(own) for req_id, own in groupby(outs, key=lambda out: out.req_id)}
     plain = {req_id: own for req_id, own in by_req.items() if all(_is_plain(out) for out in own)}
     columns = TokenColumns.of([(req_id, [out.token.id for out in own]) for req_id, own in plain.items()])
