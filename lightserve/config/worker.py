@@ -56,6 +56,12 @@ class WorkerConfig:
         "say",
         group=FlagGroup.MODEL_FILES,
     )
+    score_template: str | None = option(
+        None,
+        "how a reranker reads a query and a document: qwen3-reranker, mxbai-rerank-v2, bge-reranker-v2-gemma, zerank, "
+        "nemotron-rerank, a Jinja file, or its text; a model that generates text scores with it",
+        group=FlagGroup.MODEL_FILES,
+    )
     trust_remote_code: bool = option(
         False,
         "run Python code in the model's folder: its tokenizer class, if no file of it can be read directly, and its "

@@ -13,7 +13,7 @@ from lightserve.messages.block_hash import NO_HASHES, Hashes
 from lightserve.messages.cluster import KvTarget, KvTransferParams
 from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
 from lightserve.messages.media import ImageItem
-from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.params import BACKGROUND_PRIORITY, FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.kv.radix_cache import RadixNode
@@ -144,6 +144,12 @@ class Req(ReqProgress):
         self.columns.max_new_tokens[0] = self.max_new_tokens
         self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens)
         self.columns.may_draft[0] = _may_draft(self.params)
+        self.columns.is_background[0] = self.is_background
+
+    @property
+    def is_background(self) -> bool:
+        """Nobody waits for it."""
+        return self.priority == BACKGROUND_PRIORITY
 
     @property
     def slots(self) -> Int32Array:

@@ -30,6 +30,7 @@ FIELDS = (
     "spare_slots",  # KV slots that it has for the tokens after ``planned_len``; drafts are written there
     "draft_pause",  # decodes until the next draft is tried
     "last_pause",  # the length of the last such pause; 0: a draft was accepted since
+    "is_background",  # 1: nobody waits for it
 )
 MAY_DRAFT_IF_FEW = 2  # its rules depend on its tokens: the workers wait for those of all requests before such a step
 MAY_DRAFT_BY_GRAMMAR = 3  # the same, and no schedule may accept what its grammar does not allow
@@ -60,6 +61,7 @@ class ReqColumns:
             self.spare_slots,
             self.draft_pause,
             self.last_pause,
+            self.is_background,
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.acceptance: npt.NDArray[np.float64] = np.full(rows, FIRST_ACCEPTANCE)  # share of the drafts it reached

@@ -22,6 +22,8 @@ from lightserve.worker.call_handlers import call_handlers
 from lightserve.worker.rpc import Launch, StepServer
 
 if TYPE_CHECKING:
+    from lightserve.common.device import Device
+    from lightserve.common.parallel import Parallel
     from lightserve.worker.profiler import WorkerProfiler
 
 STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
@@ -35,7 +37,6 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     with compilers_for(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
             from lightserve.worker.kv.identity import exchanged_identity
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
@@ -46,14 +47,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
-            store: Any = f"file://{child_config.engine_path('tp')}"
-            timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
-            if child_config.store_port is not None:
-                store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)
-            sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
-            gpu = _gpu_for_peers(child_config, platform)
-            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
-            parallel = parallel.with_ordered_sums() if config.deterministic else parallel
+            parallel = _connect(child_config, platform)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.config.http.enable_rl:
@@ -96,6 +90,20 @@ def _wait_closed(pipe_fd: int) -> None:
     """Nothing is written to the pipe."""
     while os.read(pipe_fd, 1):
         pass
+
+
+def _connect(child_config: ChildConfig, platform: Device) -> Parallel:
+    from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
+
+    config = child_config.config.worker
+    store: Any = f"file://{child_config.engine_path('tp')}"
+    timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
+    if child_config.store_port is not None:
+        store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)
+    sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
+    gpu = _gpu_for_peers(child_config, platform)
+    parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
+    return parallel.with_ordered_sums() if config.deterministic else parallel
 
 
 def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:

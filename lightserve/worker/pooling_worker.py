@@ -110,7 +110,7 @@ def _result(copy: AsyncCopy, ended: list[tuple[int, int]]) -> StepResult:
     )
 
 
-def _answer_ids(source: ModelSource, answers: tuple[str, str]) -> list[int]:
+def _answer_ids(source: ModelSource, answers: tuple[str, ...]) -> list[int]:
     tokenizer = load_tokenizer(source)
     ids = [tokenizer.token_to_id(answer) for answer in answers]
     missing = [answer for answer, token_id in zip(answers, ids, strict=True) if token_id is None]

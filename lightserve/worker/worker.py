@@ -81,7 +81,7 @@ class ModelWorker:
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
         check_head_dim(self._platform, max(self.model_config.head_dims))
-        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)

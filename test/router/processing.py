@@ -25,9 +25,12 @@ def drafts_result(accepted: Mapping[int, int]) -> DraftColumns:
     return DraftColumns(int64s(list(accepted)), np.maximum(counts, 1), counts)
 
 
-def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut]) -> list[Req]:
-    """Complete the oldest step in flight, and give every request its tokens. Returns the requests that got some."""
-    scheduler.complete_step()
+def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut], seconds: float | None = None) -> list[Req]:
+    """Complete the oldest step in flight, and give every request its tokens. Returns the requests that got some.
+
+    ``seconds``: how long the step took, if that is known.
+    """
+    scheduler.complete_step(seconds)
     if isinstance(outs, StepOuts):
         scheduler.observe_drafts(outs.drafts)
     by_req = {req_id: list(own) for req_id, own in groupby(outs, key=lambda out: out.req_id)}

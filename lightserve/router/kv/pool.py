@@ -63,6 +63,7 @@ class KvPool:
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
+        self.num_loads = 0  # some have slots of KV groups only
         self.groups.reset()
         for listener in self._listeners:
             listener.on_reset()
@@ -139,6 +140,7 @@ class KvPool:
         node, cached = self._cache.match(ids[:begin], req.salt)
         self._cache.lock(node)
         self.loading_tokens += end - begin
+        self.num_loads += 1
         slots = self.alloc(end - begin)
         return PrefixLoad(req, ids, node, cached, slots, group_blocks, self.groups.start_load(group_blocks))
 
@@ -157,6 +159,7 @@ class KvPool:
         """
         self._cache.unlock(load.node)
         self.loading_tokens -= len(load.slots)
+        self.num_loads -= 1
         if not is_valid:
             self.groups.finish_load(load.group_blocks, load.group_slots, NO_INT32)
             self._free(load.slots)

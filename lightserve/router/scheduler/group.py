@@ -85,9 +85,11 @@ class GroupScheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
         admitted = {req: self._as_new(req) for req in self._admit(now_s)}
+        if self.queue.num_of_clients or len(self.batch) > self.batch.num_background:
+            self.planner.background.on_client(now_s)
         for step_part in self.parts:
             step_part.begin_step()
-        planned = self.planner.plan()
+        planned = self.planner.plan(now_s)
         self.admission.prefixes.wake()  # what is planned now can be used by the next step
         computes = bool(len(planned.rows)) or any(req in self.batch for req in admitted)
         for step_part in self.parts:
@@ -98,6 +100,9 @@ class GroupScheduler:
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
+        while self.admission.client_lacks_room and self.preemption.preempt_background():
+            admitted += self.admission.admit(now_s)
+        admitted = [req for req in admitted if req in self.batch]
         for req in admitted:
             for step_part in self.parts:
                 step_part.on_admitted(req)
@@ -150,6 +155,8 @@ class GroupScheduler:
         """The step is back: the KV that it computed is certain. ``seconds``: how long it took, if that is known."""
         if seconds is not None and len(step.counts) > step.num_decodes:
             self.chunking.cost.observe(*step.work(), seconds)
+        if seconds is not None and len(step.counts):
+            self.planner.background.on_step(step.num_background, seconds)
         columns = self.batch.columns
         is_still_running = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[is_still_running]] = step.planned_len[is_still_running]

@@ -20,7 +20,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.control import CpuGroupSize, CpuKvSize, SlidingWindowKv, StateKv
-from lightserve.messages.params import GrammarSpec
+from lightserve.messages.params import BACKGROUND_PRIORITY, GrammarSpec
 from lightserve.messages.step import ReqFailed, Step
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv.group_pools import make_group_pools
@@ -188,7 +188,7 @@ class History:
     def add(self, ids: list[int], max_new_tokens: int, **fields: Any) -> None:
         number, rng = next(self.numbers), self.rng
         deadline_s = self.now_s + rng.choice([0.5, 200.0]) if rng.random() < 0.1 else None
-        fields |= {"priority": rng.choice([0, 1]), "deadline_s": deadline_s}
+        fields |= {"priority": rng.choice([0, 0, 1, 1, BACKGROUND_PRIORITY]), "deadline_s": deadline_s}
         if self.traits.forces and rng.random() < 0.5:
             fields["grammar"] = GrammarSpec("regex", "a")
         req = make_req(number, ids, max_new_tokens, **fields)

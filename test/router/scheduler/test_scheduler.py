@@ -322,9 +322,14 @@ class Server:
             self._check_kept_counts()
         if not self._in_flight:
             return False
-        process_tokens(self.scheduler, self._in_flight.popleft().outs)
+        process_tokens(self.scheduler, self._in_flight.popleft().outs, self.step_s)
         self._check_kept_counts()
         return True
+
+    @property
+    def step_s(self) -> float | None:
+        """How long the last step took, if that is known."""
+        return None
 
     def launch(self, step: Step) -> None:
         self._in_flight.append(InFlight(step, self.worker.run(step), self.worker.written))
