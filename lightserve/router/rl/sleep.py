@@ -21,6 +21,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 _SLEEP = "sleep"
+GRAPHS = "cuda_graph"
 STOPPED, KEPT = "workers_stopped", "memory_kept"
 
 
@@ -60,13 +61,17 @@ class SleepControl:
             return RlReply(0, method=self._method, count=self._pause.num_open)
 
     async def wake(self, message: WakeUp) -> RlReply:
-        """The reply comes when new workers have loaded the model. Steps run when all tags are resumed."""
+        """The reply comes when new workers have loaded the model. Steps run when weights and KV are resumed.
+
+        Workers come with their graphs, and many trainers do not know a tag for those.
+        """
         async with self._lock:
             since_s, was_asleep = time.monotonic(), self.is_asleep
             if was_asleep:
                 await self._start()
             self._released -= set(message.tags or MEMORY_TAGS)
-            if not self._released:
+            if self._released <= {GRAPHS}:
+                self._released.clear()
                 self._steps.release(_SLEEP)
             seconds = time.monotonic() - since_s
             if was_asleep:
