@@ -15,7 +15,7 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
-from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
+from lightserve.messages.control import EngineInfo, RoutedExpertsShape, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
@@ -63,7 +63,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         profiler = _profiler(child_config, platform, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
-    vocab_size = worker.model_config.vocab_size
+    vocab_size, experts = worker.model_config.vocab_size, worker.model.routed_experts_shape
     launcher.send(
         EngineInfo(
             max_total_token_num=worker.max_total_token_num,
@@ -82,6 +82,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             kv_identity=worker.kv_identity,
             sight=worker.sight,
             sight_window=worker.model_config.window,
+            routed_experts=None if experts is None else RoutedExpertsShape(*experts),
             speculation="" if config.speculation is None else config.speculation.summary,
         )
     )

@@ -10,8 +10,7 @@ from mmap import mmap
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.checkpoint.reader import module_tensors, open_checkpoint, tensor_metadata, total_bytes
+from lightserve.common.basemodel import ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
@@ -27,7 +26,6 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
-from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
@@ -57,6 +55,7 @@ from lightserve.worker.warm_up import (
     with_adapter,
     with_image,
 )
+from lightserve.worker.weights.files import all_metadata, with_progress
 from lightserve.worker.weights.updater import WeightUpdater
 
 OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
@@ -196,14 +195,15 @@ class ModelWorker:
             dtype=dtype,
             device=self._device,
             parallel=parallel,
-            checkpoint=of_model(_with_progress(source, self.pooling)) if has_weights else None,
+            checkpoint=of_model(with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            tensor_metadata=of_model(_metadata(source, self.pooling)) if has_weights else (),
+            tensor_metadata=of_model(all_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
             lora=lora_args(config),
+            keeps_routed_experts=config.enable_return_routed_experts,
             packed_input_bits=config.packed_input_bits,
             merged_adapter=merged_adapter(config),
             source=source,
@@ -215,8 +215,7 @@ class ModelWorker:
         remedy = "lower max_total_token_num, max_state_rows or mem_fraction"
         with explain_out_of_memory(remedy if self._batch.states else "lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(*kv_size(config, self.model, self._platform, self._launch_every_kernel))
-        self._batch.padding_slot = self.model.mem_manager.padding_slot
-        self._batch.group_padding_slots = self.model.mem_manager.group_padding_slots
+        self._batch.use_slots_of(self.model)
 
     @property
     def step_limits(self) -> StepLimits:
@@ -432,18 +431,3 @@ def _dtype(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.
 def _wanted_len(config: WorkerConfig, pooling: PoolingConfig | None) -> int | None:
     """The operator's limit, or that of sentence-transformers' files."""
     return config.max_req_total_len or (None if pooling is None else pooling.max_len)
-
-
-def _with_progress(source: ModelSource, pooling: PoolingConfig | None) -> Iterator[CheckpointTensor]:
-    with Progress("weights", total_bytes(source)) as progress:
-        for tensor in open_checkpoint(source):
-            yield tensor
-            progress.advance(tensor.tensor.nbytes)
-    if pooling is not None:
-        yield from module_tensors(source.path, pooling.module_folders)
-
-
-def _metadata(source: ModelSource, pooling: PoolingConfig | None) -> Iterator[CheckpointTensor]:
-    yield from tensor_metadata(source)
-    if pooling is not None:
-        yield from module_tensors(source.path, pooling.module_folders)
