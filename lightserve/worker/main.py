@@ -54,7 +54,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.config.http.enable_rl:
-                worker.add_weight_updates(config)
+                worker.add_trainer_calls(config)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config))
         if child_config.arena_fd is not None:

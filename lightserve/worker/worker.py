@@ -30,6 +30,7 @@ from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import make_kv_identity, rank_identity
+from lightserve.worker.kv.memory import KvPoolMemory
 from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offload
 from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
@@ -113,6 +114,7 @@ class ModelWorker:
         self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
         self.weights: WeightUpdater | None = None
+        self.kv_memory: KvPoolMemory | None = None
         self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -128,9 +130,11 @@ class ModelWorker:
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
 
-    def add_weight_updates(self, config: WorkerConfig) -> None:
-        """Let a trainer replace the weights."""
+    def add_trainer_calls(self, config: WorkerConfig) -> None:
+        """Let a trainer replace the weights, and use the memory of the KV cache."""
         self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank)
+        if self.pooling is None:
+            self.kv_memory = KvPoolMemory(self.model.mem_manager, self._runner, self._platform, self._device)
 
     def enable_images(self, arena: mmap) -> None:
         """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""

@@ -114,11 +114,35 @@ def test_tags_are_released_and_resumed_one_after_the_other(server: ServerProcess
     assert len(waiting.result()["output_ids"]) == 3
 
 
-def test_releasing_the_kv_cache_alone_keeps_the_workers(server: ServerProcess) -> None:
-    assert server.post("/release_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
-    assert workers(server) > 0
-    assert server.post("/resume_memory_occupation", {})[0] == 200
-    assert len(generate(server, 3)["output_ids"]) == 3
+def test_the_kv_cache_alone_is_freed_and_taken_again(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
+    whole = generate(server, KEPT)["output_ids"]
+    running = Stream(server, KEPT)
+    before = server.processes()["ls-worker"]
+
+    assert server.post("/release_kv_cache_memory?mode=keep", {}) == (200, {"status": "kv_cache_released"})
+
+    waiting = clients.submit(generate, server, 3)
+    wait_until(lambda: server.metrics()["num_requests_waiting"] == 2)
+    status, woken = server.post("/wake_up?tags=kv_cache", {})
+    assert (status, woken["status"], woken["method"]) == (200, "awake", "kv_freed")
+    assert server.processes()["ls-worker"] == before
+    assert running.output_ids() == whole
+    assert waiting.result()["output_ids"] == whole[:3]
+
+
+def test_workers_that_die_without_their_kv_cache_come_back_with_it(
+    server: ServerProcess, clients: ThreadPoolExecutor
+) -> None:
+    whole = generate(server, 3)["output_ids"]
+    assert server.post("/release_memory_occupation", {"tags": ["kv_cache"]}) == (200, None)
+    restarts = server.metrics()["worker_restarts_total"]
+
+    server.processes()["ls-worker"][0].send_signal(signal.SIGKILL)
+
+    wait_until(lambda: server.metrics()["worker_restarts_total"] > restarts)
+    waiting = clients.submit(generate, server, 3)
+    assert server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    assert waiting.result()["output_ids"] == whole
 
 
 def test_an_unknown_tag_is_named(server: ServerProcess) -> None:
