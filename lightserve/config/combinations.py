@@ -189,6 +189,7 @@ STATES, DRAFTED_STATES = Feature("states", _states), Feature("drafted_states", _
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
+ROUTED_EXPERTS = _set("worker", "enable_return_routed_experts")
 
 _NO_IMAGES = "add --limit_mm_per_prompt 0, or leave it out"
 
@@ -214,6 +215,21 @@ TABLE = (
     ),
     # trainers
     _not_built(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
+    *(
+        _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
+        for feature, reason in (
+            (KV_RAM, "KV tiers do not keep which experts were chosen"),
+            (ROLES, "KV that is sent comes without the experts that were chosen"),
+            (PP, "a stage does not know the experts of the others"),
+            (ATTENTION_DP, "attention groups choose experts together"),
+            (SPECULATION, "drafts choose experts too"),
+            (TRANSFORMERS, "its modules do not show which experts they choose"),
+            (POOLING, "only generated texts return which experts were chosen"),
+        )
+    ),
+    Conflict(ROUTED_EXPERTS, NULL_WORKER, "it has no experts", "leave out one of the flags"),
+    Conflict(ROUTED_EXPERTS, NO_EXPERTS, "it has no experts", "leave out --enable_return_routed_experts"),
+    Conflict(ROUTED_EXPERTS, OFFLINE, "requests of a server return them", "start a server"),
     _not_built(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
     _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),

@@ -274,6 +274,12 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
     )
 
+    enable_return_routed_experts: bool = option(
+        False,
+        "keep which experts every token was routed to, for requests that want to know (return_routed_experts)",
+        group=FlagGroup.RL,
+    )
+
     speculative_config: str | None = option(
         None,
         "draft the next tokens and compute several in one step, which never changes a text; JSON such as "

@@ -191,6 +191,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     logprob: float | None = None  # if requested; from the unmodified logits
     top_logprobs: list[tuple[int, float]] | None = None  # if requested: (token id, logprob), the most likely first
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
+    # if requested: [tokens before it, without those of earlier outputs; layers; top_k] uint8 or int16
+    routed_experts: bytes | None = None
 
 
 NO_TOKEN = Token(-1)  # of the end of a request that was aborted

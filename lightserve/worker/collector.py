@@ -140,14 +140,15 @@ class OtherResults(NamedTuple):
     @classmethod
     def of(cls, step: PendingStep, ids: Int64Array, counts: Int64Array | None) -> OtherResults:
         """``counts``: tokens of the request of each row, if the step has drafts."""
-        results, logprobs = cls([], [], [], []), step.logprobs()
+        results, logprobs, experts = cls([], [], [], []), step.logprobs(), step.sampled.experts.by_req()
         for sampled in step.sampled.with_details:
             row, req, chunks, drafts = sampled
             count = 1 if counts is None else int(counts[row])
             token_ids: list[int] = ids[row : row + count].tolist()
             prompt = None if chunks is None else join_chunks(chunks, req.sampling.prompt_logprobs or 0)
+            first = prompt, experts.get(req.req_id)
             tokens = [
-                Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), None if number else prompt)
+                Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), *((None, None) if number else first))
                 for number, token_id in enumerate(token_ids)
             ]
             if token_ids[-1] < 0:

@@ -15,7 +15,7 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compilers_for
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
-from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
+from lightserve.messages.control import EngineInfo, RoutedExpertsShape, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
@@ -51,7 +51,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.config.http.enable_rl:
-                worker.add_weight_updates(config)
+                worker.add_trainer_calls(config)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config))
         if child_config.arena_fd is not None:
@@ -60,7 +60,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         profiler = _profiler(child_config, platform, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
-    vocab_size = worker.model_config.vocab_size
+    vocab_size, experts = worker.model_config.vocab_size, worker.model.routed_experts_shape
     launcher.send(
         EngineInfo(
             max_total_token_num=worker.max_total_token_num,
@@ -79,6 +79,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             kv_identity=exchanged_identity(worker.kv_identity, len(worker.kv_groups)),
             sight=worker.sight,
             sight_window=worker.model_config.window,
+            routed_experts=None if experts is None else RoutedExpertsShape(*experts),
             speculation="" if config.speculation is None else config.speculation.summary,
         )
     )

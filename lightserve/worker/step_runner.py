@@ -91,6 +91,11 @@ class StepRunner:
             with Progress("CUDA graphs", len(shapes), unit="items") as progress:
                 self._graphs.capture(self._examples(shapes, progress))
 
+    def drop_captured(self) -> None:
+        """The addresses of the KV cache change, which they contain."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _examples(self, shapes: list[StepShape], progress: Progress) -> Iterator[tuple[StepShape, Tensor]]:
         """Shapes with their inputs. The next one is asked for when the one before is captured."""
         for shape in shapes:

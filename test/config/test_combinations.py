@@ -166,6 +166,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},
+        "enable_return_routed_experts": {"enable_return_routed_experts": True},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 

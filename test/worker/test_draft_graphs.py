@@ -38,6 +38,10 @@ class RerunGraphs:
         self._inputs: dict[StepShape, Tensor] = {}
         self.replays: Counter[StepShape] = Counter()
 
+    @property
+    def captured(self) -> frozenset[StepShape]:
+        return frozenset(self._inputs)
+
     def __contains__(self, key: StepShape) -> bool:
         return key in self._inputs
 
@@ -45,6 +49,9 @@ class RerunGraphs:
         for key, example in examples:
             self._function(example.clone(), key)
             self._inputs[key] = example
+
+    def clear(self) -> None:
+        self._inputs.clear()
 
     def replay(self, key: StepShape, inputs: Tensor) -> StepOut:
         self.replays[key] += 1

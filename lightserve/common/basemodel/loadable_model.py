@@ -57,6 +57,7 @@ class ModelArgs:
     kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
     pooling: PoolingConfig | None = None  # what the model computes instead of text
     lora: LoraArgs | None = None  # None: the model takes no adapters
+    keeps_routed_experts: bool = False  # of every token in the KV cache
     packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
     source: ModelSource | None = None  # the model's files, for a model that does not load them from ``checkpoint``

@@ -107,6 +107,9 @@ class Graphs(Protocol[Key, Result]):
 
     def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None: ...
 
+    def clear(self) -> None:
+        """Forget what was captured."""
+
     def replay(self, key: Key, inputs: Tensor) -> Result: ...
 
 
