@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from lightserve.errors import StreamGoneError, StreamNotFoundError, UnavailableError
-from lightserve.httpserver.http.sse import StreamRecorder
+from lightserve.httpserver.http.sse import EventSource, StreamRecorder
 from lightserve.httpserver.resume.logged_stream import ResumedStream
 from lightserve.httpserver.resume.records import (
     PROCESS_PREFIX,
@@ -36,8 +36,8 @@ AHEAD = (
 StartAgain = Callable[[Head, bytes, ResumedStream], asyncio.Future[int]]
 
 
-class Replay:
-    """An EventSource."""
+class Replay(EventSource):
+    """The events after the client's last one, from the log."""
 
     @classmethod
     async def connect(cls, stream_log: StreamLog, event_id: str, start_again: StartAgain) -> Replay:
