@@ -366,7 +366,7 @@ class ModelWorker:
         if counts is None or plan.sampler_reqs:
             counts = self._drafts.verify(out, tokens)
         self._drafts.advance_states(out, counts)
-        self._drafts.draft_after(packed, out, tokens, counts)
+        self._drafts.draft_after(out, tokens, counts)
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
 
     def compile_grammar(self, command: CompileGrammar) -> None:

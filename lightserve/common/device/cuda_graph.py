@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from torch import Tensor
 Key = TypeVar("Key", bound=Hashable)
 Out = TypeVar("Out")
 
+LARGE_BYTES = 2**20  # of a result whose memory the next capture may use too
+
 
 class CudaGraphs(Generic[Key, Out]):
     """A function of a tensor of integers and a key, captured once for each key.
 
     The function must launch the same work whatever the integers are. The result of a replay is valid until the next
-    replay: all graphs share one memory pool.
+    replay: all graphs share one memory pool. Large tensors of it, as logits, have the same memory in all graphs.
     """
 
     def __init__(self, function: Callable[[Tensor, Key], Out]) -> None:
@@ -45,7 +47,7 @@ class CudaGraphs(Generic[Key, Out]):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             out = self._function(example, key)
             graph.capture_end()
-        self._captured[key] = (example, graph, out)
+        self._captured[key] = (example, graph, _without_large_memory(out))
 
     def replay(self, key: Key, inputs: Tensor) -> Out:
         """``inputs`` are in pinned memory, which torch keeps until they are copied."""
@@ -53,6 +55,34 @@ class CudaGraphs(Generic[Key, Out]):
         example.copy_(inputs, non_blocking=True)
         graph.replay()
         return out
+
+
+def _without_large_memory(out: Any) -> Any:
+    """A tensor, or a named tuple of tensors and others. Those that are large no longer keep their memory."""
+    if isinstance(out, Tensor):
+        return _alias(out) if out.nbytes >= LARGE_BYTES else out
+    if isinstance(out, tuple) and hasattr(out, "_fields"):
+        return type(out)(*map(_without_large_memory, out))
+    return out
+
+
+class _Memory:
+    """Memory that somebody else owns."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        address = (storage.data_ptr(), False)  # it may be written
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": address,
+            "version": 3,
+        }
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same values, until the owner of the memory uses it for others."""
+    values = torch.as_tensor(_Memory(tensor.untyped_storage()), device=tensor.device).view(tensor.dtype)
+    return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def as_one_graph(work: Callable[[], object]) -> Callable[[], object]:

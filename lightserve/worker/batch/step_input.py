@@ -37,7 +37,9 @@ class StepShape(NamedTuple):
     has_shared: bool = False  # some of the decodes form groups that share a prefix
     lora_slots: int = 0  # slots for adapters on the device, if some requests use one; otherwise 0
     group_tokens: tuple[int, ...] = ()  # of each attention group; empty: there is one, or all have the same step
-    num_drafts: int = 0  # of a request, at most, if every token is a decode or a draft after it; 0: another step
+    # Of a request, at most, in a captured step with drafts; 0: another step. With ``has_decodes`` the captured step has
+    # room for prompts, otherwise every token is a decode or a draft after it.
+    num_drafts: int = 0
 
     @property
     def lora_groups(self) -> int:

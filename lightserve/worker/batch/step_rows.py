@@ -24,11 +24,10 @@ class StepRows(NamedTuple):
     state_rows: Int32Array = NO_INT32  # that the requests write, if the model has recurrent layers
 
     def draft_shape(self, shape: StepShape, captured_shape: Callable[[StepShape], StepShape]) -> StepShape:
-        """The shape of a step with drafts, padded to a captured one if it computes no prompts."""
+        """The shape of a step with drafts, padded to a captured one if there is one."""
         assert self.counts is not None
-        if (self.q_len - self.counts.drafts > 1).any():
-            return shape
-        captured = captured_shape(shape._replace(has_decodes=False, has_prompts=True, num_drafts=1))
+        has_prompts = bool((self.q_len - self.counts.drafts > 1).any())
+        captured = captured_shape(shape._replace(has_decodes=has_prompts, has_prompts=True, num_drafts=1))
         return captured if captured.num_drafts else shape
 
     def arranged(self, first: Int64Array) -> StepRows:

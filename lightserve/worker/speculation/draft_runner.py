@@ -1,7 +1,7 @@
 """Computes a step with drafts: finds its tokens, verifies the drafts, and counts what is accepted on the device.
 
-Steps that compute decodes and drafts alone are captured as graphs, with verification and what a head drafts next. If a
-request needs more than temperature to be sampled, its drafts are verified again after that, and the head drafts again.
+Steps with drafts are captured as graphs, with verification and what a head drafts next. If a request needs more than
+temperature to be sampled, its drafts are verified again after that, and the head drafts again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_o
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, accept, verify
-from lightserve.worker.speculation.draft_input import DraftRows, DraftTensors, VerifiedCounts, packed_size, ready_len
+from lightserve.worker.speculation.draft_input import (
+    UNKNOWN,
+    DraftRows,
+    DraftTensors,
+    VerifiedCounts,
+    captured_rows,
+    packed_size,
+    ready_len,
+)
 from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.state_replay import StateReplay
 from lightserve.worker.speculation.token_table import TokenTable
-from lightserve.worker.step_runner import StepOut, StepRunner
+from lightserve.worker.step_runner import HeadInput, StepOut, StepRunner
 
 # Of steps that attend as decodes do: the KV of a request is then split among many multiprocessors. Otherwise few
 # requests occupy few of them. But each draft reads the KV again.
@@ -135,18 +143,21 @@ class DraftRunner:
 
         If no ``drafts_follow``, the head only updates its KV.
         """
-        if self._head is not None:
-            self._head.draft(out, None, self._head.known_after(packed), drafts_follow)
-
-    @torch.inference_mode()
-    def draft_after(self, packed: PackedStep, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
-        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got. A captured step has done it."""
-        assert out.drafts is not None
         if self._head is None:
             return
-        known_after = self._head.known_after(packed)
-        if known_after is not None or counts is not out.drafts.verified:
-            self._head.draft(out, RowsOfStep.of(out, tokens, counts), known_after)
+        known_after, on_device = self._head.known_after(packed), None
+        if known_after is not None:
+            padding = len(out.columns.reqs["row"]) - len(known_after)
+            on_device = to_device(np.pad(known_after, (0, padding), constant_values=UNKNOWN), self._model.device)
+            drafts_follow = drafts_follow and bool((known_after == UNKNOWN).any())  # a request samples a token
+        self._head.draft(out, None, on_device, drafts_follow)
+
+    @torch.inference_mode()
+    def draft_after(self, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
+        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got. A captured step has done it."""
+        assert out.drafts is not None
+        if self._head is not None and counts is not out.drafts.verified:
+            self._head.draft(out, RowsOfStep.of(out, tokens, counts), out.drafts.tensors.known_after)
 
     @torch.inference_mode()
     def propose(self, packed: PackedStep) -> Tensor:
@@ -196,7 +207,8 @@ class DraftRunner:
         """
         assert packed.drafts is not None
         drafts = packed.drafts
-        inputs = np.concatenate((packed.inputs, drafts.packed(shape)))
+        known_after = None if self._head is None else self._head.known_after(packed)
+        inputs = np.concatenate((packed.inputs, drafts.packed(shape, known_after)))
         if shape.num_drafts and not (is_verified_later and self._batch.states is not None):
             return self._runner.replay(inputs, shape)
         on_device = to_device(inputs, self._model.device)
@@ -220,18 +232,19 @@ class DraftRunner:
 
         It may be called again with other tokens of the same step.
         """
-        drafts, reqs = out.drafts, out.columns.reqs
+        drafts, reqs, count = out.drafts, out.columns.reqs, len(tokens)
         assert drafts is not None
         tokens = torch.cat((tokens, out.tokens[len(tokens) :]))  # of padding
         tensors = drafts.tensors
         logit_reqs = tensors.logit_reqs.long()
         first_rows = tensors.first_rows.long()
+        number = torch.arange(len(tokens), device=tokens.device) - first_rows[logit_reqs]
+        is_draft = number < tensors.draft_counts[logit_reqs]
         if self._synthetic is None:
-            is_draft = drafts.drafts_after != NO_DRAFT
-            counts, last_ids = verify(tokens, drafts.drafts_after, first_rows, drafts.max_drafts)
+            drafts_after = torch.where(is_draft, drafts.drafts_after, NO_DRAFT)
+            is_draft = drafts_after != NO_DRAFT
+            counts, last_ids = verify(tokens, drafts_after, first_rows, drafts.max_drafts)
         else:
-            number = torch.arange(len(tokens), device=tokens.device) - first_rows[logit_reqs]
-            is_draft = number < tensors.draft_counts[logit_reqs]
             is_accepted = is_draft & self._synthetic.accepts(number, *drafts.sampled_at[1:])
             counts, last_ids = accept(is_accepted, tokens, first_rows, drafts.max_drafts)
         rows = reqs["row"].long()
@@ -239,7 +252,8 @@ class DraftRunner:
         computed = tensors.q_len - tensors.draft_counts + counts.int() - 1
         self._batch.lengths.index_copy_(0, rows, reqs["ready_len"] + computed)
         if self._table is not None:
-            self._table.record(out.columns.tokens["row"][tensors.logit_tokens.long()], drafts.b_position, tokens)
+            rows = out.columns.tokens["row"][tensors.logit_tokens.long()[:count]]
+            self._table.record(rows, drafts.b_position[:count], tokens[:count])
         proposed = torch.zeros_like(counts).index_add_(0, logit_reqs, is_draft.long())
         return VerifiedCounts(counts[logit_reqs], proposed[logit_reqs])
 
@@ -264,14 +278,14 @@ class DraftRunner:
         verified = self.verify(out, out.tokens)
         self.advance_states(out, verified)
         if self._head is not None:
-            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), None)
+            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), out.drafts.tensors.known_after)
         return out._replace(drafts=out.drafts._replace(verified=verified), replay=None)
 
     def _compute_padded(self, inputs: Tensor, shape: StepShape) -> StepOut:
         """A step of a captured shape. It reads the drafts that ``propose`` has written."""
         assert self._captured_drafts is not None
         end = len(inputs) - packed_size(shape)
-        tensors = DraftTensors.of(inputs[end:], shape, shape.tokens)
+        tensors = DraftTensors.of(inputs[end:], shape, captured_rows(shape))
         drafts = StepDrafts(tensors, self._captured_drafts[: shape.tokens], shape.num_drafts, shape.requests)
         return self._compute(self._runner.columns(inputs[:end], shape), shape, drafts)
 
@@ -293,7 +307,7 @@ class DraftRunner:
         if step.states is not None and num_drafting:
             replay = StateReplay(step.states, tensors, num_drafting, max_drafts)
             step = replace(step, states=replay.recording)
-        is_split = shape.num_drafts > 0 and shape.tokens <= MAX_SPLIT_TOKENS
+        is_split = shape.num_drafts > 0 and not shape.has_decodes and shape.tokens <= MAX_SPLIT_TOKENS
         logits = self._runner.logits(_as_decodes(step, columns) if is_split else step, prompts)
         b_position = columns.tokens["position"][rows] + 1
         sampled_at = columns.reqs["temperature"][reqs], columns.reqs["seed"][reqs], b_position
@@ -301,7 +315,7 @@ class DraftRunner:
         drafts_after = torch.cat((draft_ids[1:], draft_ids.new_full((1,), NO_DRAFT)))[rows]
         drafts = DraftRows(sampled_at, step.input_ids[rows], drafts_after, tensors, max_drafts)
         for_head = self._runner.for_head
-        for_head = None if for_head is None else for_head._replace(step=step)
+        for_head = None if for_head is None else HeadInput.of(step, for_head.states)
         return StepOut(logits, tokens, columns, drafts, for_head, replay)
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:
