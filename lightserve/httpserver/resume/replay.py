@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from lightserve.errors import StreamGoneError, StreamNotFoundError, UnavailableError
-from lightserve.httpserver.http.sse import EventSource, StreamRecorder
+from lightserve.httpserver.http.sse import Connection, StreamRecorder
 from lightserve.httpserver.resume.logged_stream import ResumedStream
 from lightserve.httpserver.resume.records import (
     PROCESS_PREFIX,
@@ -36,8 +36,8 @@ AHEAD = (
 StartAgain = Callable[[Head, bytes, ResumedStream], asyncio.Future[int]]
 
 
-class Replay(EventSource):
-    """The events after the client's last one, from the log."""
+class Replay:
+    """An EventSource."""
 
     @classmethod
     async def connect(cls, stream_log: StreamLog, event_id: str, start_again: StartAgain) -> Replay:
@@ -76,6 +76,9 @@ class Replay(EventSource):
 
     def close(self) -> None:
         self._connection.close()
+
+    def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
+        """The events come from the log."""
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)
