@@ -107,7 +107,7 @@ from lightserve.common.ops.registry import (
     import_implementations,
     use_backend,
 )
-from lightserve.common.ops.repack import FusesNorm, empty_packed, packs_for
+from lightserve.common.ops.repack import FusesNorm, allocates_for, empty_packed, empty_weight, packs_for
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,

@@ -224,7 +224,7 @@ class StatePool(KvGroupPool):
     def start_load(self, num_blocks: int) -> Slots:
         return self.slots.alloc(num_blocks)
 
-    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+    def _add_loaded(self, tokens: Slots, slots: Slots, was_sent: bool) -> None:
         self.slots.add_cached(tokens[:, -1], slots)
 
     def _set(self, state: ReqState, row: int, is_kept: bool) -> None:

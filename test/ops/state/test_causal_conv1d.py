@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from lightserve.common import ops
+from lightserve.conformance.inputs.state import DECODES, MIXED, NO_ROW, ROWS, SNAPSHOTS, Request, conv_args, state_batch
 from test.ops.cases import TOLERANCE, assert_close, device_of, each_backend_and_dtype, randn, wide
-from test.ops.state.cases import DECODES, MIXED, NO_ROW, ROWS, SNAPSHOTS, Request, conv_args, state_batch
 
 CLOSE = TOLERANCE[torch.float32]
 

@@ -13,8 +13,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from lightserve.common import ops
-from test.ops.cases import TOLERANCE, assert_close, device_of, each_backend_and_dtype, wide
-from test.ops.state.cases import (
+from lightserve.conformance.inputs.state import (
     DECODES,
     MIXED,
     NO_ROW,
@@ -28,6 +27,7 @@ from test.ops.state.cases import (
     mamba_args,
     state_batch,
 )
+from test.ops.cases import TOLERANCE, assert_close, device_of, each_backend_and_dtype, wide
 
 CLOSE = TOLERANCE[torch.float32]
 ONE: list[Request] = [(37, 0, 1)]

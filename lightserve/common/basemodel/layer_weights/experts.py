@@ -109,25 +109,29 @@ class MoeFfnWeight(FfnWeight):
         self.latent = LatentWeight(spec, moe, context) if moe.latent_size else None
 
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
-        if rows is None:
-            out = self._routed(x, None)
-        else:
-            out = rows.scatter(self._routed(rows.gather(x), rows.is_padding), len(x))
+        out = self._routed(x, None) if rows is None else rows.scatter(self._routed(rows.gather(x), rows), len(x))
         if self.shared is not None:
             self._add_shared(out, x, self.shared)
         return self._tp.all_reduce(out)
 
-    def _routed(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+    def _routed(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         """What the experts of this rank add."""
         logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
         bias = None if self.score_bias is None else self.score_bias.tensor
-        ids, weights = ops.route(logits[:, : self._num_logits], self._route, bias, is_padding)
+        ids, weights = self._choose(logits[:, : self._num_logits], bias, rows)
         if self._scales_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         if self.latent is None:
             return self.experts.partial_forward(x, ids, weights)
         computed = self.experts.partial_forward(self.latent.in_proj.mm(x), ids, weights)
         return self.latent.out_proj.mm(computed)  # of each rank's part: it has no bias
+
+    def _choose(self, logits: Tensor, bias: Tensor | None, rows: ExpertRows | None) -> tuple[Tensor, Tensor]:
+        """As ``ops.route``."""
+        ids, weights = ops.route(logits, self._route, bias, None if rows is None else rows.is_padding)
+        if rows is not None and rows.writer is not None:
+            rows.writer.write(ids[:, : self._route.top_k])
+        return ids, weights
 
     def _add_shared(self, out: Tensor, x: Tensor, shared: DenseFfnWeight) -> None:
         """What the shared experts compute, without the parts of other ranks."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from test.ops.tensors import NAN, ints, randn
+from lightserve.conformance.inputs.tensors import NAN, ints, randn
 
 NO_ROW = ops.NO_ROW
 # tokens, the row that it reads, the row that it writes, and perhaps the row of a snapshot and the tokens before that
