@@ -86,6 +86,7 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.tracing": {"errors", "httpserver.http", "messages", "utils", "ipc"},
     "httpserver.prompt_request": {"messages"},
     "httpserver.weight_versions": {"messages"},
+    "httpserver.routed_experts": {"errors", "httpserver.context", "messages"},
     "httpserver.engine_state": set(),
     "httpserver.router_queries": {"errors", "messages", "utils", "ipc"},
     "httpserver.grammar.memory": {"errors", "messages"},
@@ -164,7 +165,12 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "httpserver.pooling", "text.parsing"},
     "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "media", "text.beam_search"},
     "httpserver.generate.tgi": {*HTTP_API, "media.sources"},
-    "httpserver.generate.sglang": {*HTTP_API, "httpserver.weight_versions", "media.sources"},
+    "httpserver.generate.sglang": {
+        *HTTP_API,
+        "httpserver.routed_experts",
+        "httpserver.weight_versions",
+        "media.sources",
+    },
     "httpserver.pooling": {*HTTP_API, "httpserver.generate.tgi"},
     "httpserver.generate": {
         *HTTP_GROUND,
@@ -188,6 +194,7 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.batches": {*HTTP_GROUND, "batches", "errors", "messages", "utils"},
     "httpserver.rl": {
         *HTTP_API,
+        "httpserver.routed_experts",
         "httpserver.weight_versions",
         "config",
         "httpserver.admin",
@@ -250,6 +257,9 @@ LAYERS: dict[str, set[str]] = {
     },
     "parity": {*GROUND, "common", "model_files", "offline", "tools", "worker"},
     "parity.compare": set(),
+    "conformance": {*GROUND, "bench", "common", "offline", "parity"},
+    "conformance.inputs": {"common.ops"},
+    "ops": {"common.device", "common.ops", "errors", "utils"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "bench": {*GROUND, "common", "offline", "model_files", "models.registry", "server", "tools"},
 }
@@ -260,6 +270,7 @@ TORCH_FREE = [
     "cli.completion.main",
     "cli.doctor",
     "cli.models",
+    "conformance.main",
     "cluster",
     "common.compile.cache",
     "common.compile.client",

@@ -97,7 +97,7 @@ def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> Im
     worker = config.worker
     platform = pick_device(worker.device)
     device = platform.torch_device(device_index)
-    platform.bind(device, worker.deterministic)
+    platform.bind(device, worker.deterministic, worker.ops_backend)
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto", trusts_code=worker.trust_remote_code)
     layout = read_layout(read_image_files(source), config.http.max_image_tokens)
     dtype = _dtype(worker, source, platform)

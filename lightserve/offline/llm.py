@@ -375,13 +375,6 @@ class LLM(PoolingMethods):
 
     def _distribute(self, result: StepResult) -> None:
         """Give the tokens of a step to their streams."""
-        for failure in result.failed:
-            if self._scheduler.fail(failure) is None:
-                continue
-            if failure.req_id in self._open:
-                self._fail(failure)
-            else:
-                self._failures[failure.req_id] = failure.message
         for embedding in result.embeddings:
             if self._scheduler.process_embedding(embedding.req_id) is not None:
                 self._results[embedding.req_id] = embedding.values
@@ -393,6 +386,13 @@ class LLM(PoolingMethods):
             tokens = self._scheduler.process_req(list(outs))
             if tokens is not None:
                 self._push_tokens(tokens)
+        for failure in result.failed:
+            if self._scheduler.fail(failure) is None:
+                continue
+            if failure.req_id in self._open:
+                self._fail(failure)
+            else:
+                self._failures[failure.req_id] = failure.message
 
     def _fail_images(self, failures: Sequence[ImageFailed]) -> bool:
         """Returns whether requests ended."""

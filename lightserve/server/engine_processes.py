@@ -64,6 +64,7 @@ class EngineProcesses:
         self.encoders: list[ChildProcess] = []  # none: requests have no images
         self._arena_fd: int | None = None  # None: the same
         self._encoder_fd: int | None = None  # see ChildConfig
+        self.stopped_encoders: set[int] = set()  # with their router: they have not failed
         self._encoder_generations: list[int] = []  # of each, how many times it was replaced
         self._has_router = asyncio.Event()
         self._group = group
@@ -106,6 +107,7 @@ class EngineProcesses:
     async def _start_encoder(self, index: int, pipe_fd: int | None = None) -> ChildProcess:
         base, generation = self._child_config(), self._encoder_generations[index]
         config = msgspec.structs.replace(base, index=index, generation=generation, encoder_fd=pipe_fd)
+        self.stopped_encoders.discard(index)
         role = self._role(f"encoder {index}" if len(self._encoder_generations) > 1 else "encoder")
         return await self._group.start_child(role, self._group.encoder_module, config, worker_env(self._config))
 
@@ -162,6 +164,7 @@ class EngineProcesses:
         """
         self._has_router.clear()
         self.router.kill()
+        self.stopped_encoders.update(range(len(self.encoders)))
         for encoder in self.encoders:
             encoder.kill("its router died")
         if not await self.reap_workers(timeout_s):

@@ -76,6 +76,11 @@ class EncoderSupervisor(ProcessSupervisor):
     def _child(self) -> ChildProcess:
         return self._engine.encoders[self._index]
 
+    def _count_restart(self) -> None:
+        """Routers that die again and again take their encoders with them: that ends an engine, not the server."""
+        if self._index not in self._engine.stopped_encoders:
+            super()._count_restart()
+
     async def _replace(self) -> bool:
         await self._engine.replace_encoder(self._index)
         return True

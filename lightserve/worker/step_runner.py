@@ -34,6 +34,12 @@ class HeadInput(NamedTuple):
     step: ModelInput
     states: Tensor  # [tokens, width]
 
+    @classmethod
+    def of(cls, step: ModelInput, states: Tensor) -> HeadInput:
+        """Without the plans of attention: they take memory, for as long as a captured step lives."""
+        groups = tuple([replace(group, attn=replace(group.attn, plans={})) for group in step.kv_groups])
+        return cls(replace(step, attn=replace(step.attn, plans={}), kv_groups=groups), states)
+
 
 StatesOfModel = Callable[[HiddenStates, Tensor], Tensor]  # what a head reads, from the states before and after the norm
 
@@ -66,11 +72,11 @@ class StepRunner:
             self._graphs = device.graphs(self._compute)
 
     def capture_drafts(self, num_drafts: int, compute: ComputeDrafts) -> int:
-        """Capture steps of decodes with drafts too. Returns the most tokens of such a step, 0 without graphs."""
+        """Capture steps with drafts too. Returns the most tokens of such a step, 0 without graphs."""
         if self._graphs is None or self._ranges is None:
             return 0
         self._num_drafts, self._compute_drafts = num_drafts, compute
-        return self._ranges.max_draft_tokens
+        return max(self._ranges.max_draft_tokens, *self._ranges.tokens)
 
     def launch_every_shape(self) -> None:
         """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
@@ -85,6 +91,11 @@ class StepRunner:
             with Progress("CUDA graphs", len(shapes), unit="items") as progress:
                 self._graphs.capture(self._examples(shapes, progress))
 
+    def drop_captured(self) -> None:
+        """The addresses of the KV cache change, which they contain."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _examples(self, shapes: list[StepShape], progress: Progress) -> Iterator[tuple[StepShape, Tensor]]:
         """Shapes with their inputs. The next one is asked for when the one before is captured."""
         for shape in shapes:
@@ -98,6 +109,8 @@ class StepRunner:
         max_reqs = self._model.req_manager.max_reqs
         shapes = list(graph_shapes(max_reqs, self._ranges, self._batch.shares_prefixes))
         shapes += draft_shapes(max_reqs, self._ranges, self._num_drafts)
+        if self._batch.states is None:  # states see only accepted tokens, which a step with prompts finds on the host
+            shapes += mixed_draft_shapes(max_reqs, self._ranges, self._num_drafts)
         slots = self._batch.lora_slots
         with_adapters = [shape._replace(lora_slots=slots) for shape in shapes if slots and not shape.has_shared]
         return sorted(shapes + with_adapters, reverse=True)
@@ -174,14 +187,16 @@ class StepRunner:
         """Every token passes the last norm, not only those with logits."""
         rows = hidden.infer_state.logit_rows()
         final = self._model.final_states(hidden)
-        self.for_head = HeadInput(step, states_of_model(hidden, final))
+        self.for_head = HeadInput.of(step, states_of_model(hidden, final))
         return self._model.logits_of(final if rows is None else final[rows])
 
     def run_empty(self, group_tokens: tuple[int, ...]) -> None:
         """Compute the experts of this rank in a step in which only other attention groups have tokens."""
         if any(group_tokens):
             shape = StepShape(1, 1, has_decodes=True, has_prompts=False, group_tokens=group_tokens)
-            self.hidden_states(self._batch.padding(shape), shape)
+            hidden = self.hidden_states(self._batch.padding(shape), shape)
+            if not self._model.pp.is_last:
+                self._model.send_to_next_stage(hidden)
 
     def run_stage(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
@@ -208,7 +223,7 @@ class StepRunner:
             reqs["start"],
             reqs["seq_len"],
             reqs["ready_len"],
-            has_decodes=shape.has_decodes,
+            has_decodes=shape.has_decodes and not shape.num_drafts,
             shared_prefixes=columns.groups,
             see_until=self._see_until(images, tokens),
         )
@@ -278,9 +293,13 @@ class StepRunner:
 def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
     if columns.states is None:
         return None
+    states = columns.states
+    batch_of = partial(ops.StateBatch, states.start, states.read_row, states.write_row)
     if shape.num_drafts:
-        return ops.StateBatch(*columns.states, max_tokens=shape.num_drafts + 1)
-    return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
+        return batch_of(max_tokens=shape.num_drafts + 1)
+    if not shape.has_prompts:
+        return batch_of(max_tokens=1)
+    return batch_of(max_tokens=shape.tokens, snapshots=ops.Snapshots(states.snapshot_row, states.snapshot_len))
 
 
 def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:
@@ -349,16 +368,33 @@ def draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> Iterato
                 yield StepShape(tokens, requests, has_decodes=False, has_prompts=True, num_drafts=num_drafts)
 
 
+def mixed_draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> Iterator[StepShape]:
+    """Shapes of steps that compute prompts beside decodes with drafts.
+
+    Launching one takes twice as long as without drafts, so all are captured that a step is padded to.
+    """
+    most = _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
+    for tokens in ranges.tokens if num_drafts else ():
+        for requests in ranges.requests:
+            if requests < min(tokens, most + ranges.prefill_requests + 1):
+                yield StepShape(tokens, requests, has_decodes=True, has_prompts=True, num_drafts=num_drafts)
+
+
 def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
     """Drafts of each of so many requests that a captured step has room for."""
     if not num_drafts:
         return ()
+    if requests < MANY_DRAFTING:
+        return (num_drafts,)
     half = num_drafts // 2
-    return (half, num_drafts) if half and requests >= MANY_DRAFTING else (num_drafts,)
+    return tuple(sorted({half, (half + num_drafts) // 2, num_drafts} - {0}))
 
 
 def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int) -> StepShape | None:
-    """The smallest shape of ``draft_shapes`` that holds this one."""
+    """The smallest shape of ``draft_shapes``, or of ``mixed_draft_shapes``, that holds this one."""
+    if shape.has_decodes:
+        larger = graph_shape_for(shape, ranges)
+        return None if larger is None else larger._replace(num_drafts=num_drafts)
     requests = _next_size(shape.requests, ranges.decodes)
     if requests is None:
         return None

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.messages.int_arrays import Int64Array
 from lightserve.offline.llm import LLM
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.step_runner import StepOut
@@ -105,7 +104,9 @@ class Recorder:
             self._logits.append(logits)
             return sample(logits, *at)
 
-        def record(out: StepOut, rows: RowsOfStep | None, known_after: Int64Array, drafts_follow: bool = True) -> None:
+        def record(
+            out: StepOut, rows: RowsOfStep | None, known_after: Tensor | None, drafts_follow: bool = True
+        ) -> None:
             self._logits = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ops, "sample", record_logits)

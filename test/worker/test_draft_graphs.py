@@ -15,11 +15,17 @@ from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.profile import H200_GRAPHS
 from lightserve.offline.llm import LLM
 from lightserve.worker.batch.step_input import StepShape
-from lightserve.worker.step_runner import StepOut, draft_shape_for, draft_shapes
+from lightserve.worker.step_runner import StepOut, draft_shape_for, draft_shapes, mixed_draft_shapes
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_drafts import NUM_DRAFTS, PLAIN, Drafting, Oracle, make, params_of, prompts_of, texts_of
-from test.worker.test_mtp import LIKELY, LONG, MTP, make as make_mtp, save_model as save_mtp_model
-from test.worker.test_ngram import GREEDY, assert_same, params_of as fields_of, prompts_of as repeating_prompts
+from test.worker.test_mtp import LIKELY, LONG, MTP, save_model as save_mtp_model
+from test.worker.test_ngram import (
+    GREEDY,
+    assert_same,
+    make as make_mtp,
+    params_of as fields_of,
+    prompts_of as repeating_prompts,
+)
 
 CONFIG = f'{{"method": "ngram", "num_speculative_tokens": {NUM_DRAFTS}}}'
 
@@ -32,6 +38,10 @@ class RerunGraphs:
         self._inputs: dict[StepShape, Tensor] = {}
         self.replays: Counter[StepShape] = Counter()
 
+    @property
+    def captured(self) -> frozenset[StepShape]:
+        return frozenset(self._inputs)
+
     def __contains__(self, key: StepShape) -> bool:
         return key in self._inputs
 
@@ -39,6 +49,9 @@ class RerunGraphs:
         for key, example in examples:
             self._function(example.clone(), key)
             self._inputs[key] = example
+
+    def clear(self) -> None:
+        self._inputs.clear()
 
     def replay(self, key: StepShape, inputs: Tensor) -> StepOut:
         self.replays[key] += 1
@@ -54,7 +67,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RerunGraphs]:
         return made[-1]
 
     profile = CpuDevice.profile
-    ranges = replace(H200_GRAPHS, decodes=(1, 2, 5, 16), tokens=(64,), requests=(24,), max_draft_tokens=64)
+    ranges = replace(H200_GRAPHS, decodes=(1, 2, 5, 16), tokens=(64, 256), requests=(24,), max_draft_tokens=64)
     monkeypatch.setattr(CpuDevice, "graphs", make_graphs)
     monkeypatch.setattr(CpuDevice, "profile", lambda self, device: replace(profile(self, device), graphs=ranges))
     monkeypatch.setattr(CpuDevice, "launches_async", True)
@@ -75,6 +88,7 @@ def test_captured_steps_give_the_same_text(
         data_type="float32",
         max_total_token_num=4000,
         batch_max_tokens=200,
+        running_max_req_size=6,  # so prompts begin beside decodes
         speculative_config=CONFIG,
     )
     watched = Drafting(llm, Oracle(texts_of(expected)))
@@ -88,15 +102,18 @@ def test_captured_steps_give_the_same_text(
     with_drafts = Counter({shape: count for shape, count in captured.replays.items() if shape.num_drafts})
     assert len(with_drafts) > 1
     assert with_drafts.total() > 10
+    assert any(shape.has_decodes for shape in with_drafts)  # some compute prompts too
 
 
 def test_every_captured_shape_is_padded_to_itself() -> None:
-    shapes = list(draft_shapes(256, H200_GRAPHS, 3))
+    shapes, mixed = list(draft_shapes(256, H200_GRAPHS, 3)), list(mixed_draft_shapes(256, H200_GRAPHS, 3))
 
     assert shapes
-    assert all(draft_shape_for(shape, H200_GRAPHS, 3) == shape for shape in shapes)
+    assert mixed
+    assert all(draft_shape_for(shape, H200_GRAPHS, 3) == shape for shape in shapes + mixed)
     assert all(shape.tokens <= H200_GRAPHS.max_draft_tokens for shape in shapes)
     assert not list(draft_shapes(256, H200_GRAPHS, 0))
+    assert not list(mixed_draft_shapes(256, H200_GRAPHS, 0))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +131,7 @@ def test_a_step_has_room_for_all_drafts_unless_there_are_many_requests(
 
 
 def test_drafts_add_few_graphs() -> None:
-    assert len(list(draft_shapes(256, H200_GRAPHS, 3))) <= 20
+    assert len(list(draft_shapes(256, H200_GRAPHS, 3))) <= 26
     assert {shape.num_drafts for shape in draft_shapes(64, H200_GRAPHS, 8)} == {8}
 
 
@@ -122,8 +139,10 @@ def test_a_head_drafts_the_same_tokens_after_captured_steps(
     tmp_path: Path, graphs: list[RerunGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_mtp_model(tmp_path, "glm4_moe")
-    prompts, params = repeating_prompts(5), fields_of(GREEDY, LONG, LIKELY)
-    launched, captured = make_mtp(tmp_path, MTP), make_mtp(tmp_path, MTP)
+    prompts = repeating_prompts(12)
+    lengths = range(10, 10 + len(prompts))  # so prompts begin beside decodes
+    params = [fields_of(GREEDY, LONG, LIKELY, {"max_new_tokens": length}) for length in lengths]
+    launched, captured = (make_mtp(tmp_path, MTP, running_max_req_size=6) for _ in range(2))
     captured_worker = captured.worker
     assert isinstance(captured_worker, ModelWorker)
     expected = launched.generate(prompts, params)
@@ -136,4 +155,4 @@ def test_a_head_drafts_the_same_tokens_after_captured_steps(
     assert [one.drafts for one in generations] == [one.drafts for one in expected]
     replayed = {shape for shape, count in graphs[-1].replays.items() if count}
     assert graphs[-1].replays.total() > before
-    assert any(shape.num_drafts for shape in replayed)
+    assert {shape.has_decodes for shape in replayed if shape.num_drafts} == {False, True}  # True: with prompts

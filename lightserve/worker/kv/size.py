@@ -57,7 +57,9 @@ def kv_size(
     rows = state_rows(config, model, budget)
     budget = max(budget - rows * model.kv_layout.bytes_per_state_row, 0)
     if sizing is None:
-        fits = model.args.parallel.min_of_engine(tokens_in(budget, model.kv_layout.bytes_per_token), model.device)
+        experts = model.routed_experts
+        bytes_per_token = model.kv_layout.bytes_per_token + (0 if experts is None else experts.bytes_per_slot)
+        fits = model.args.parallel.min_of_engine(tokens_in(budget, bytes_per_token), model.device)
         sizes = KvSizes(min(fits, MAX_SLOTS))
     else:
         sizes = sizing.for_budget(budget, MAX_SLOTS)

@@ -4,8 +4,8 @@ A request of such a step computes its next token and drafts of those after it, o
 not know the length of a request whose drafts are in flight. So the device finds positions and slots: see
 ops.locate_tokens. Steps without drafts have nothing of this.
 
-A step of decodes and drafts alone is padded to a captured shape (``StepShape.num_drafts``). Every token of it gets
-logits, the padding too.
+A step is padded to a captured shape (``StepShape.num_drafts``), if there is one. It then has as many rows of logits as
+its requests may need. Those that no request needs repeat the first one, so what they write is written anyway.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightserve.messages.step import Step
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.step_input import StepShape
 
+UNKNOWN = -1  # in place of the token after those of a step: the step samples it
 ALIGNED = 4  # numbers of 4 bytes: Triton compiles a kernel again for an array that begins elsewhere
 
 
@@ -65,7 +66,8 @@ class DraftTensors(NamedTuple):
     draft_counts: Tensor  # [requests]
     first_rows: Tensor  # [requests]: of the logits
     logit_tokens: Tensor  # [rows]: the token of each row of logits
-    logit_reqs: Tensor  # [rows]: its request; that of padding is any
+    logit_reqs: Tensor  # [rows]: its request
+    known_after: Tensor  # [requests]: the token after those of the step, if it is part of a prompt; otherwise UNKNOWN
 
     @classmethod
     def of(cls, inputs: Tensor, shape: StepShape, rows: int) -> DraftTensors:
@@ -98,12 +100,18 @@ class DraftRows(NamedTuple):
         return self.sampled_at[2]
 
 
-def draft_padding(shape: StepShape) -> np.ndarray:
-    """The part of DraftInput in a captured step that computes only padding."""
-    no_req, no_row = np.full(shape.tokens, NO_REQ), np.full(shape.requests, shape.tokens - 1)
+def captured_rows(shape: StepShape) -> int:
+    """Rows of logits of a captured step."""
+    return min(shape.tokens, shape.requests * (1 + shape.num_drafts))
+
+
+def draft_padding(shape: StepShape, first_token: int = 0) -> np.ndarray:
+    """The part of DraftInput in a captured step that computes only padding. ``first_token``: with logits."""
+    rows = captured_rows(shape)
+    no_req, no_row = np.full(shape.tokens, NO_REQ), np.full(shape.requests, rows - 1)
     none = np.zeros(shape.requests, dtype=np.int64)
-    rows = np.arange(shape.tokens)
-    return _joined((no_req, none, none, none, no_row, rows, 0 * rows))
+    first = np.full(rows, first_token)
+    return _joined((no_req, none, none, none, no_row, first, 0 * first, none + UNKNOWN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +161,7 @@ class DraftInput:
         first = np.cumsum(self.q_len) - np.cumsum(self.drafts)
         return np.arange(self.drafts.sum()) + np.repeat(first, self.drafts)
 
-    def packed(self, shape: StepShape) -> np.ndarray:
+    def packed(self, shape: StepShape, known_after: Int64Array | None = None) -> np.ndarray:
         """As one array of int32, padded if the shape is that of a captured step: see DraftTensors."""
         first_rows, logit_reqs = self.first_rows, self.logit_reqs
         first_tokens = np.cumsum(self.q_len) - 1 - self.drafts  # of those with logits
@@ -166,12 +174,13 @@ class DraftInput:
             first_rows,
             rows + (first_tokens - first_rows)[logit_reqs],
             logit_reqs,
+            np.full(len(self.q_len), UNKNOWN) if known_after is None else known_after,
         )
         if not shape.num_drafts:
             return _joined(arrays)
-        inputs = draft_padding(shape)
+        inputs = draft_padding(shape, int(first_tokens[0]))
         begin = 0
-        for array, size in zip(arrays, _sizes(shape, shape.tokens), strict=True):
+        for array, size in zip(arrays, _sizes(shape, captured_rows(shape)), strict=True):
             inputs[begin : begin + len(array)] = array
             begin += _aligned(size)
         return inputs
@@ -179,12 +188,12 @@ class DraftInput:
 
 def packed_size(shape: StepShape) -> int:
     """Integers that DraftInput has in the input of a captured step."""
-    return sum(map(_aligned, _sizes(shape, shape.tokens)))
+    return sum(map(_aligned, _sizes(shape, captured_rows(shape))))
 
 
 def _sizes(shape: StepShape, rows: int) -> tuple[int, ...]:
     """Of the arrays of DraftTensors."""
-    return (shape.tokens, *[shape.requests] * 4, rows, rows)
+    return (shape.tokens, *[shape.requests] * 4, rows, rows, shape.requests)
 
 
 def _joined(arrays: tuple[Int64Array, ...]) -> np.ndarray:

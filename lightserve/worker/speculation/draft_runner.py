@@ -1,11 +1,12 @@
 """Computes a step with drafts: finds its tokens, verifies the drafts, and counts what is accepted on the device.
 
-Steps that compute decodes and drafts alone are captured as graphs, with verification and what a head drafts next. If a
-request needs more than temperature to be sampled, its drafts are verified again after that, and the head drafts again.
+Steps with drafts are captured as graphs, with verification and what a head drafts next. If a request needs more than
+temperature to be sampled, its drafts are verified again after that, and the head drafts again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from lightserve.common.basemodel import KvGroupInput, ModelInput, TpPartBaseMode
 from lightserve.common.device import to_device
 from lightserve.common.ops.step import COUNTED
 from lightserve.config.speculation import SpeculativeConfig
-from lightserve.messages.int_arrays import Int64Array, int32s, int64s
+from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import Step
 from lightserve.worker.batch.drafted_req import DraftedReq
 from lightserve.worker.batch.images import PackedImages
@@ -29,14 +30,24 @@ from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_o
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.sampling.verification import NO_DRAFT, SyntheticAcceptance, accept, verify
-from lightserve.worker.speculation.draft_input import DraftRows, DraftTensors, VerifiedCounts, packed_size, ready_len
+from lightserve.worker.speculation.draft_input import (
+    UNKNOWN,
+    DraftRows,
+    DraftTensors,
+    VerifiedCounts,
+    captured_rows,
+    packed_size,
+    ready_len,
+)
+from lightserve.worker.speculation.first_match import FirstMatch, OfPredictions
+from lightserve.worker.speculation.grammar_drafts import GrammarDrafts
 from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.state_replay import StateReplay
 from lightserve.worker.speculation.token_table import TokenTable
-from lightserve.worker.step_runner import StepOut, StepRunner
+from lightserve.worker.step_runner import HeadInput, StepOut, StepRunner
 
 # Of steps that attend as decodes do: the KV of a request is then split among many multiprocessors. Otherwise few
 # requests occupy few of them. But each draft reads the KV again.
@@ -73,17 +84,17 @@ class DraftRunner:
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
         self._synthetic: SyntheticAcceptance | None = None
         self._table: TokenTable | None = None
-        self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
+        self._leaves_out = False  # drafts without a proposal are left out of a step, as the proposer may have none
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
+        self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
         self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
-        if self._head is not None:
-            self.proposer = self._head
-        elif config is not None:
-            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
-            self.proposer = ngram = NgramProposer(config, self._table)
-            self._ngram = ngram if may_leave_out and not config.is_synthetic else None
         if config is not None:
+            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
+            self.proposer = NgramProposer(config, self._table)
+            if self._head is not None:
+                self.proposer = FirstMatch(OfPredictions(self.proposer), self._head)
+            self._leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
             most = runner.capture_drafts(self.num_drafts, self._compute_captured)
@@ -108,11 +119,11 @@ class DraftRunner:
         """
         self._found = None
         counts = int32s(step.draft_counts).astype(np.int64)
-        if self._ngram is None or not counts.any():
+        if not self._leaves_out or not counts.any():
             return step
         reqs = self._batch.reqs_of(int64s(step.decode_ids))
         rows = np.array([req.row for req in reqs], dtype=np.int64)
-        drafts = self._ngram.propose(reqs, counts, self._ready_len(rows, ready_len(rows, self._batch.columns)))
+        drafts = self._propose(reqs, counts, rows, ready_len(rows, self._batch.columns))
         is_proposed = (drafts != NO_DRAFT).cpu().numpy()
         ends = np.cumsum(counts)
         total = np.concatenate(([0], np.cumsum(is_proposed)))
@@ -135,18 +146,21 @@ class DraftRunner:
 
         If no ``drafts_follow``, the head only updates its KV.
         """
-        if self._head is not None:
-            self._head.draft(out, None, self._head.known_after(packed), drafts_follow)
-
-    @torch.inference_mode()
-    def draft_after(self, packed: PackedStep, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
-        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got. A captured step has done it."""
-        assert out.drafts is not None
         if self._head is None:
             return
-        known_after = self._head.known_after(packed)
-        if known_after is not None or counts is not out.drafts.verified:
-            self._head.draft(out, RowsOfStep.of(out, tokens, counts), known_after)
+        known_after, on_device = self._head.known_after(packed), None
+        if known_after is not None:
+            padding = len(out.columns.reqs["row"]) - len(known_after)
+            on_device = to_device(np.pad(known_after, (0, padding), constant_values=UNKNOWN), self._model.device)
+            drafts_follow = drafts_follow and bool((known_after == UNKNOWN).any())  # a request samples a token
+        self._head.draft(out, None, on_device, drafts_follow)
+
+    @torch.inference_mode()
+    def draft_after(self, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
+        """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got. A captured step has done it."""
+        assert out.drafts is not None
+        if self._head is not None and counts is not out.drafts.verified:
+            self._head.draft(out, RowsOfStep.of(out, tokens, counts), out.drafts.tensors.known_after)
 
     @torch.inference_mode()
     def propose(self, packed: PackedStep) -> Tensor:
@@ -160,11 +174,24 @@ class DraftRunner:
         token_ids, self._found = self._found, None
         if len(places := drafts.draft_tokens):
             if token_ids is None:
-                token_ids = self.proposer.propose(
-                    packed.reqs, drafts.drafts, self._ready_len(packed.rows, drafts.ready_len)
-                )
+                token_ids = self._propose(packed.reqs, drafts.drafts, packed.rows, drafts.ready_len)
             draft_ids.index_copy_(0, to_device(places, draft_ids.device), token_ids)
         return draft_ids
+
+    def _propose(self, reqs: Sequence[InferReq], counts: Int64Array, rows: Int64Array, known: Int64Array) -> Tensor:
+        """Drafts that grammars allow. ``known``: computed tokens of each request as far as the host knows, or COUNTED.
+
+        All tokens of a request with a grammar are known.
+        """
+        constrained = [(req, computed) for req, computed in zip(reqs, known.tolist(), strict=True) if req.grammar]
+        if self._table is not None:
+            for req, computed in constrained:
+                self._table.catch_up(req, computed)
+        drafts = self.proposer.propose(reqs, counts, self._ready_len(rows, known))
+        self._grammars = GrammarDrafts()
+        if not constrained or not counts.any():
+            return drafts
+        return to_device(self._grammars.allowed(reqs, counts, known, drafts.cpu().numpy()), drafts.device)
 
     def logit_reqs(self, packed: PackedStep, draft_ids: Tensor) -> list[InferReq]:
         """The request of each row of logits, as its rules see it: with the drafts before the row."""
@@ -177,8 +204,12 @@ class DraftRunner:
         for req, count, end in zip(packed.reqs, drafts.drafts.tolist(), np.cumsum(drafts.q_len).tolist(), strict=True):
             before = on_host[end - count : end]
             reqs.append(req)
-            reqs += [DraftedReq(req, before[: n + 1]) for n in range(count)] if req.reads_tokens else [req] * count
+            reqs += self._after_drafts(req, before) if req.reads_tokens else [req] * count
         return reqs
+
+    def _after_drafts(self, req: InferReq, draft_ids: Int32Array) -> list[DraftedReq]:
+        ends = range(1, len(draft_ids) + 1)
+        return [DraftedReq(req, draft_ids[:end], self._grammars.after(req, end)) for end in ends]
 
     @torch.inference_mode()
     def run(
@@ -196,7 +227,8 @@ class DraftRunner:
         """
         assert packed.drafts is not None
         drafts = packed.drafts
-        inputs = np.concatenate((packed.inputs, drafts.packed(shape)))
+        known_after = None if self._head is None else self._head.known_after(packed)
+        inputs = np.concatenate((packed.inputs, drafts.packed(shape, known_after)))
         if shape.num_drafts and not (is_verified_later and self._batch.states is not None):
             return self._runner.replay(inputs, shape)
         on_device = to_device(inputs, self._model.device)
@@ -220,18 +252,19 @@ class DraftRunner:
 
         It may be called again with other tokens of the same step.
         """
-        drafts, reqs = out.drafts, out.columns.reqs
+        drafts, reqs, count = out.drafts, out.columns.reqs, len(tokens)
         assert drafts is not None
         tokens = torch.cat((tokens, out.tokens[len(tokens) :]))  # of padding
         tensors = drafts.tensors
         logit_reqs = tensors.logit_reqs.long()
         first_rows = tensors.first_rows.long()
+        number = torch.arange(len(tokens), device=tokens.device) - first_rows[logit_reqs]
+        is_draft = number < tensors.draft_counts[logit_reqs]
         if self._synthetic is None:
-            is_draft = drafts.drafts_after != NO_DRAFT
-            counts, last_ids = verify(tokens, drafts.drafts_after, first_rows, drafts.max_drafts)
+            drafts_after = torch.where(is_draft, drafts.drafts_after, NO_DRAFT)
+            is_draft = drafts_after != NO_DRAFT
+            counts, last_ids = verify(tokens, drafts_after, first_rows, drafts.max_drafts)
         else:
-            number = torch.arange(len(tokens), device=tokens.device) - first_rows[logit_reqs]
-            is_draft = number < tensors.draft_counts[logit_reqs]
             is_accepted = is_draft & self._synthetic.accepts(number, *drafts.sampled_at[1:])
             counts, last_ids = accept(is_accepted, tokens, first_rows, drafts.max_drafts)
         rows = reqs["row"].long()
@@ -239,7 +272,8 @@ class DraftRunner:
         computed = tensors.q_len - tensors.draft_counts + counts.int() - 1
         self._batch.lengths.index_copy_(0, rows, reqs["ready_len"] + computed)
         if self._table is not None:
-            self._table.record(out.columns.tokens["row"][tensors.logit_tokens.long()], drafts.b_position, tokens)
+            rows = out.columns.tokens["row"][tensors.logit_tokens.long()[:count]]
+            self._table.record(rows, drafts.b_position[:count], tokens[:count])
         proposed = torch.zeros_like(counts).index_add_(0, logit_reqs, is_draft.long())
         return VerifiedCounts(counts[logit_reqs], proposed[logit_reqs])
 
@@ -264,14 +298,14 @@ class DraftRunner:
         verified = self.verify(out, out.tokens)
         self.advance_states(out, verified)
         if self._head is not None:
-            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), None)
+            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), out.drafts.tensors.known_after)
         return out._replace(drafts=out.drafts._replace(verified=verified), replay=None)
 
     def _compute_padded(self, inputs: Tensor, shape: StepShape) -> StepOut:
         """A step of a captured shape. It reads the drafts that ``propose`` has written."""
         assert self._captured_drafts is not None
         end = len(inputs) - packed_size(shape)
-        tensors = DraftTensors.of(inputs[end:], shape, shape.tokens)
+        tensors = DraftTensors.of(inputs[end:], shape, captured_rows(shape))
         drafts = StepDrafts(tensors, self._captured_drafts[: shape.tokens], shape.num_drafts, shape.requests)
         return self._compute(self._runner.columns(inputs[:end], shape), shape, drafts)
 
@@ -293,7 +327,7 @@ class DraftRunner:
         if step.states is not None and num_drafting:
             replay = StateReplay(step.states, tensors, num_drafting, max_drafts)
             step = replace(step, states=replay.recording)
-        is_split = shape.num_drafts > 0 and shape.tokens <= MAX_SPLIT_TOKENS
+        is_split = shape.num_drafts > 0 and not shape.has_decodes and shape.tokens <= MAX_SPLIT_TOKENS
         logits = self._runner.logits(_as_decodes(step, columns) if is_split else step, prompts)
         b_position = columns.tokens["position"][rows] + 1
         sampled_at = columns.reqs["temperature"][reqs], columns.reqs["seed"][reqs], b_position
@@ -301,7 +335,7 @@ class DraftRunner:
         drafts_after = torch.cat((draft_ids[1:], draft_ids.new_full((1,), NO_DRAFT)))[rows]
         drafts = DraftRows(sampled_at, step.input_ids[rows], drafts_after, tensors, max_drafts)
         for_head = self._runner.for_head
-        for_head = None if for_head is None else for_head._replace(step=step)
+        for_head = None if for_head is None else HeadInput.of(step, for_head.states)
         return StepOut(logits, tokens, columns, drafts, for_head, replay)
 
     def _located(self, columns: StepColumns, tensors: DraftTensors) -> StepColumns:

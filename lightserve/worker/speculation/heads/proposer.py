@@ -22,17 +22,15 @@ from lightserve.messages.int_arrays import Int64Array
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.verification import NO_DRAFT
-from lightserve.worker.speculation.draft_input import VerifiedCounts
+from lightserve.worker.speculation.draft_input import UNKNOWN, VerifiedCounts
 from lightserve.worker.speculation.heads.head import DraftHead, SampledAt
 from lightserve.worker.step_runner import StepOut, StepRunner
-
-UNKNOWN = -1  # in place of the token after a step: the step samples it
 
 
 class RowsOfStep(NamedTuple):
     """The rows of logits of a step with drafts. Without drafts, the last token of each request has a row."""
 
-    tokens: Tensor  # [rows] int64: the token of each row
+    tokens: Tensor  # [rows] int64: the token of each row, perhaps without those of padding
     sampled: Tensor  # [rows] int64: the token that it has sampled
     last: Tensor  # [requests] int64: the row of the last accepted draft, or of the token before the drafts
 
@@ -42,8 +40,8 @@ class RowsOfStep(NamedTuple):
         assert out.drafts is not None
         tensors = out.drafts.tensors
         first = tensors.first_rows.long()
-        last = (first + counts.tokens[first] - 1).clamp(max=len(out.tokens) - 1)
-        return cls(tensors.logit_tokens.long(), torch.cat((tokens, out.tokens[len(tokens) :])), last)
+        last = first + counts.tokens[first] - 1
+        return cls(tensors.logit_tokens.long()[: len(tokens)], tokens, last.clamp(max=len(tokens) - 1))
 
 
 class HeadProposer:
@@ -84,26 +82,19 @@ class HeadProposer:
         return known
 
     def draft(
-        self, out: StepOut, rows: RowsOfStep | None, known_after: Int64Array | None, drafts_follow: bool = True
+        self, out: StepOut, rows: RowsOfStep | None, known_after: Tensor | None, drafts_follow: bool = True
     ) -> None:
         """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch.
 
-        Without ``known_after`` it launches the same work for all steps of a shape, so it can be captured. If the next
-        step has no drafts, no ``drafts_follow``.
+        ``known_after``: as that method says, on the device. If the next step has no drafts, no ``drafts_follow``.
         """
         assert out.for_head is not None
         step, columns = out.for_head.step, out.columns.reqs
         b_row = columns["row"].long()
-        known = None
-        if known_after is not None:
-            padded = np.pad(known_after, (0, len(b_row) - len(known_after)), constant_values=UNKNOWN)
-            known = to_device(padded, b_row.device)
-        next_ids, last = self._tokens_after(step, b_row, rows, known)
+        next_ids, last = self._tokens_after(step, b_row, rows, known_after)
         attn = replace(step.attn, shared_prefixes=None, plans={})
         step = replace(step, input_ids=next_ids, attn=attn, lora=None)
         summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
-        if known_after is not None and (known_after != UNKNOWN).all():
-            return  # no request samples a token
         if not drafts_follow:
             self._table[b_row] = NO_DRAFT
             return
