@@ -56,6 +56,12 @@ class WorkerConfig:
         "say",
         group=FlagGroup.MODEL_FILES,
     )
+    score_template: str | None = option(
+        None,
+        "how a reranker reads a query and a document: qwen3-reranker, mxbai-rerank-v2, bge-reranker-v2-gemma, zerank, "
+        "nemotron-rerank, a Jinja file, or its text; a model that generates text scores with it",
+        group=FlagGroup.MODEL_FILES,
+    )
     trust_remote_code: bool = option(
         False,
         "run Python code in the model's folder: its tokenizer class, if no file of it can be read directly, and its "
@@ -97,7 +103,16 @@ class WorkerConfig:
         "weights; default: 15 for models with a hidden size up to 1,024, else 8",
         group=FlagGroup.MODEL_FILES,
     )
-    device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu", group=FlagGroup.COMMON)
+    device: str | None = option(
+        None,
+        "cpu, cuda, rocm or a package's; default: a GPU, else cpu",
+        group=FlagGroup.COMMON,
+    )
+    ops_backend: list[str] = option(
+        [],
+        "operators of installed packages that are preferred to those of the device: entry points lightserve.ops",
+        group=FlagGroup.COMPUTATION,
+    )
     tp: int = option(
         1,
         "number of tensor-parallel ranks; each is one process with one device",
@@ -158,6 +173,12 @@ class WorkerConfig:
         "faster than computing it; 0: none",
         group=FlagGroup.COMPUTATION,
         at_least=0,
+    )
+    visual_dp: int = option(
+        1,
+        "encoders of images, for each engine: processes on the devices of its ranks, one after the other",
+        group=FlagGroup.COMPUTATION,
+        at_least=1,
     )
     embed_cache_gb: float = option(
         2.0,
@@ -348,7 +369,7 @@ class WorkerConfig:
     @property
     def answering_ranks(self) -> list[int]:
         """The ranks that return the tokens of a step: the first one of the last stage, in each attention group."""
-        return [(self.pp - 1) * self.tp + group * self.attention_tp for group in range(self.num_groups)]
+        return [(group * self.pp + self.pp - 1) * self.attention_tp for group in range(self.num_groups)]
 
     @property
     def num_loras(self) -> int:

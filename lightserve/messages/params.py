@@ -221,10 +221,14 @@ _PART_OF = {  # parameter: the field of GenerationParams that has it
 }
 
 
+# The priority of background requests, such as lines of batches: whatever the policy, requests of clients go first.
+BACKGROUND_PRIORITY = INT32_MAX
+
+
 class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the router treats a request, whatever it generates."""
 
-    priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)] = 0  # lower goes first
+    priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)] = 0  # lower goes first; see BACKGROUND_PRIORITY
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # from arrival to the last token
     cache_salt: str = ""  # prefixes are shared among requests of the same salt
     use_cache: bool = True  # share prefixes with other requests

@@ -103,7 +103,10 @@ class KvLoaded(msgspec.Struct, frozen=True):
 
 
 class KvReceived(msgspec.Struct, frozen=True, array_like=True):
-    """A KvRecv has ended: so many of its first blocks have come, and nothing writes to its slots any more."""
+    """A KvRecv has ended: so many of its first blocks have come, and nothing writes to its slots any more.
+
+    Blocks of KV groups follow those of all tokens.
+    """
 
     transfer_id: int
     num_blocks: int

@@ -74,21 +74,21 @@ class ModelWorker:
         """``device_index`` among the machine's devices; None: the rank."""
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
-        self._platform.bind(self._device, config.deterministic)
+        self._platform.bind(self._device, config.deterministic, config.ops_backend)
         num_ranks = parallel.num_ranks
         is_packed = self._platform.keeps_gguf_packed(num_ranks)
         is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
         check_head_dim(self._platform, max(self.model_config.head_dims))
-        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{self._precision_summary(dtype)} on {self._platform.name}"
+        computed = f"{self._precision_summary(dtype)} on {self._platform.shown_name}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
         self._head = load_draft_head(config, source, self.model)
@@ -149,7 +149,7 @@ class ModelWorker:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise RuntimeError("a role of a pooling model passed the table of combinations")
-        identity = rank_identity(self.kv_identity, args.rank)
+        identity = rank_identity(self.kv_identity, args.rank, 1 + len(self.model.mem_manager.group_sizes))
         self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
 
     @property
@@ -336,10 +336,10 @@ class ModelWorker:
         if self._drafts.needs_tokens(step):
             self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
-        if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape, packed.images)
-            return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
+        if not self.model.pp.is_last:
+            self._runner.run_stage(packed.inputs, shape, packed.images)
+            return StepResult  # the last stage has the tokens
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
         plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)

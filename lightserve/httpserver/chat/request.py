@@ -261,7 +261,9 @@ class Message(Body):
     @property
     def content_parts(self) -> list[dict[str, str]]:
         """For the chat template, if some of them are images."""
-        return [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in self._parts]
+        return [
+            {"type": "text", "text": each} if isinstance(each, str) else {"type": each.kind} for each in self._parts
+        ]
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:

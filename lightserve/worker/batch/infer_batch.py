@@ -33,7 +33,7 @@ from lightserve.worker.batch.retained_reqs import RetainedReqs
 from lightserve.worker.batch.routed_experts import NO_EXPERTS, ExpertsReader
 from lightserve.worker.batch.sampled import Sampled, SampledRow, StepUpdates, TokenOnlyRows
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
-from lightserve.worker.batch.state_rows import StateRows
+from lightserve.worker.batch.state_rows import StateRows, WrittenRows
 from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
 from lightserve.worker.batch.step_rows import StepRows
 from lightserve.worker.lora import write_groups
@@ -242,6 +242,9 @@ class InferBatch:
         if packed.drafts is None:
             return Sampled(with_details, plain, experts)
         first, drafts = packed.drafts.first_rows, packed.drafts.drafts
+        columns.drafts_in_flight[rows] -= np.where(
+            is_sampled, 0, drafts
+        )  # of those with forced tokens none is accepted
         with_rows = [
             SampledRow(int(first[index]), req, chunks, int(drafts[index])) for index, req, chunks, _ in with_details
         ]
@@ -317,7 +320,7 @@ class InferBatch:
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
         for view, slots in zip(columns.group_slots, step_rows.group_slots, strict=True):
             view[:count] = slots
-        if self.states is not None and columns.states is not None:
+        if self.states is not None and columns.states is not None and step_rows.state_rows is not None:
             self.states.pack(columns.states, rows, q_len, step_rows.state_rows)
 
         drafts = None if step_rows.counts is None else DraftInput.planned(step_rows.counts, rows, q_len, self.columns)
@@ -332,9 +335,11 @@ class InferBatch:
         q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
         slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
         group_slots = [int32s(of_group) for of_group in step.group_slots]
-        state_rows = NO_INT32
+        state_rows = None
         if self.states is not None:
-            *group_slots, state_rows = group_slots
+            *group_slots, written = group_slots
+            state_rows = WrittenRows.of_step(written, int32s(step.snapshots), len(rows))
+        self.columns.spare_slots[rows[len(req_ids) - len(chunks) :]] = 0  # the router has taken them back
         counts = draft_counts(step, rows, self.columns)
         if counts is not None:
             q_len += counts.drafts
