@@ -16,14 +16,13 @@ from pathlib import Path
 
 from lightserve.errors import LightserveError
 from lightserve.model_files.hub.settings import hub_cache, read_settings
-from lightserve.utils import net
+from lightserve.utils import drivers, net
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.extras import install_command
 from lightserve.utils.memory import free_ram
 from lightserve.utils.progress import format_bytes
 
-GPU_CONTROL = Path("/dev/nvidiactl")  # exists if the driver of an NVIDIA GPU is loaded
-NVIDIA_SMI_S = 20.0
+DRIVER_ANSWERS_S = 20.0
 # Instructions that a kernel of torch or of our C library uses, by their names in /proc/cpuinfo, best last
 INSTRUCTIONS = (
     *("asimddp", "i8mm", "sve", "bf16"),  # Arm
@@ -50,10 +49,11 @@ def check_torch(port: int) -> Finding:
         import torch
     except Exception as error:  # also an OSError of a broken library
         return Finding(f"cannot be imported ({error})", "pip install torch", is_fatal=True)
-    text = f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs only'}"
-    if GPU_CONTROL.exists() and not torch.version.cuda:
-        return Finding(text, "this machine has a GPU; install a torch that is built for CUDA")
-    return Finding(text)
+    built_for = {"cuda": torch.version.cuda, "rocm": torch.version.hip}  # the version of each, or None
+    gpus = " and ".join(f"{name} {version}" for name, version in built_for.items() if version)
+    text = f"{torch.__version__}, for {gpus or 'CPUs only'}"
+    missing = [name for name in drivers.loaded_drivers() if not built_for[name]]
+    return Finding(text, f"this machine has a GPU; install a torch that is built for {missing[0]}" if missing else "")
 
 
 def check_cores(port: int) -> Finding:
@@ -79,26 +79,27 @@ def check_c_library(port: int) -> Finding:
 
 
 def check_gpu(port: int) -> Finding:
-    if not GPU_CONTROL.exists() and shutil.which("nvidia-smi") is None:
+    loaded = drivers.loaded_drivers()
+    if not loaded:
         return Finding("none; the CPU computes")
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    name, driver = next(iter(loaded.items()))
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+        done = subprocess.run(driver.query, capture_output=True, text=True, timeout=DRIVER_ANSWERS_S, check=True)
         text = "; ".join(" ".join(line.split()) for line in done.stdout.splitlines())
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(f"its driver does not answer ({error})", "check it with nvidia-smi")
+        return Finding(f"its driver does not answer ({error})", f"check it with {driver.query[0]}")
     import torch
 
     from lightserve.common.device import device_named
 
-    gpu = device_named("cuda")
+    gpu = device_named(name)
     if gpu.unavailable_reason() is not None:
-        return Finding(text, "torch cannot use it; install a torch that is built for this driver's CUDA")
+        return Finding(text, f"torch cannot use it; install a torch that is built for this driver's {name}")
     return Finding(f"{text}, {gpu.describe(torch.device(gpu.torch_type, 0))}")
 
 
 def check_triton(port: int) -> Finding:
-    has_gpu = GPU_CONTROL.exists()
+    has_gpu = bool(drivers.loaded_drivers())
     try:
         triton_version = version("triton")
     except PackageNotFoundError:
@@ -114,10 +115,10 @@ def check_fast(port: int) -> Finding:
     import torch
 
     from lightserve.common.cpu_kernel._library import library
-    from lightserve.common.device import device_named
+    from lightserve.common.device import pick_device
 
-    gpu = device_named("cuda")
-    if gpu.unavailable_reason() is None:
+    gpu = pick_device()
+    if gpu.name != "cpu":
         has_fp8 = gpu.traits(torch.device(gpu.torch_type, 0)).has_dot(torch.float8_e4m3fn)
         smaller = "fp8" if has_fp8 else "int8"
         return Finding(f"bfloat16 on the GPU, or half its bytes with --quantization {smaller}")

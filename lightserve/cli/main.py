@@ -32,6 +32,9 @@ COMMANDS = {
     "parity": Command("compare a model with transformers", "[MODEL] [flags]", "lightserve.parity.main"),
     "models": Command("list supported models, and those on this machine", "", "lightserve.cli.models"),
     "doctor": Command("report what this machine has, and what is missing", "", "lightserve.cli.doctor"),
+    "conformance": Command(
+        "check that a device computes what models need", "[--device NAME]", "lightserve.conformance.main"
+    ),
     "cluster": Command("make the keys of a cluster", "keygen DIR", "lightserve.cli.cluster"),
     "deploy": Command("serve replicas on a Ray cluster", "[MODEL] --replicas N", "lightserve.cli.deploy"),
     "status": Command("show the replicas on a Ray cluster", "", "lightserve.cli.status"),

@@ -103,7 +103,16 @@ class WorkerConfig:
         "weights; default: 15 for models with a hidden size up to 1,024, else 8",
         group=FlagGroup.MODEL_FILES,
     )
-    device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu", group=FlagGroup.COMMON)
+    device: str | None = option(
+        None,
+        "cpu, cuda, rocm or a package's; default: a GPU, else cpu",
+        group=FlagGroup.COMMON,
+    )
+    ops_backend: list[str] = option(
+        [],
+        "operators of installed packages that are preferred to those of the device: entry points lightserve.ops",
+        group=FlagGroup.COMPUTATION,
+    )
     tp: int = option(
         1,
         "number of tensor-parallel ranks; each is one process with one device",
@@ -164,6 +173,12 @@ class WorkerConfig:
         "faster than computing it; 0: none",
         group=FlagGroup.COMPUTATION,
         at_least=0,
+    )
+    visual_dp: int = option(
+        1,
+        "encoders of images, for each engine: processes on the devices of its ranks, one after the other",
+        group=FlagGroup.COMPUTATION,
+        at_least=1,
     )
     embed_cache_gb: float = option(
         2.0,
@@ -259,6 +274,12 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
     )
 
+    enable_return_routed_experts: bool = option(
+        False,
+        "keep which experts every token was routed to, for requests that want to know (return_routed_experts)",
+        group=FlagGroup.RL,
+    )
+
     speculative_config: str | None = option(
         None,
         "draft the next tokens and compute several in one step, which never changes a text; JSON such as "
@@ -348,7 +369,7 @@ class WorkerConfig:
     @property
     def answering_ranks(self) -> list[int]:
         """The ranks that return the tokens of a step: the first one of the last stage, in each attention group."""
-        return [(self.pp - 1) * self.tp + group * self.attention_tp for group in range(self.num_groups)]
+        return [(group * self.pp + self.pp - 1) * self.attention_tp for group in range(self.num_groups)]
 
     @property
     def num_loras(self) -> int:

@@ -124,6 +124,7 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
     # logprobs of the distribution that the token was sampled from: after rules, temperature and filters
     processed_logprobs: bool = False
+    routed_experts: bool = False  # return which experts its tokens were routed to
     speculative: bool = True  # steps may compute drafts of its next tokens, which never changes its text
     prediction_ids: Prediction = ()  # what the client expects the output to resemble: drafts may come from there
 

@@ -126,6 +126,7 @@ class StepLoop:
         self._connect_sources()
         self.has_workers = True
         self._output_processor.is_sleeping = False
+        self._output_processor.send_heartbeat(0.0, has_workers=True)  # /health should not wait for the next one
         self.wake()
 
     def suspend_workers(self) -> None:

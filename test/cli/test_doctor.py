@@ -14,6 +14,7 @@ import pytest
 from lightserve.cli import doctor, machine
 from lightserve.cli.doctor import line_of
 from lightserve.cli.machine import CHECKS, Finding
+from lightserve.utils import drivers
 from lightserve.utils.terminal import Style
 from test.model_files.test_progress import Terminal
 
@@ -64,7 +65,7 @@ def test_a_gpu_without_triton_cannot_serve(tmp_path: Path, monkeypatch: pytest.M
     def absent(name: str) -> NoReturn:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(machine, "GPU_CONTROL", tmp_path)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda", drivers.DRIVERS["cuda"]._replace(control=tmp_path))
     monkeypatch.setattr(machine, "version", absent)
     monkeypatch.setattr(doctor, "CHECKS", {"triton": machine.check_triton})
 
@@ -75,7 +76,7 @@ def test_a_gpu_without_triton_cannot_serve(tmp_path: Path, monkeypatch: pytest.M
 def test_a_gpu_is_described_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(machine, "GPU_CONTROL", tmp_path)
+    monkeypatch.setitem(drivers.DRIVERS, "cuda", drivers.DRIVERS["cuda"]._replace(control=tmp_path))
     answer = SimpleNamespace(stdout="NVIDIA H200, 143771 MiB, 570.1\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -85,6 +86,18 @@ def test_a_gpu_is_described_by_its_driver(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert machine.check_gpu(0) == Finding("NVIDIA H200, 143771 MiB, 570.1, compute capability 9.0, has fp8")
     assert machine.check_fast(0).text.endswith("--quantization fp8")
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(None, True), ("rocm", True), ("npu", True), ("cuda", False), ("cpu", False)]
+)
+def test_kernels_are_compiled_ahead_where_the_driver_of_the_device_is_loaded(
+    device: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(drivers.DRIVERS, "rocm", drivers.DRIVERS["rocm"]._replace(control=tmp_path))
+    monkeypatch.setitem(drivers.DRIVERS, "cuda", drivers.DRIVERS["cuda"]._replace(control=tmp_path / "absent"))
+
+    assert drivers.may_have_gpu(device) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from lightserve.common import ops
 from lightserve.common.compile import client
-from lightserve.common.compile.client import CompileServer, running_server
+from lightserve.common.compile.client import CompileServer, compilers_for, running_server
 from lightserve.common.triton_kernel import place_tokens
-from lightserve.worker import main as worker
+from lightserve.utils import drivers
 from test.waiting import wait_until
 
 
@@ -90,10 +90,11 @@ def test_a_worker_starts_a_compile_server_only_if_it_will_launch_kernels(
     device: str | None, has_gpu: bool, has_triton: bool, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(worker, "GPU", str(tmp_path if has_gpu else tmp_path / "none"))
-    monkeypatch.setattr(worker, "find_spec", lambda name: has_triton or None)
+    control = tmp_path if has_gpu else tmp_path / "none"
+    monkeypatch.setitem(drivers.DRIVERS, "cuda", drivers.DRIVERS["cuda"]._replace(control=control))
+    monkeypatch.setattr(client, "find_spec", lambda name: has_triton or None)
 
-    with worker._compilers(device, str(tmp_path / "line")):
+    with compilers_for(device, str(tmp_path / "line")):
         assert (running_server() is not None) == starts
     assert running_server() is None
 

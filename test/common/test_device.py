@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lightserve.common.device import (
 )
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.cuda import cuda_traits
+from lightserve.common.device.rocm import rocm_traits
 from lightserve.common.quantization.eight_bit import EightBitFormat
 from lightserve.common.triton_kernel.attention._attention import MAX_HEAD_DIM
 from lightserve.errors import ServerError
@@ -237,7 +239,9 @@ def test_a_device_of_another_package_is_preferred_to_the_cpu(monkeypatch: pytest
 
 @pytest.mark.usefixtures("other_packages")
 def test_an_unknown_device_is_refused_with_the_names_that_are_known() -> None:
-    with pytest.raises(ServerError, match=r"'tpu' is not supported; supported: \['bare', 'broken', 'cpu', .*'npu'\]"):
+    with pytest.raises(
+        ServerError, match=r"'tpu' is not supported; supported: \['bare', 'broken', 'cpu', .*'npu', 'ro"
+    ):
         pick_device("tpu")
     with pytest.raises(ServerError, match=r"device 'broken': .*:NoDevice is no subclass of .*Device"):
         pick_device("broken")
@@ -262,14 +266,8 @@ def test_of_devices_with_tensors_of_one_type_that_of_this_process_is_meant() -> 
     assert device_of(cpu) is npu
 
 
-class FakeRocm(CpuDevice):
-    name = "rocm"
-    torch_type = "cuda"  # as torch calls it
-    api_version = API_VERSION
-
-
-@pytest.mark.parametrize("other_packages", [{"broken": "FakeRocm"}], indirect=True)
-def test_the_gpu_that_this_torch_is_built_for_is_meant(other_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("other_packages")
+def test_the_gpu_that_this_torch_is_built_for_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_of(torch.device("cuda")).name == "cuda"
 
@@ -289,9 +287,59 @@ def test_a_torch_for_rocm_is_not_taken_for_one_for_cuda(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as that torch says
 
-    assert pick_device().name == "cpu"
-    with pytest.raises(ServerError, match=r"built for ROCm 6\.4\.1, .* a package with a device for ROCm, or use the"):
+    assert pick_device().name == "rocm"
+    with pytest.raises(ServerError, match=r"built for ROCm 6\.4\.1, .* install a torch for CUDA, or use the de"):
         pick_device("cuda")
+
+
+def test_a_torch_for_cuda_is_not_taken_for_one_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(ServerError, match="this torch is not built for ROCm: install one that is, or use the device c"):
+        pick_device("rocm")
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ServerError, match="no AMD GPU is usable here: check the driver with rocm-smi"):
+        pick_device("rocm")
+
+
+@pytest.mark.parametrize(
+    ("arch", "int8", "fp8"),
+    [
+        ("gfx942:sramecc+:xnack-", True, False),  # its format is float8_e4m3fnuz
+        ("gfx950:sramecc+:xnack-", True, True),
+        ("gfx1100", False, False),
+        ("", False, False),
+    ],
+)
+def test_an_amd_gpu_has_no_assembly_of_nvidia_and_float8_from_gfx950_on(arch: str, int8: bool, fp8: bool) -> None:
+    traits = rocm_traits(arch)
+
+    assert (traits.has_dot(torch.int8), traits.has_dot(torch.float8_e4m3fn)) == (int8, fp8)
+    assert not traits.has_inline_ptx
+    assert not traits.reads_peers
+
+
+def test_an_amd_gpu_gets_a_profile_by_its_size_and_says_that_it_was_never_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mi300x = SimpleNamespace(
+        name="AMD Instinct MI300X",
+        multi_processor_count=304,
+        shared_memory_per_block=65536,
+        gcnArchName="gfx942:xnack-",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi300x)
+    gpu, device = device_named("rocm"), torch.device("cuda", 7)
+
+    profile = gpu.profile(device)
+    assert (profile.name, profile.multiprocessors, profile.shared_bytes) == ("AMD Instinct MI300X", 304, 65536)
+    assert profile.graphs is not None
+    assert gpu.traits(device).has_dot(torch.int8)
+    assert gpu.shown_name == "rocm (never run on hardware by its authors)"
+    assert gpu.comm_backend == "nccl"  # as torch calls RCCL
+    with pytest.raises(ServerError, match="the device rocm joins no communicator by its unique id; use the backend gl"):
+        gpu.join_communicator(bytes(128), 1, 2, device)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lightserve.common import ops
+from lightserve.conformance.inputs.tensors import ints
 from lightserve.errors import ModelFilesError
 from lightserve.models.llama4.chunks import chunks_of
 from test.models.architectures.case import MAX_LEN, Tiny, build
 from test.models.architectures.cases import CASES
 from test.models.test_latent_models import GREEDY, PROMPTS, generated, make
 from test.models.tiny import build_model
-from test.ops.tensors import ints
 from test.small_text import small_backend
 
 CHUNK = 24  # of the case

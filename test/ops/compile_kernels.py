@@ -1,13 +1,14 @@
 """Compile all that the wrappers launch, for a GPU that is not there; print the result as JSON.
 
     python -m test.ops.compile_kernels 89 heavy
+    python -m test.ops.compile_kernels gfx942 sample
 
-The arguments are a compute capability and which kernels: ``heavy``, which use much shared memory, only as far as that
-is known; ``all``, in bfloat16, which nearly every model has; ``every dtype``, every head_dim and every option of
-attention alone, which takes many minutes; or ``without assembly``, those that hold it elsewhere. The wrappers run on
-CPU tensors while Triton is told that such a GPU is there, and each launch stops after the compiler. So a kernel is
-compiled with the very types, constants and alignments that its wrapper passes. This runs as a process of its own,
-because Triton decides on import whether it interprets.
+The arguments are a compute capability or an architecture of AMD, and which kernels: ``sample``, some of a decode step;
+``heavy``, which use much shared memory, only as far as that is known; ``all``, in bfloat16, which nearly every model
+has; ``every dtype``, every head_dim and every option of attention alone, which takes many minutes; or ``without
+assembly``, those that hold it elsewhere. The wrappers run on CPU tensors while Triton is told that such a GPU is there,
+and each launch stops after the compiler. So a kernel is compiled with the very types, constants and alignments that its
+wrapper passes. This runs as a process of its own, because Triton decides on import whether it interprets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -30,6 +31,7 @@ from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.cuda import cuda_traits
 from lightserve.common.device.profile import KIB, gpu_profile
+from lightserve.common.device.rocm import rocm_traits
 from lightserve.common.triton_kernel import batch_invariant
 from lightserve.common.triton_kernel.attention._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel.experts import _grouped_experts, experts
@@ -45,6 +47,7 @@ from lightserve.common.triton_kernel.linear import (
     norm_linear,
 )
 from lightserve.common.triton_kernel.lora import lora_linear
+from lightserve.conformance.inputs.state import NO_ROW, Request, conv_args, delta_args, mamba_args
 from test.ops.cases import (
     ARGS,
     FLOATS,
@@ -64,7 +67,6 @@ from test.ops.cases import (
     with_options,
 )
 from test.ops.quantized import CODES, empty_cache, quantized
-from test.ops.state.cases import NO_ROW, Request, conv_args, delta_args, mamba_args
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = {  # ARGS holds 64
@@ -73,14 +75,36 @@ HEAD_DIMS = {  # ARGS holds 64
     "every dtype": (80, 128, 256, MAX_HEAD_DIM),
 }
 OWN_ASSEMBLY = re.compile(r"\.reg \.b32 (biased|low), ")  # of _kv_codes.py or _int4.py; Triton inserts some of its own
-# multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
-CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
+
+
+class Card(NamedTuple):
+    target: GPUTarget
+    multiprocessors: int
+    shared_kib: int  # of a thread block
+    traits: ops.DeviceTraits
+
+
+def _nvidia(capability: int, multiprocessors: int, shared_kib: int) -> Card:
+    return Card(GPUTarget("cuda", capability, 32), multiprocessors, shared_kib, cuda_traits(divmod(capability, 10)))
+
+
+def _amd(arch: str, lanes: int, multiprocessors: int, shared_kib: int) -> Card:
+    return Card(GPUTarget("hip", arch, lanes), multiprocessors, shared_kib, rocm_traits(arch))
+
+
+CARDS = {
+    "80": _nvidia(80, 108, 163),  # A100
+    "89": _nvidia(89, 58, 99),  # L4
+    "90": _nvidia(90, 132, 227),  # H200
+    "100": _nvidia(100, 148, 227),  # B200
+    "gfx942": _amd("gfx942", 64, 304, 64),  # MI300X, MI325X
+    "gfx950": _amd("gfx950", 64, 256, 160),  # MI350X, MI355X
+    "gfx1100": _amd("gfx1100", 32, 96, 64),  # Radeon RX 7900
+}
+SAMPLE = ("add_rms_norm", "token_attention", "sample", "silu_and_mul", "linear_int4")
 
 
 class AbsentCard(AbsentGpu):
-    def __init__(self, capability: int) -> None:
-        super().__init__(GPUTarget("cuda", capability, 32))
-
     def get_current_stream(self, device: int) -> int:
         return 0
 
@@ -98,8 +122,8 @@ class Compiler:
         self.errors: dict[str, str] = {}
         self._run = JITFunction.run
 
-    def install(self, capability: int) -> None:
-        driver.set_active(AbsentCard(capability))
+    def install(self, target: GPUTarget) -> None:
+        driver.set_active(AbsentCard(target))
         JITFunction.run = lambda *args, **kwargs: self.compile(*args, **kwargs)
 
     def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -109,7 +133,7 @@ class Compiler:
         except Exception as error:  # whatever the compiler raises is this kernel's result; the others go on
             self.errors[name] = f"{self.dtype}: {error!r}"
             return
-        if OWN_ASSEMBLY.search(compiled.asm["ptx"]):
+        if OWN_ASSEMBLY.search(compiled.asm.get("ptx", "")):
             self.with_assembly.add(name)
         by_dtype = self.shared_bytes.setdefault(name, {})
         by_dtype[self.dtype] = max(by_dtype.get(self.dtype, 0), compiled.metadata.shared)
@@ -212,12 +236,14 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
 
 def compile_state(dtype: torch.dtype) -> None:
     """With the sizes of Qwen3-Next, Kimi-Linear and Nemotron-H; prompts and decodes."""
-    prompt: list[Request] = [(64, NO_ROW, 0)]
+    prompt: list[Request] = [(64, NO_ROW, 0, 1, 63)]  # with a snapshot, as in all steps with prompts
     for by_channel in (False, True):
         ops.gated_delta_rule.impls["triton"](*delta_args(prompt, (1, 2, 128, 128), dtype, "cpu", by_channel))
     ops.mamba_scan.impls["triton"](*mamba_args(prompt, (1, 2, 64, 128), dtype, "cpu"))
-    for tokens in (1, 64):
-        ops.causal_conv1d.impls["triton"](*conv_args([(tokens, 0, 0)], 8192, dtype, "cpu"))
+    decode: list[Request] = [(1, 0, 0)]
+    ops.gated_delta_rule.impls["triton"](*delta_args(decode, (1, 2, 128, 128), dtype, "cpu"))
+    for requests in (decode, prompt):
+        ops.causal_conv1d.impls["triton"](*conv_args(requests, 8192, dtype, "cpu"))
 
 
 def compile_linear(dtype: torch.dtype) -> None:
@@ -265,7 +291,8 @@ def compile_experts(dtype: torch.dtype) -> None:
     ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
     ops.experts.impls["triton"](x, ids, weights, params)
     pairs = sort_pairs(ids, 32, 16)
-    sort_pairs(torch.zeros(600, 2, dtype=torch.int32), 32, 16)
+    for tokens in (30, 1200):  # other tiles, other kernels
+        sort_pairs(torch.zeros(tokens, 2, dtype=torch.int32), 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)
@@ -326,21 +353,24 @@ def compile_rounded(dtype: torch.dtype, weight: ops.QuantizedWeight, quant: ops.
     _scaled_products.scale_output(product, torch.ones(8, 1), torch.ones(128), None, dtype)
 
 
-def main(capability: int, which: str) -> None:
-    compiler = Compiler()
-    compiler.install(capability)
+def main(card_name: str, which: str) -> None:
+    compiler, card = Compiler(), CARDS[card_name]
+    compiler.install(card.target)
     if which == "heavy":
         stop_at_shared_memory()
-    multiprocessors, shared_kib = CARDS[capability]
-    triton_kernel.use_profile(gpu_profile(f"sm_{capability}", multiprocessors, shared_kib * KIB))
-    ops.use_traits(cuda_traits(divmod(capability, 10)))
+    triton_kernel.use_profile(gpu_profile(card_name, card.multiprocessors, card.shared_kib * KIB))
+    ops.use_traits(card.traits)
     if which == "without assembly":
         ops.use_traits(replace(ops.active_traits(), has_inline_ptx=False))
         compile_linear_int4(torch.bfloat16)
+    elif which == "sample":
+        for name in SAMPLE:
+            ops.OPS[name].impls["triton"](*ARGS[name](16, torch.bfloat16, "cpu"))
+        compile_linear(torch.bfloat16)
     else:
         compile_for(compiler, which)
     compiler.dtype = "bfloat16"
-    for dim in HEAD_DIMS["heavy"] if which == "heavy" else (128,):
+    for dim in () if which == "sample" else HEAD_DIMS["heavy"] if which == "heavy" else (128,):
         compile_quantized_kv(dim)
     with_assembly = sorted(compiler.with_assembly)
     print(
@@ -358,4 +388,4 @@ def compile_for(compiler: Compiler, which: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], sys.argv[2])

@@ -17,7 +17,9 @@ from triton.runtime.jit import KernelInterface
 
 from lightserve.common import triton_kernel
 
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # of a thread block, by compute capability
+# of a thread block, by compute capability or AMD's name
+SHARED_KIB = {"80": 163, "89": 99, "90": 227, "100": 227, "gfx942": 64, "gfx950": 160, "gfx1100": 64}
+NVIDIA, AMD = ["80", "89", "90", "100"], ["gfx942", "gfx950", "gfx1100"]
 HEAVY = [
     "_chunk_scan_kernel",
     "_context_attention_kernel",
@@ -54,47 +56,64 @@ def kernels() -> Iterator[str]:
 
 
 @cache
-def report(capability: int, which: str) -> Any:
+def report(card: str, which: str) -> Any:
     """What ``compile_kernels`` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "test.ops.compile_kernels", str(capability), which]
+    command = [sys.executable, "-m", "test.ops.compile_kernels", card, which]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.fail(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout)
 
 
-def assert_compiled(found: Any, capability: int, kernel: str, *dtypes: str) -> None:
+def assert_compiled(found: Any, card: str, kernel: str, *dtypes: str) -> None:
     assert kernel not in found["errors"], found["errors"][kernel]
     assert kernel in found["shared_bytes"], "no wrapper called by compile_kernels.py launches it"
     assert set(dtypes) <= found["shared_bytes"][kernel].keys()
-    assert max(found["shared_bytes"][kernel].values()) <= SHARED_KIB[capability] * 1024
+    assert max(found["shared_bytes"][kernel].values()) <= SHARED_KIB[card] * 1024
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", sorted(kernels()))
 def test_a_kernel_compiles_for_an_h200_and_fits_its_shared_memory(kernel: str) -> None:
-    assert_compiled(report(90, "all"), 90, kernel, "bfloat16")
+    assert_compiled(report("90", "all"), "90", kernel, "bfloat16")
 
 
 @pytest.mark.slow
 def test_kernels_hold_assembly_only_for_a_device_that_has_it() -> None:
-    plain = report(90, "without assembly")
+    plain = report("90", "without assembly")
 
     assert not plain["errors"]
     assert plain["with_assembly"] == []
-    assert set(report(90, "all")["with_assembly"]) == WITH_ASSEMBLY
+    assert set(report("90", "all")["with_assembly"]) == WITH_ASSEMBLY
     assert plain["shared_bytes"].keys() >= WITH_ASSEMBLY
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", HEAVY)
 def test_a_kernel_with_large_tiles_fits_a_card_with_99_kib_of_shared_memory(kernel: str) -> None:
-    assert_compiled(report(89, "heavy"), 89, kernel, "bfloat16")
+    assert_compiled(report("89", "heavy"), "89", kernel, "bfloat16")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_all_kernels_compile_for_every_gpu(capability: int) -> None:
+@pytest.mark.parametrize("card", NVIDIA)
+def test_all_kernels_compile_for_every_gpu(card: str) -> None:
     for kernel in sorted(kernels()):
-        assert_compiled(report(capability, "every dtype"), capability, kernel, "float32", "bfloat16", "float16")
+        assert_compiled(report(card, "every dtype"), card, kernel, "float32", "bfloat16", "float16")
+
+
+@pytest.mark.slow
+def test_kernels_of_a_decode_step_compile_for_amd() -> None:
+    sample = report("gfx942", "sample")
+
+    assert not sample["errors"]
+    assert sample["with_assembly"] == []
+    for kernel in ("_linear_kernel", "_linear_int4_kernel", "_rms_norm_kernel", "_token_attention_kernel"):
+        assert_compiled(sample, "gfx942", kernel, "bfloat16")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("card", AMD)
+def test_all_kernels_compile_for_amd(card: str) -> None:
+    for kernel in sorted(kernels()):
+        assert_compiled(report(card, "all"), card, kernel, "bfloat16")

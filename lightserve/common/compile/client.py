@@ -14,8 +14,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 from lightserve.common.compile.cache import was_compiled
+from lightserve.utils.drivers import may_have_gpu
 
 SERVER_MODULE = "lightserve.common.compile.server"
 EVERY_STEP_KERNEL = "_place_tokens_kernel"  # every step of every model launches it
@@ -72,6 +74,12 @@ def compile_server(path: str) -> Iterator[None]:
     finally:
         _running.close()
         _running = None
+
+
+def compilers_for(device: str | None, path: str) -> contextlib.AbstractContextManager[None]:
+    """``compile_server``, if there are kernels to compile for ``--device``."""
+    has_kernels = may_have_gpu(device) and find_spec("triton") is not None
+    return compile_server(path) if has_kernels else contextlib.nullcontext()
 
 
 def running_server() -> CompileServer | None:

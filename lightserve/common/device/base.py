@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from lightserve.common import ops
+from lightserve.common.device.ops_backends import load_ops_backends
 from lightserve.common.device.profile import Profile
 from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
@@ -106,6 +107,9 @@ class Graphs(Protocol[Key, Result]):
 
     def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None: ...
 
+    def clear(self) -> None:
+        """Forget what was captured."""
+
     def replay(self, key: Key, inputs: Tensor) -> Result: ...
 
 
@@ -122,7 +126,14 @@ class Device(ABC):
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
+    caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
+    # returns when the other processes of this server have taken their memory on the device; before ``kv_budget``
+    wait_for_others: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def shown_name(self) -> str:
+        return f"{self.name} ({self.caution})" if self.caution else self.name
 
     # which devices there are
 
@@ -148,14 +159,16 @@ class Device(ABC):
 
     # operators
 
-    def bind(self, device: torch.device, deterministic: bool = False) -> None:
+    def bind(self, device: torch.device, deterministic: bool = False, ops_backends: Sequence[str] = ()) -> None:
         """Make ``device`` the one of this process and bind the ops to its backend.
 
-        ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
+        ``deterministic``: the result of a row does not depend on the rows beside it. That is slower. ``ops_backends``:
+        those of other packages, which are preferred to the device's.
         """
         global _bound
         import_module(self.ops_module)
-        ops.use_backend(*self._backends(deterministic))
+        load_ops_backends(ops_backends)
+        ops.use_backend(*ops_backends, *self._backends(deterministic))
         ops.use_traits(self.traits(device))
         self.set_current(device)
         _bound = self

@@ -71,9 +71,9 @@ class CudaDevice(Device):
         if torch.version.hip is not None:
             return (
                 f"this torch is built for ROCm {torch.version.hip}, and the device cuda is for NVIDIA's GPUs: install "
-                "a torch for CUDA, or a package with a device for ROCm, or use the device cpu"
+                "a torch for CUDA, or use the device rocm or cpu"
             )
-        if torch.cuda.is_available():
+        if is_cuda_usable():
             return None
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
 
@@ -98,8 +98,8 @@ class CudaDevice(Device):
             return True
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
-    def bind(self, device: torch.device, deterministic: bool = False) -> None:
-        super().bind(device, deterministic)
+    def bind(self, device: torch.device, deterministic: bool = False, ops_backends: Sequence[str] = ()) -> None:
+        super().bind(device, deterministic, ops_backends)
         import_module(self.ops_module).use_profile(self.profile(device))
 
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
@@ -165,6 +165,15 @@ class CudaDevice(Device):
 
     def copy_stream(self, device: torch.device) -> CudaCopyStream:
         return CudaCopyStream(device)
+
+
+def is_cuda_usable() -> bool:
+    return torch.cuda.is_available()
+
+
+def cuda_arch(device: torch.device) -> str:
+    """Of a GPU of a torch for ROCm, such as gfx942:sramecc+:xnack-."""
+    return str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
 
 
 def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:

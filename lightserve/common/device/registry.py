@@ -23,10 +23,11 @@ from torch import Tensor
 from lightserve.common.device.base import API_VERSION, AsyncCopy, Device, bound_device
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.cuda import CudaDevice
+from lightserve.common.device.rocm import RocmDevice
 from lightserve.errors import ServerError
 
 ENTRY_POINTS = "lightserve.devices"
-BUILT_IN: dict[str, Device] = {device.name: device for device in (CudaDevice(), CpuDevice())}
+BUILT_IN: dict[str, Device] = {device.name: device for device in (CudaDevice(), RocmDevice(), CpuDevice())}
 
 
 def device_named(name: str) -> Device:
@@ -59,8 +60,9 @@ def device_of(device: torch.device) -> Device:
 def _of_type(torch_type: str) -> Device:
     """Devices of several vendors may call their tensors the same. One that this machine has is meant."""
     built_in = [device for device in BUILT_IN.values() if device.torch_type == torch_type]
-    if built_in and built_in[0].unavailable_reason() is None:
-        return built_in[0]
+    usable = [device for device in built_in if device.unavailable_reason() is None]
+    if usable:
+        return usable[0]
     others = [device for device in map(_loaded, _entry_points()) if device.torch_type == torch_type]
     available = [device for device in others if device.unavailable_reason() is None]
     if not available + built_in:

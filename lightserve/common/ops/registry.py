@@ -38,6 +38,11 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._active(*args, **kwargs)
 
+    @property
+    def active_backend(self) -> str:
+        """The name of the one that computes it now."""
+        return next(name for name, function in self.impls.items() if function is self._active)
+
     def impl(self, backend: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def register(fn: Callable[P, R]) -> Callable[P, R]:
             if backend in self.impls:

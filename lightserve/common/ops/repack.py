@@ -1,10 +1,11 @@
-"""The layout of quantised weights in memory. A backend may register one that its products read faster."""
+"""The layout of weights in memory. A backend may register one that its products read faster."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from lightserve.common.ops.quantized_weight import QuantizedWeight
@@ -46,3 +47,31 @@ def empty_packed(usual: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight
     """
     layout = next((_LAYOUTS[backend] for backend in active_backends() if backend in _LAYOUTS), None)
     return None if layout is None else layout(usual, input_bits)
+
+
+EmptyWeight = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+
+_ALLOCATIONS: dict[str, EmptyWeight] = {}  # by backend
+
+
+def allocates_for(backend: str) -> Callable[[EmptyWeight], EmptyWeight]:
+    """Register how a backend lays out weights that are not quantised, ``[out, in]`` or ``[experts, out, in]``.
+
+    The tensor has this shape and dtype, and reads and copies like any other; only where its numbers are in memory
+    differs, such as columns side by side or a vendor's blocks. So a checkpoint is copied into it, once or again. The
+    products must take the usual layout as well: not all weights are allocated here.
+    """
+
+    def register(function: EmptyWeight) -> EmptyWeight:
+        _ALLOCATIONS[backend] = function
+        return function
+
+    return register
+
+
+def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a weight, in the layout of the first active backend that has one; else its rows are contiguous."""
+    layout = next((_ALLOCATIONS[backend] for backend in active_backends() if backend in _ALLOCATIONS), None)
+    if layout is None or device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return layout(shape, dtype, device)

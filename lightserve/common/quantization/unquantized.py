@@ -17,7 +17,7 @@ class UnquantizedLinear(LinearMethod):
 
     def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._spec = spec
-        self.weight = torch.empty(spec.out_size, spec.num_columns, dtype=dtype, device=device)
+        self.weight = ops.empty_weight((spec.out_size, spec.num_columns), dtype, device)
         has_bias = spec.has_bias and spec.adds_bias
         self.bias = torch.empty(spec.out_size, dtype=dtype, device=device) if has_bias else None
         self._zero_padding()

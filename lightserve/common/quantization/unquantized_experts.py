@@ -35,8 +35,8 @@ class UnquantizedExperts(ExpertsMethod):
             return torch.empty(shape, dtype=dtype, device=device)
 
         self._tensors = _Tensors(
-            w13=empty(experts, rows, hidden),
-            w2=empty(experts, hidden, units),
+            w13=ops.empty_weight((experts, rows, hidden), dtype, device),
+            w2=ops.empty_weight((experts, hidden, units), dtype, device),
             b13=empty(experts, rows) if spec.has_bias else None,
             b2=empty(experts, hidden) if spec.has_bias and spec.adds_bias else None,
         )

@@ -78,8 +78,9 @@ class RunningBatch:
         return rows[self.columns.is_background[rows] == 0] if self.num_background else rows
 
     def has_in_flight(self) -> bool:
-        """Whether a step in flight will return a token of some request."""
-        return bool((self.columns.in_flight(self.rows) > 0).any())
+        """Whether a step in flight will return a token of some request, or has drafts of it."""
+        columns = self.columns
+        return bool(((columns.in_flight(self.rows) > 0) | (columns.planned_drafts[self.rows] > 0)).any())
 
     def add(self, req: Req) -> None:
         row = self._free_rows.pop()
@@ -140,7 +141,7 @@ class RunningBatch:
         columns = self.columns
         self._append(columns.outputs, rows, token_ids, counts)
         if len(counts):
-            columns.accept(rows, (counts - 1) * columns.has_drafted[rows])
+            columns.accept(rows)
         columns.output_len[rows] += counts if len(counts) else 1
         columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
 

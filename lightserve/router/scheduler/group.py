@@ -62,7 +62,7 @@ class GroupScheduler:
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.fork_points = ForkPoints()
         self.past_outputs = PastOutputs(limits.past_outputs)
-        self.sends = KvSends()
+        self.sends = KvSends(pool.groups)
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
         self.images: ImageWaits | None = None  # None: this server reads none
@@ -132,6 +132,7 @@ class GroupScheduler:
             retain=retain,
             release=release,
             group_slots=planned.group_slots,
+            snapshots=planned.snapshots,
             decode_ids=planned.req_ids[: planned.num_decodes],
             decode_slots=planned.slots[: planned.decodes.num_slots],
             slot_counts=planned.decodes.slot_counts,
@@ -185,15 +186,20 @@ class GroupScheduler:
         if len(counts):
             is_known &= counts <= BLOCK
         known, rows = (tokens, rows) if is_known.all() else (tokens.where(is_known), rows[is_known])
-        self.batch.add_outputs(rows, known.token_ids, known.counts)
         if len(counts):
-            self.num_forced += int((known.counts - 1)[columns.has_drafted[rows] == 0].sum())
+            self.num_forced += int((known.counts - 1 - columns.num_accepted[rows]).sum())
+        self.batch.add_outputs(rows, known.token_ids, known.counts)
         return is_known
 
     def observe_drafts(self, drafts: DraftColumns) -> None:
-        """Learn how many drafts its requests should have."""
-        rows = self.batch.rows_of(int64s(drafts.req_ids))
+        """Learn how many drafts its requests should have, and how many of their next tokens are drafts."""
+        req_ids = int64s(drafts.req_ids)
+        rows = self.batch.rows_of(req_ids)
         is_here = rows >= 0
+        self.batch.columns.num_accepted[rows[is_here]] = int32s(drafts.accepted)[is_here]
+        for index in np.flatnonzero(~is_here).tolist():
+            if (req := self.queue.find_preempted(int(req_ids[index]))) is not None:
+                req.num_accepted = int(drafts.accepted[index])
         cost = draft_cost(len(self.batch), self.limits.weight_read_tokens)
         observe_drafts(self.batch.columns, rows[is_here], drafts.where(is_here), cost)
 

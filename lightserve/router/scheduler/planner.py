@@ -36,6 +36,7 @@ class PlannedStep:
     planned_len: Int64Array  # after the step, at least
     slots: Slots  # of all tokens, without those that requests have already
     group_slots: tuple[Slots, ...] = ()  # by KV group: see KvGroupPool.alloc
+    snapshots: Int32Array = field(default_factory=lambda: NO_INT32)  # see Step
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
     drafts_follow: bool = False  # see Step
@@ -118,6 +119,7 @@ class StepPlanner:
             columns.planned_len[rows],
             slots,
             group_slots,
+            self._pool.groups.snapshots,
             prefills + _recomputed_outputs(chunks),
             self._token_ids(decodes.rows, chunks),
             self._limits.num_drafts > 0 and (bool(chunks) or columns.may_draft_soon(decodes.rows)),
@@ -148,7 +150,7 @@ class StepPlanner:
         rows = self._without_background(self._without_in_flight(rows))
         unplanned = self._batch.columns.unplanned(rows)
         decoding = self._share_of_step(rows[unplanned == 1])
-        prompts = self._batch.at(rows[unplanned > 1])
+        prompts = self._beyond_drafts(rows[unplanned > 1])
         decoding, most = self._limit_background(decoding, prompts, now_s)
         if self._pool.loading_tokens:  # loads hold slots that no preemption frees
             missing = self._batch.columns.missing_slots(decoding, np.zeros_like(decoding))
@@ -181,6 +183,19 @@ class StepPlanner:
         if len(background) < is_background.sum():
             decoding = decoding[~is_background | np.isin(decoding, background)]
         return decoding, limit - len(background) if prompts and prompts[0].is_background else None
+
+    def _beyond_drafts(self, rows: Int64Array) -> list[Req]:
+        """Of these requests, which compute several known tokens next, those without drafts in flight.
+
+        A grammar has forced tokens where there were drafts. The slots of rejected drafts are free again: a chunk gets
+        new ones for all its tokens.
+        """
+        columns = self._batch.columns
+        reqs = self._batch.at(rows[columns.planned_drafts[rows] == 0])
+        for req in reqs:
+            if req.spare_slots:
+                self._pool.take_back(req)
+        return reqs
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.

@@ -87,6 +87,12 @@ class Scheduler:
         group.fork_points.give_keys(req)
         group.queue.defer(req)
 
+    def isolate(self, req: Req) -> None:
+        """A waiting request may have crashed the workers of another engine: it runs alone until its next token."""
+        for group in self.groups:
+            if group.find(req.req_id) is not None:
+                group.isolation.require(req)
+
     def make_ready(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
         for group in self.groups:
@@ -174,7 +180,7 @@ class Scheduler:
         return is_known
 
     def observe_drafts(self, drafts: DraftColumns) -> None:
-        """Learn from the drafts of a step how many the requests should have. Call it before their tokens end them."""
+        """Learn from the drafts of a step how many the requests should have. Call it before they get its tokens."""
         if len(drafts):
             for group in self.groups:
                 group.observe_drafts(drafts)
@@ -191,8 +197,9 @@ class Scheduler:
         for group in self.groups:
             if (req := group.find_in_flight(outs[0].req_id)) is None:
                 continue
+            num_accepted = req.num_accepted
             added = req.add_tokens(outs)
-            group.num_forced += 0 if req.has_drafted else len(added) - 1
+            group.num_forced += max(len(added) - 1 - num_accepted, 0)
             if group.isolation.is_active:
                 group.isolation.clear(req)
             if req.finish_reason is not None:

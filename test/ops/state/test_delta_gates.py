@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from lightserve.common import ops
+from lightserve.conformance.inputs.state import delta_gates_args
 from test.ops.cases import assert_close, device_of, each_backend_and_dtype, wide
-from test.ops.state.cases import delta_gates_args
 
 
 @each_backend_and_dtype(ops.delta_gates)

@@ -184,7 +184,7 @@ class TimedServer(RecordingServer):
         self._ids = iter(range(1_000_000))
         self._has_batch = has_batch
 
-    def pass_time(self) -> None:
+    def advance(self) -> None:
         """A step. Without one, time passes too."""
         while self._has_batch and self.scheduler.num_running + self.scheduler.num_waiting < 60:
             self.scheduler.add(background(number := next(self._ids), [number * 200 + i for i in range(100)], 50))
@@ -199,12 +199,12 @@ class TimedServer(RecordingServer):
         """Of a chat that comes so much later."""
         arrives_s = self.now_s + after_s
         while self.now_s < arrives_s:
-            self.pass_time()
+            self.advance()
         number = next(self._ids)
         req = make_req(number, [number * 200 + i for i in range(CHAT_TOKENS)], 5)
         self.scheduler.add(req)
         while not req.output_len:
-            self.pass_time()
+            self.advance()
         self.scheduler.only_group.observe_first_token(req, self.now_s - req.admitted_s)
         return self.now_s - arrives_s
 

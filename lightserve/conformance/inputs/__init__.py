@@ -1,0 +1,1 @@
+"""Inputs of ops, small, for the conformance suite and the tests."""

@@ -1,0 +1,142 @@
+"""Aten operators that our ops compute, registered by torch.library for the tensors of a device.
+
+Autograd stays above them. Its formulas of activations and products need inputs and results alone, so the forward pass
+is ours. Those of norms need what our norms do not return: while a gradient is wanted, the norms are torch's.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.device import Device
+from lightserve.common.ops.registry import Op
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class AtenOp(NamedTuple):
+    op: Op[Any, Any]  # which must have a kernel
+    compute: Callable[..., Any]  # with aten's arguments
+    takes: Callable[..., bool]  # whether the kernel computes these arguments
+    is_product: bool = False
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Rows of numbers side by side, which kernels read without a copy."""
+    return x.dtype in FLOATS and x.dim() > 0 and x.numel() > 0 and x.is_contiguous()
+
+
+def _takes_gelu(x: Tensor, *, approximate: str = "none") -> bool:
+    return _is_rows(x) and approximate in ("none", "tanh")
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return ops.gelu(x) if approximate == "none" else ops.gelu_tanh(x)
+
+
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _is_weight_of(weight: Tensor | None, x: Tensor, shape: Sequence[int]) -> bool:
+    return weight is not None and weight.is_contiguous() and weight.dtype == x.dtype and list(shape) == [x.shape[-1]]
+
+
+def _takes_layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
+    has_weights = _is_weight_of(weight, x, shape) and _is_weight_of(bias, x, shape)
+    return _is_rows(x) and has_weights and not _wants_grad(x, weight, bias)
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """The statistics are for a backward pass, which there is none of."""
+    statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return ops.layer_norm(x, weight, bias, eps), statistics, statistics
+
+
+def _takes_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> bool:
+    return _is_rows(x) and _is_weight_of(weight, x, shape) and eps is not None and not _wants_grad(x, weight)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return ops.rms_norm(x, weight, eps), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _takes_mm(x: Tensor, weight_t: Tensor) -> bool:
+    """The product with a transposed weight, as ``F.linear`` writes it."""
+    are_floats = x.dtype in FLOATS and x.dtype == weight_t.dtype and x.device == weight_t.device
+    return are_floats and x.numel() > 0 and weight_t.numel() > 0 and x.stride(1) == 1 and weight_t.stride(0) == 1
+
+
+def _mm(x: Tensor, weight_t: Tensor) -> Tensor:
+    return ops.linear(x, weight_t.T)
+
+
+def _takes_addmm(bias: Tensor, x: Tensor, weight_t: Tensor, *, beta: float = 1, alpha: float = 1) -> bool:
+    is_bias = bias.dim() == 1 and len(bias) == weight_t.shape[1] and bias.stride(0) == 1 and bias.dtype == x.dtype
+    return is_bias and beta == 1 and alpha == 1 and _takes_mm(x, weight_t)
+
+
+def _addmm(bias: Tensor, x: Tensor, weight_t: Tensor) -> Tensor:
+    return ops.linear(x, weight_t.T, bias)
+
+
+ATEN: dict[str, AtenOp] = {
+    "silu": AtenOp(ops.silu, ops.silu, _is_rows),
+    "gelu": AtenOp(ops.gelu, _gelu, _takes_gelu),
+    "relu": AtenOp(ops.relu, ops.relu, _is_rows),
+    "native_layer_norm": AtenOp(ops.layer_norm, _layer_norm, _takes_layer_norm),
+    "_fused_rms_norm": AtenOp(ops.rms_norm, _rms_norm, _takes_rms_norm),
+    "mm": AtenOp(ops.linear, _mm, _takes_mm, is_product=True),
+    "addmm": AtenOp(ops.linear, _addmm, _takes_addmm, is_product=True),
+}
+
+
+class Replacement:
+    """Operators that are replaced until ``remove``."""
+
+    def __init__(self, platform: Device, names: Sequence[str]) -> None:
+        self.platform = platform
+        self.calls: dict[str, int] = {}  # of our kernels
+        key = "PrivateUse1" if platform.torch_type == "privateuseone" else platform.torch_type.upper()
+        self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        self._inside = threading.local()  # an op of ours may call the operator that it replaces
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self.names = [name for name in names if self._is_replaceable(name, key)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name in self.names:
+                compute = self._wrapped(name, key)
+                self._library.impl(name, compute, key, allow_override=True)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        self._library._destroy()  # type: ignore[no-untyped-call]
+
+    def _is_replaceable(self, name: str, key: str) -> bool:
+        """A CPU's products keep copies of weights for each tensor, and aten transposes weights into new ones."""
+        if ATEN[name].op.active_backend == ops.REFERENCE or (
+            ATEN[name].is_product and self.platform.ops_backend == "cpu"
+        ):
+            return False
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+
+    def _wrapped(self, name: str, key: str) -> Callable[..., Any]:
+        replaced, original = ATEN[name], torch.library.get_kernel(f"aten::{name}", key)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "is_true", False) or not replaced.takes(*args, **kwargs):
+                return original.call_boxed(self._keys, *args, **kwargs)
+            self._inside.is_true = True
+            try:
+                self.calls[name] = self.calls.get(name, 0) + 1
+                return replaced.compute(*args, **kwargs)
+            finally:
+                self._inside.is_true = False
+
+        return call

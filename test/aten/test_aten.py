@@ -1,0 +1,247 @@
+"""Aten operators that are replaced give torch's results and gradients, in every dtype and with any strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lightserve.ops
+from lightserve.common import ops
+from lightserve.common.device import API_VERSION, base, registry
+from lightserve.common.device.cpu import CpuDevice
+from lightserve.errors import ServerError
+from test.models.tiny import build_hf
+from test.ops.cases import ARGS, FLOATS, TOLERANCE, randn
+
+ROWS, WIDTH = 5, 64
+
+
+class Interpreted(CpuDevice):
+    """Triton's kernels, interpreted; on a machine with a GPU, the device cuda is tested instead."""
+
+    name = "interpreted"
+    api_version = API_VERSION
+    ops_backend = "triton"
+    ops_module = "lightserve.common.triton_kernel"
+    uses_library = False
+
+
+DEVICES = ["cpu", "cuda" if torch.cuda.is_available() else "interpreted"]
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    found = [EntryPoint("interpreted", f"{__name__}:Interpreted", registry.ENTRY_POINTS)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.ENTRY_POINTS else [])
+    registry._loaded.cache_clear()
+    monkeypatch.setattr(base, "_bound", None)
+    yield
+    lightserve.ops.disable()
+    registry._loaded.cache_clear()
+    ops.use_backend(ops.REFERENCE)
+
+
+def on(device: str) -> str:
+    return "cuda" if device == "cuda" else "cpu"
+
+
+def numbers(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    return randn(*shape, dtype=dtype, device=on(device), seed=seed)
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    weight, bias = (randn(x.shape[-1], seed=seed).to(x.device, x.dtype) for seed in (3, 4))
+    return F.layer_norm(x, (x.shape[-1],), weight, bias)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), randn(x.shape[-1], seed=3).to(x.device, x.dtype), 1e-5)
+
+
+def linear(x: Tensor) -> Tensor:
+    return F.linear(x, (randn(48, x.shape[-1], seed=3) / 8).to(x.device, x.dtype))
+
+
+def linear_with_bias(x: Tensor) -> Tensor:
+    return F.linear(x, (randn(48, x.shape[-1], seed=3) / 8).to(x.device, x.dtype), randn(48).to(x.device, x.dtype))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+CALLS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "silu": ("silu", F.silu),
+    "relu": ("relu", F.relu),
+    "gelu": ("gelu", F.gelu),
+    "tanh_gelu": ("gelu", tanh_gelu),
+    "layer_norm": ("native_layer_norm", layer_norm),
+    "rms_norm": ("_fused_rms_norm", rms_norm),
+    "linear": ("mm", linear),
+    "linear_with_bias": ("addmm", linear_with_bias),
+}
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "part of wider rows": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "every other column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda x: x.T.contiguous().T,
+    "expanded": lambda x: x[:1].expand_as(x),
+    "three dimensions": lambda x: x.reshape(1, *x.shape),
+    "no rows": lambda x: x[:0],
+}
+
+
+def calls() -> dict[str, int]:
+    assert lightserve.ops._active is not None
+    return lightserve.ops._active.calls
+
+
+@each_device
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("strides", STRIDES)
+def test_an_operator_gives_the_result_of_torch(device: str, call: str, dtype: torch.dtype, strides: str) -> None:
+    if device == "interpreted" and dtype == torch.bfloat16 and call.startswith("linear"):
+        pytest.skip("the interpreter's dot is wrong in bfloat16")
+    _, function = CALLS[call]
+    x = STRIDES[strides](numbers(ROWS, WIDTH, dtype=dtype, device=device))
+    expected = function(x)
+
+    lightserve.ops.enable(device=device)
+    with torch.no_grad():
+        out = function(x)
+
+    assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
+    torch.testing.assert_close(out.float(), expected.float(), **TOLERANCE[dtype])
+
+
+@each_device
+@pytest.mark.parametrize("call", CALLS)
+def test_rows_are_computed_by_our_kernel_if_the_device_has_one(device: str, call: str) -> None:
+    name, function = CALLS[call]
+    x = numbers(ROWS, WIDTH, dtype=torch.float32, device=device)
+
+    replaced = lightserve.ops.enable(device=device)
+    with torch.no_grad():
+        function(x)
+
+    assert calls() == ({name: 1} if name in replaced else {})
+    if device != "cpu":
+        assert {"silu", "gelu", "relu", "native_layer_norm", "mm", "addmm"} <= {*replaced}
+
+
+@each_device
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_are_those_of_torch(device: str, call: str) -> None:
+    x = numbers(ROWS, WIDTH, dtype=torch.float32, device=device)
+    grads = []
+    for is_enabled in (False, True):
+        if is_enabled:
+            lightserve.ops.enable(device=device)
+        leaf = x.clone().requires_grad_()
+        CALLS[call][1](leaf).square().sum().backward()  # type: ignore[no-untyped-call]
+        grads.append(leaf.grad)
+
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_some_operators_are_replaced_and_the_others_are_torchs_again_afterwards() -> None:
+    x = randn(ROWS, WIDTH)
+    assert lightserve.ops.only_enable(["silu", "relu"], device="interpreted" if "interpreted" in DEVICES else "cpu")
+    assert "silu" in lightserve.ops.enabled()
+
+    with lightserve.ops.use_ops(include=["gelu"], device="cpu") as inside:
+        assert inside == lightserve.ops.enabled() == [name for name in ("gelu",) if "cpu_native" in ops.gelu.impls]
+        F.silu(x)
+        assert "silu" not in calls()
+    assert "silu" in lightserve.ops.enabled()
+    F.silu(x)
+    if not torch.cuda.is_available():
+        assert calls() == {"silu": 1}
+
+    lightserve.ops.disable()
+    assert lightserve.ops.enabled() == []
+
+
+def test_an_exception_inside_restores_the_operators_of_torch() -> None:
+    with pytest.raises(KeyError), lightserve.ops.use_ops(device="cpu"):
+        raise KeyError
+
+    assert lightserve.ops.enabled() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: lightserve.ops.only_enable(["silo"]),
+        lambda: lightserve.ops.enable(exclude=["silo"]),
+        lambda: lightserve.ops.use_ops(exclude=["silo"]).__enter__(),
+    ],
+)
+def test_an_operator_that_cannot_be_replaced_is_refused_with_those_that_can(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(ServerError, match=r"operator 'silo' cannot be replaced; did you mean silu\? there are silu"):
+        wrong()
+
+
+@each_device
+@pytest.mark.parametrize("name", lightserve.ops.FUSED)
+def test_a_fused_operator_is_the_op_of_its_name(device: str, name: str) -> None:
+    lightserve.ops.enable(device=device)
+    args, wanted_args = (ARGS[name](ROWS, torch.float32, on(device)) for _ in range(2))
+    if name == "sample":
+        args, wanted_args = args[:4], wanted_args[:4]
+    expected = ops.OPS[name].impls[ops.REFERENCE](*wanted_args)
+
+    out = getattr(torch.ops.lightserve, name)(*args)
+
+    if expected is not None:
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for after, wanted in zip(args, wanted_args, strict=True):
+        torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fused_operator_says_that_it_has_no_backward_pass() -> None:
+    x = randn(ROWS, WIDTH).requires_grad_()
+
+    with pytest.raises(RuntimeError, match=r"backward through lightserve.silu_and_mul.* but no autograd formula"):
+        torch.ops.lightserve.silu_and_mul(x).sum().backward()
+
+
+def test_a_fused_operator_is_compiled_in_a_graph() -> None:
+    compiled = torch.compile(lambda x: torch.ops.lightserve.silu_and_mul(x) + 1, backend="eager", fullgraph=True)
+    x = randn(ROWS, WIDTH)
+
+    torch.testing.assert_close(compiled(x), ops.silu_and_mul(x) + 1)
+
+
+def gpt_neox() -> Any:
+    """With layer norms, biases and gelu."""
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=99
+    )
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@each_device
+@pytest.mark.parametrize("build", [lambda: build_hf("llama-gqa"), gpt_neox], ids=["llama", "gpt_neox"])
+def test_a_model_of_transformers_computes_the_same_logits(device: str, build: Callable[[], Any]) -> None:
+    hf = build().to(on(device))
+    ids = torch.arange(1, 8, device=on(device))[None]
+    with torch.no_grad():
+        expected = hf(ids).logits
+        with lightserve.ops.use_ops(device=device):
+            logits = hf(ids).logits
+            made = calls()
+
+    assert sum(made.values()) >= hf.config.num_hidden_layers * (device != "cpu")
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

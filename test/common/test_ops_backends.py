@@ -1,0 +1,65 @@
+"""Operators of other packages, for a device that exists already, and layouts of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from lightserve.common import ops
+from lightserve.common.device import device_named, ops_backends
+from lightserve.common.ops import repack
+from lightserve.conformance.inputs.tensors import randn
+from lightserve.errors import ServerError
+
+CPU = torch.device("cpu")
+INSTALLED = {"fake_norms": "test.fake_vendor.norms", "misnamed": "test.fake_vendor.norms"}
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As pip would have installed them."""
+    found = [EntryPoint(name, value, ops_backends.ENTRY_POINTS) for name, value in INSTALLED.items()]
+    monkeypatch.setattr(ops_backends, "entry_points", lambda group: found if group == "lightserve.ops" else [])
+    yield
+    ops.use_backend(ops.REFERENCE)
+
+
+def test_operators_of_a_package_are_preferred_to_those_of_the_device() -> None:
+    device_named("cpu").bind(CPU, ops_backends=["fake_norms"])
+    from test.fake_vendor import norms
+
+    assert ops.rms_norm._active is norms.rms_norm
+    assert ops.layer_norm._active is ops.layer_norm.impls["cpu"]
+    x, weight = randn(3, 8), randn(8, seed=1)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), ops.rms_norm.impls[ops.REFERENCE](x, weight, 1e-5))
+
+    device_named("cpu").bind(CPU)
+    assert ops.rms_norm._active is not norms.rms_norm
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("gems", r"no installed package offers it \(entry points lightserve.ops\); installed: fake_norms, misnamed"),
+        ("misnamed", "test.fake_vendor.norms implements no op under the name misnamed"),
+    ],
+)
+def test_an_unknown_backend_is_refused_with_those_that_are_installed(name: str, problem: str) -> None:
+    with pytest.raises(ServerError, match=f"--ops_backend {name}: {problem}"):
+        device_named("cpu").bind(CPU, ops_backends=[name])
+
+
+def test_weights_have_the_layout_of_the_first_backend_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test.fake_vendor.ops import BACKEND
+
+    ops.use_backend("cpu", BACKEND)
+    weight = ops.empty_weight((4, 6), torch.float32, CPU)
+    assert (weight.shape, weight.stride()) == ((4, 6), (1, 4))
+    assert ops.empty_weight((2, 4, 6), torch.float32, CPU).stride() == (24, 1, 4)
+    assert ops.empty_weight((4, 6), torch.float32, torch.device("meta")).is_contiguous()
+
+    monkeypatch.setitem(repack._ALLOCATIONS, "cpu", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    assert ops.empty_weight((4, 6), torch.float32, CPU).is_contiguous()
