@@ -341,9 +341,7 @@ class RouterManager:
             group = self._scheduler.only_group
             if group.images is not None:
                 group.images.enter(req, group.pool.cached_len(req))
-        self._scheduler.defer(req)
-        if runs_alone:
-            self._scheduler.isolate(req)
+        self._scheduler.defer(req, runs_alone)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
         loading = None if adapter is None else self.adapters.load(adapter)

@@ -80,18 +80,16 @@ class Scheduler:
         group.queue.add(req)
         self._wait_for_tokens(req, group)
 
-    def defer(self, req: Req) -> None:
-        """Queue a request that may not be admitted before ``make_ready``: the workers prepare its grammar or
-        adapter."""
+    def defer(self, req: Req, runs_alone: bool = False) -> None:
+        """Queue a request that may not be admitted before ``make_ready``: the workers prepare its grammar or adapter.
+
+        ``runs_alone``: until its next token, because it may have crashed the workers of another engine.
+        """
         group = self._choose_group(req)
         group.fork_points.give_keys(req)
         group.queue.defer(req)
-
-    def isolate(self, req: Req) -> None:
-        """A waiting request may have crashed the workers of another engine: it runs alone until its next token."""
-        for group in self.groups:
-            if group.find(req.req_id) is not None:
-                group.isolation.require(req)
+        if runs_alone:
+            group.isolation.require(req)
 
     def make_ready(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
