@@ -73,7 +73,7 @@ def _most_productive(acceptance: npt.NDArray[np.float64], allowed: Int64Array, c
 
 def observe_drafts(columns: ReqColumns, rows: Int64Array, drafts: DraftColumns, cost: float) -> None:
     """Learn from the drafts of a step. ``rows``: of their requests, in the same order."""
-    proposed, accepted = int32s(drafts.proposed), int32s(drafts.accepted)
+    proposed, accepted = (int32s(counts).astype(np.int64) for counts in (drafts.proposed, drafts.accepted))
     # those after the first refused one were not reached; a step without a proposal counts as one refused draft
     reached = np.maximum(np.minimum(accepted + 1, proposed), 1)
     columns.draft_rates.observe(columns.acceptance[rows], reached, accepted)

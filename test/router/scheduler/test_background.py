@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ class RecordingServer(Server):
         return self.counts
 
 
-def beside_background(count: int, num_slots: int = 5000, **limits: int) -> tuple[Scheduler, RecordingServer]:
+def beside_background(count: int, num_slots: int = 5000, **limits: Any) -> tuple[Scheduler, RecordingServer]:
     """A scheduler with so many background requests that decode."""
     scheduler = make(num_slots, batch_max_tokens=200, chunk_size=64, **limits)
     server = RecordingServer(scheduler)
@@ -183,7 +184,7 @@ class TimedServer(RecordingServer):
         self._ids = iter(range(1_000_000))
         self._has_batch = has_batch
 
-    def run(self) -> None:
+    def advance(self) -> None:
         """A step. Without one, time passes too."""
         while self._has_batch and self.scheduler.num_running + self.scheduler.num_waiting < 60:
             self.scheduler.add(background(number := next(self._ids), [number * 200 + i for i in range(100)], 50))
@@ -198,12 +199,12 @@ class TimedServer(RecordingServer):
         """Of a chat that comes so much later."""
         arrives_s = self.now_s + after_s
         while self.now_s < arrives_s:
-            self.run()
+            self.advance()
         number = next(self._ids)
         req = make_req(number, [number * 200 + i for i in range(CHAT_TOKENS)], 5)
         self.scheduler.add(req)
         while not req.output_len:
-            self.run()
+            self.advance()
         self.scheduler.observe_first_token(req, self.now_s - req.admitted_s)
         return self.now_s - arrives_s
 
