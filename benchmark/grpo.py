@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("model_dir")
     parser.add_argument("checkpoints", help="the server's --weights_dir")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     for step, report in enumerate(Grpo(args.url, args.model_dir, args.checkpoints).train(args.steps), start=1):
         error = f"logprobs differ by {report.logprob_error:.1e} at most"

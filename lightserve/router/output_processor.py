@@ -220,7 +220,8 @@ class OutputProcessor:
         req.first_token_s = now
         admission = self._count_admission(req)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
-        self._scheduler.observe_first_token(req, now - req.admitted_s)
+        for group in self._scheduler.groups:  # they wait for each other's steps
+            group.observe_first_token(req, now - req.admitted_s)
         req.timeline.first_token(now)
         return admission
 

@@ -114,6 +114,7 @@ class Req(ReqProgress):
     is_text_token: bool = False  # its last token is text, not an end token
     stop_token: int | None = None  # which of stop_token_ids ended it
     seed: int = field(init=False)
+    is_background: bool = field(init=False)  # nobody waits for it
 
     node: RadixNode | None = None  # node of the prefix cache that it has locked
     lora_slot: int = -1  # of its adapter on the device, while it runs
@@ -144,12 +145,8 @@ class Req(ReqProgress):
         self.columns.max_new_tokens[0] = self.max_new_tokens
         self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens)
         self.columns.may_draft[0] = _may_draft(self.params)
+        self.is_background = self.priority == BACKGROUND_PRIORITY
         self.columns.is_background[0] = self.is_background
-
-    @property
-    def is_background(self) -> bool:
-        """Nobody waits for it."""
-        return self.priority == BACKGROUND_PRIORITY
 
     @property
     def slots(self) -> Int32Array:

@@ -181,7 +181,7 @@ class StepLoop:
             if step is None:
                 return
             self._was_full = self._scheduler.num_waiting > 0
-            self._client_waits = self._scheduler.has_waiting_client
+            self._client_waits = any(group.queue.num_of_clients for group in self._scheduler.groups)
             planned_s = 0.0 if self.recorder is None else time.monotonic()
             self._send(step, now)
             if self.recorder is not None:

@@ -221,7 +221,7 @@ class Replica:
         """It begins when it is launched and the step before has ended."""
         self._free_s = max(now + self._lead_s, self._free_s) + step.seconds
         self._in_flight.append(step._replace(end_s=self._free_s))
-        self._client_waits = self.scheduler.has_waiting_client
+        self._client_waits = self.scheduler.only_group.queue.num_of_clients > 0
         self.steps += 1
         self.peak_used = max(self.peak_used, self.scheduler.only_group.pool.used)
 

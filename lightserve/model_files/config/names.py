@@ -268,6 +268,7 @@ MODELS = {
         defaults={"rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
         derived=config_derived.cwm,
     ),
+    "granitemoeshared": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "granitemoehybrid": ConfigNames(
         defaults={
             **_MAMBA2,

@@ -156,16 +156,16 @@ class StatePool(KvGroupPool):
 
     def _alloc_snapshots(self, chunks: Sequence[tuple[Req, int]], first: int) -> Slots:
         """Rows for the snapshots of chunks, whose first one has this number in the step."""
-        found = []
+        planned = []
         for number, (req, count) in enumerate(chunks, start=first):
             state = self._reqs[req]
             before = state.snapshot_len - req.planned_len
             if 0 < before < count and self._num_needed < self.slots.available:
                 state.snapshot_row = self.slots.alloc(1).item()
                 self._left.append(state.snapshot_row)
-                found.append((number, before, state.snapshot_row))
-        self.snapshots = int32s([value for number, before, _ in found for value in (number, before)])
-        return int32s([row for _, _, row in found])
+                planned.append((number, before, state.snapshot_row))
+        self.snapshots = int32s([value for number, before, _ in planned for value in (number, before)])
+        return int32s([row for _, _, row in planned])
 
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         self.slots.free(int32s(self._left))

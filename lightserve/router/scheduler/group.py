@@ -203,6 +203,11 @@ class GroupScheduler:
         cost = draft_cost(len(self.batch), self.limits.weight_read_tokens)
         observe_drafts(self.batch.columns, rows[is_here], drafts.where(is_here), cost)
 
+    def observe_first_token(self, req: Req, seconds: float) -> None:
+        """A request, perhaps of another group, has got its first token so long after its admission."""
+        if not req.is_background:
+            self.planner.background.on_first_token(seconds)
+
     def runs(self, req_ids: Int64Array) -> npt.NDArray[np.bool_]:
         """Which of these requests run."""
         is_running: npt.NDArray[np.bool_] = self.batch.rows_of(req_ids) >= 0

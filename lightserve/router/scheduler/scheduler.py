@@ -56,11 +56,6 @@ class Scheduler:
         return sum(len(group.queue) for group in self.groups)
 
     @property
-    def has_waiting_client(self) -> bool:
-        """Whether a request that is not a background request waits for room."""
-        return any(group.queue.num_of_clients for group in self.groups)
-
-    @property
     def num_blocked(self) -> int:
         """Requests that wait for an event: for KV, an adapter, a prefix, or to be released."""
         return sum(group.queue.num_blocked for group in self.groups)
@@ -211,12 +206,6 @@ class Scheduler:
                 group.finish(req)
             return ReqTokens(req, added)
         return None
-
-    def observe_first_token(self, req: Req, seconds: float) -> None:
-        """A request has got its first token so long after its admission."""
-        if not req.is_background:
-            for group in self.groups:
-                group.planner.background.on_first_token(seconds)
 
     def process_embedding(self, req_id: int) -> Req | None:
         """The result of a pooling request is back, which ends it. None if it has ended before."""

@@ -109,9 +109,11 @@ def test_the_state_before_the_last_token_of_a_prompt_takes_no_step(depth: int) -
 def test_a_prompt_whose_snapshot_has_no_row_is_computed_all_the_same() -> None:
     server = server_of(state_rows=2)
 
-    server.run([req := make_req(0, prompt(40), 5), other := make_req(1, prompt(40, 2000), 5)])
+    server.run([first := make_req(0, prompt(40), 5), second := make_req(1, prompt(40, 2000), 5)])
 
-    assert [one.output_ids for one in (req, other)] == [truth(one.prompt_ids, one.seed, 5) for one in (req, other)]
+    assert [one.output_ids for one in (first, second)] == [
+        truth(one.prompt_ids, one.seed, 5) for one in (first, second)
+    ]
     server.assert_idle()
 
 

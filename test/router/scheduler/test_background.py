@@ -205,7 +205,7 @@ class TimedServer(RecordingServer):
         self.scheduler.add(req)
         while not req.output_len:
             self.advance()
-        self.scheduler.observe_first_token(req, self.now_s - req.admitted_s)
+        self.scheduler.only_group.observe_first_token(req, self.now_s - req.admitted_s)
         return self.now_s - arrives_s
 
 

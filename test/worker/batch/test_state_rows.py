@@ -107,6 +107,22 @@ def test_decodes_that_share_a_prefix_keep_their_rows_in_another_order(monkeypatc
     assert states_of(packed).write_row.tolist() == [40 + req_id for req_id in req_ids]
 
 
+def test_a_chunk_writes_its_snapshot_to_one_more_row() -> None:
+    batch = make_batch()
+    batch.add(new(0, 5, [], []))
+    batch.add(new(1, 5, [0, 1], [17]))
+    rows = [StepRow(0, [2, 3, 4, 5, 6]), StepRow(1, [7, 8])]
+
+    states = states_of(batch.pack(Step(rows, group_slots=([3, 4, 9],), snapshots=[1, 1]), as_it_is))
+    after = states_of(batch.pack(Step([StepRow(1, [10])], group_slots=([4],)), as_it_is))
+
+    assert states.write_row.tolist() == [3, 4]
+    assert states.snapshot_row.tolist() == [ops.NO_ROW, 9]
+    assert states.snapshot_len.tolist() == [0, 1]
+    assert after.read_row.tolist() == [4]
+    assert after.snapshot_row.tolist() == [ops.NO_ROW]
+
+
 @pytest.mark.parametrize("requests", [1, 3, 8])
 def test_the_columns_of_states_overlap_no_others_and_begin_at_16_bytes(requests: int) -> None:
     shape = StepShape(9, requests, has_decodes=True, has_prompts=True, has_shared=True, lora_slots=2)
@@ -118,7 +134,7 @@ def test_the_columns_of_states_overlap_no_others_and_begin_at_16_bytes(requests:
     for number, view in enumerate(views):
         view[...] = number
 
-    assert [len(view) for view in columns.states] == [requests + 1, requests, requests]
+    assert [len(view) for view in columns.states] == [requests + 1, *[requests] * 4]
     assert all((view.ctypes.data - inputs.ctypes.data) % 16 == 0 for view in views)
     assert all((view == number).all() for number, view in enumerate(views))
 
