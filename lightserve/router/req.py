@@ -263,12 +263,6 @@ class Req(ReqProgress):
         self.node, self._slots = node, GrowingArray(slots)
         self.shared_len = len(slots)
 
-    def take_spare_slots(self) -> Int32Array:
-        """It has slots for its planned tokens only, from now on. Returns the others."""
-        slots = self.slots
-        self._slots, self.spare_slots = GrowingArray(slots[: self.planned_len]), 0
-        return slots[self.planned_len :]
-
     def clear_slots(self) -> None:
         """It holds no KV."""
         self.flush()
@@ -348,6 +342,13 @@ class Req(ReqProgress):
             group_slots=group_slots,
             lora_slot=self.lora_slot,
         )
+
+
+def take_spare_slots(req: Req) -> Int32Array:
+    """The request has slots for its planned tokens only, from now on. Returns the others."""
+    slots = req.slots
+    req._slots, req.spare_slots = GrowingArray(slots[: req.planned_len]), 0
+    return slots[req.planned_len :]
 
 
 def _may_draft(params: GenerationParams) -> int:

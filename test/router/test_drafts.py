@@ -78,7 +78,7 @@ def test_the_step_before_drafts_says_that_they_follow() -> None:
     steps = []
     for _ in range(60):
         steps.append(next_step(scheduler))
-        complete(scheduler, 1, 1)
+        process_tokens(scheduler, [TokenOut(req_id, Token(OTHER)) for req_id in (0, 1)])
         drafts = [(req_id, count, 0) for req_id, count in drafts_of(steps[-1]).items() if count]
         scheduler.only_group.observe_drafts(
             DraftColumns(*map(int32s, zip(*drafts, strict=True))) if drafts else NO_DRAFTS

@@ -20,7 +20,7 @@ from lightserve.router.kv.group_pools import KvGroupPools
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.kv.slots import Slots, TokenSlots
-from lightserve.router.req import Req
+from lightserve.router.req import Req, take_spare_slots
 
 
 class CachedPrefix(NamedTuple):
@@ -250,7 +250,7 @@ class KvPool:
     def take_back(self, req: Req) -> None:
         """A request gives back the slots behind its planned tokens. No step in flight writes to them."""
         self.groups.take_back(req)
-        self._free(req.take_spare_slots())
+        self._free(take_spare_slots(req))
 
     def pin(self, ids: Ids, salt: str) -> int:
         """Never evict what is cached of this prefix. Returns its number of tokens."""
