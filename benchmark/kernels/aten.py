@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ def microseconds(call: Callable[..., object], case: Case, dtype: torch.dtype, de
     num_bytes = sum(torch.Size(shape).numel() for shape in case.shapes) * dtype.itemsize
     copies = max(2, min(MAX_COPIES, ROTATED_BYTES // num_bytes)) if device.type != "cpu" else 2
     inputs = [[torch.randn(shape, device=device, dtype=dtype) for shape in case.shapes] for _ in range(copies)]
-    return seconds_per_call([lambda args=args: call(*args) for args in inputs], device, repeats=5) * 1e6
+    return seconds_per_call([partial(call, *args) for args in inputs], device, repeats=5) * 1e6
 
 
 def flag_gems() -> Callable[[], AbstractContextManager[Any]] | None:

@@ -107,7 +107,7 @@ class Replacement:
         key = "PrivateUse1" if platform.torch_type == "privateuseone" else platform.torch_type.upper()
         self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         self._inside = threading.local()  # an op of ours may call the operator that it replaces
-        self._library = torch.library.Library("aten", "IMPL")
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self.names = [name for name in names if self._is_replaceable(name, key)]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
