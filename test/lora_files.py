@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 def write_adapter(
     folder: Path,
-    sizes: dict[str, tuple[int, int]],
+    sizes: Mapping[str, tuple[int, int]],
     *,
     seed: int = 0,
     rank: int = 4,

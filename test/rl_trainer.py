@@ -61,12 +61,12 @@ class Trainer:
         where = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": self._world_size, "backend": "gloo"}
         if self.api in ("sglang", "bucket"):
             body = {**where, "master_port": str(self._port), "group_name": GROUP[self.api]}
-            return self.beside("/init_weights_update_group", body, self._open)
+            return self.beside("/init_weights_update_group", body, self.open_group)
         packed = {"packed": self.api == "packed", "packed_buffer_size_bytes": PACKED_BYTES}
         info = {**where, "master_port": self._port, **packed}
-        return self.beside("/init_weight_transfer_engine", {"init_info": info}, self._open)
+        return self.beside("/init_weight_transfer_engine", {"init_info": info}, self.open_group)
 
-    def _open(self) -> None:
+    def open_group(self) -> None:
         """As trainers do beside their own default group."""
         name = GROUP[self.api]
         store = TCPStore("127.0.0.1", self._port, self._world_size, is_master=True, timeout=TIMEOUT)

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 import lightserve.messages
 from benchmark.cluster.simulated_replicas import arguments as comparison_arguments
+from benchmark.guard.__main__ import parser as guard_arguments
 from lightserve.cli.completion.flags import all_commands
 from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
@@ -319,7 +320,7 @@ def test_the_page_on_clusters_names_the_files_of_keygen(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
-    """Of the commands of ``lightserve``, and of the simulator."""
+    """Of the commands of ``lightserve``, of the simulator and of the guard."""
     parsers = (
         simulate_arguments(),
         capacity_arguments(),
@@ -329,7 +330,8 @@ def flags() -> set[str]:
     )
     simulator = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     commands = {spelling for command in all_commands() for flag in command.flags for spelling in flag.spellings}
-    return {*commands, *simulator, "--version"}
+    guard = {flag for action in guard_arguments()._actions for flag in action.option_strings}
+    return {*commands, *simulator, *guard, "--version"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in DATED], ids=by_name)

@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "media.sizes": set(),
     "media.tokens": {"errors", "messages"},
     "encoder": {*GROUND, "common", "media", "model_files", "vision"},
-    "vision": {"errors", "common.checkpoint", "media", "model_files"},
+    "vision": {"errors", "common.checkpoint", "common.ops", "media", "model_files"},
     "text": set(),
     "text.json_schema": {"errors", "utils"},
     "text.parsing": {"errors", "text.json_schema"},
@@ -86,6 +86,7 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.tracing": {"errors", "httpserver.http", "messages", "utils", "ipc"},
     "httpserver.prompt_request": {"messages"},
     "httpserver.weight_versions": {"messages"},
+    "httpserver.routed_experts": {"errors", "httpserver.context", "messages"},
     "httpserver.engine_state": set(),
     "httpserver.router_queries": {"errors", "messages", "utils", "ipc"},
     "httpserver.grammar.memory": {"errors", "messages"},
@@ -164,7 +165,12 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "httpserver.pooling", "text.parsing"},
     "httpserver.generate.lightllm": {*HTTP_API, "httpserver.beam_search", "media", "text.beam_search"},
     "httpserver.generate.tgi": {*HTTP_API, "media.sources"},
-    "httpserver.generate.sglang": {*HTTP_API, "httpserver.weight_versions", "media.sources"},
+    "httpserver.generate.sglang": {
+        *HTTP_API,
+        "httpserver.routed_experts",
+        "httpserver.weight_versions",
+        "media.sources",
+    },
     "httpserver.pooling": {*HTTP_API, "httpserver.generate.tgi"},
     "httpserver.generate": {
         *HTTP_GROUND,
@@ -188,6 +194,7 @@ LAYERS: dict[str, set[str]] = {
     "httpserver.batches": {*HTTP_GROUND, "batches", "errors", "messages", "utils"},
     "httpserver.rl": {
         *HTTP_API,
+        "httpserver.routed_experts",
         "httpserver.weight_versions",
         "config",
         "httpserver.admin",

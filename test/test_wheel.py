@@ -1,4 +1,7 @@
-"""A wheel has all files of the package, not only its Python, and serves from any folder."""
+"""A wheel has all files of the package, not only its Python, and serves from any folder.
+
+It is built as `python -m build` does: a source distribution from the files of the repository, and the wheel from that.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -17,7 +21,8 @@ import pytest
 from test.server.launcher_process import tiny_model
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("setup.py", "pyproject.toml", "README.md")
+SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+BUILD_SDIST = "import setuptools.build_meta as build; print(build.build_sdist('dist'))"
 NOT_PACKAGED = shutil.ignore_patterns("__pycache__", "*.pyc", "_native*")
 NO_COMPILER = {"CC": "false", "CXX": "false"}  # the C library is optional, and takes half a minute
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -26,13 +31,26 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that it unpacks to."""
+    folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
     shutil.copytree(ROOT / "lightserve", source / "lightserve", ignore=NOT_PACKAGED)
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
-    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
+    built = subprocess.run([sys.executable, "-c", BUILD_SDIST], cwd=source, check=True, capture_output=True, text=True)
+    [archive] = (source / "dist").glob("*.tar.gz")
+    assert archive.name == built.stdout.split()[-1]
+    with tarfile.open(archive) as files:
+        files.extractall(folder / "unpacked", filter="data")
+    [unpacked] = (folder / "unpacked").iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(sdist)]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | NO_COMPILER)
     [path] = folder.glob("*.whl")
     return path
@@ -46,15 +64,22 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_wheel_has_every_file_of_the_package(wheel: Path) -> None:
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lightserve/")}
-    expected = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "lightserve").rglob("*")
+def files_of_package(root: Path) -> set[str]:
+    return {
+        str(path.relative_to(root))
+        for path in (root / "lightserve").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("_native")
     }
 
-    assert packed == expected
+
+def test_a_source_distribution_has_every_file_of_the_package(sdist: Path) -> None:
+    assert files_of_package(sdist) == files_of_package(ROOT)
+
+
+def test_a_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lightserve/")}
+
+    assert packed == files_of_package(ROOT)
     assert "lightserve/httpserver/web/chat/main.js" in packed
 
 

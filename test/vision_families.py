@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 VOCAB_SIZE = 131
 START, PAD, END = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
 HIDDEN = 48
+GEMMA3_TOKENS = 9
 COLORS = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.26, 0.26, 0.27]}
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE + 5,
@@ -94,6 +95,22 @@ def _tensors(model: Any, values: Any) -> dict[str, Any]:
     return inputs
 
 
+GEMMA3 = VisionFamily(
+    "gemma3",
+    {
+        **TEXT,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 16,
+    },
+    {**SIGLIP, "image_size": 48},
+    {**COLORS, "size": {"height": 48, "width": 48}},
+    Gemma3ImageProcessorPil,
+    "<start_of_image>",
+    ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    {"mm_tokens_per_image": GEMMA3_TOKENS, "boi_token_index": START, "eoi_token_index": END},
+)
 FAMILIES = {
     "llava": VisionFamily(
         "llava",
@@ -180,21 +197,16 @@ FAMILIES = {
         ("<img>", "<IMG_CONTEXT>", "</img>"),
         {"image_seq_length": 4, "tie_word_embeddings": False},
     ),
-    "gemma3": VisionFamily(
-        "gemma3",
-        {
-            **TEXT,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 16,
+    "gemma3": GEMMA3,
+    "gemma3-crops": replace(
+        GEMMA3,
+        files={
+            **GEMMA3.files,
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 40,
+            "pan_and_scan_max_num_crops": 3,
+            "pan_and_scan_min_ratio_to_activate": 1.5,
         },
-        {**SIGLIP, "image_size": 48},
-        {**COLORS, "size": {"height": 48, "width": 48}},
-        Gemma3ImageProcessorPil,
-        "<start_of_image>",
-        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
-        {"mm_tokens_per_image": 9, "boi_token_index": START, "eoi_token_index": END},
     ),
     "paligemma": VisionFamily(
         "paligemma",
@@ -279,6 +291,9 @@ def features(model: Any, name: str, images: Sequence[Image.Image]) -> list[Tenso
     inputs = _tensors(model, FAMILIES[name].processed(images))
     with torch.no_grad():
         found = model.model.get_image_features(**inputs).pooler_output
+    if FAMILIES[name].files.get("do_pan_and_scan"):
+        counts = [1 + count for count in FAMILIES[name].processed(images)["num_crops"]]
+        return [of_image.flatten(0, 1) for of_image in found.split(counts)]
     if FAMILIES[name].model_type == "internvl":
         counts = FAMILIES[name].processed(images)["num_patches"].tolist()
         return [of_image.flatten(0, 1) for of_image in found.split(counts)]
@@ -301,7 +316,11 @@ def oracle_inputs(model: Any, name: str, prompt: Sequence[int], images: Sequence
 
 def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
     """What stands for an image in a prompt."""
-    if family.model_type in ("internvl", "gemma3"):
+    if family.model_type == "gemma3":
+        square = [START, *[PAD] * GEMMA3_TOKENS, END]
+        words = count > GEMMA3_TOKENS, 5 * [0], 10 * [0]  # "Here is the original image", "and here are some crops ..."
+        return [*words[1], *square, *words[2], *square * (count // GEMMA3_TOKENS - 1)] if words[0] else square
+    if family.model_type == "internvl":
         return [START, *[PAD] * count, END]
     if family.vision["model_type"] == "pixtral":
         columns = int(size[1]) // family.files["patch_size"]["width"]

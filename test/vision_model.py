@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 VOCAB_SIZE = 131
-START, PAD, END = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
-SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+START, PAD, END, VIDEO = (VOCAB_SIZE + number for number in range(4))
+SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE + 5,
     "hidden_size": 48,
@@ -70,6 +70,7 @@ VISION: dict[str, dict[str, Any]] = {
         "num_heads": 2,
         "intermediate_size": 40,
         "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
     },
 }
 FILES = {
@@ -83,6 +84,7 @@ QWEN3_FILES = {**FILES, "patch_size": 16, "min_pixels": 64 * 64, "max_pixels": 3
 CHAT_TEMPLATE = (
     "{% for message in messages %}w1 {% if message.content is string %}{{ message.content }} {% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|> "
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|> "
     "{% else %}{{ part.text }} {% endif %}{% endfor %}{% endif %}{% endfor %}w2"
 )
 
@@ -91,10 +93,15 @@ def preprocessor_of(model_type: str) -> dict[str, Any]:
     return QWEN3_FILES if model_type.startswith("qwen3") else FILES
 
 
+def video_preprocessor_of(model_type: str) -> dict[str, Any]:
+    least, most = (64 * 64, 32 * 32 * 60) if model_type.startswith("qwen3") else (56 * 56, 28 * 28 * 20)
+    return {"size": {"shortest_edge": least, "longest_edge": most}}
+
+
 def save_vision_model(folder: Path, model_type: str = "qwen2_5_vl") -> tuple[str, Any]:
     """The folder, and the model of transformers. A token is a word; w0 ends the text."""
     torch.manual_seed(5)
-    ids = {"image_token_id": PAD, "video_token_id": VOCAB_SIZE + 3, "vision_start_token_id": START}
+    ids = {"image_token_id": PAD, "video_token_id": VIDEO, "vision_start_token_id": START}
     ids["vision_end_token_id"] = END
     config = AutoConfig.for_model(
         model_type, text_config=TEXTS[model_type], vision_config=VISION[model_type], tie_word_embeddings=False, **ids
@@ -110,6 +117,7 @@ def save_vision_model(folder: Path, model_type: str = "qwen2_5_vl") -> tuple[str
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor_of(model_type)))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video_preprocessor_of(model_type)))
     (folder / "generation_config.json").unlink(missing_ok=True)
     return str(folder), model
 

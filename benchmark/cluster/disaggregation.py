@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 from benchmark.cluster.cluster_path import free_port
 from benchmark.engine.kv_tiers import START_S, Streams, ask as stream, prompt, show_itl, windows
-from benchmark.models import LARGE, save_model
+from benchmark.models import LLAMA3_8B, save_model
 from benchmark.serving.server import Server
 from lightserve.links.keys import generate
 
-LLAMA3_8B = LARGE | {"vocab_size": 128_256, "max_position_embeddings": 32_768}
 POOL_PROMPTS = 4  # that a KV pool holds
 
 

@@ -18,12 +18,20 @@ START_S = 60.0
 class Server:
     """A real server in its own processes. Its log goes to a temporary file."""
 
-    def __init__(self, flags: list[str], has_http: bool = True, module: str = "lightserve.server.api_server") -> None:
+    def __init__(
+        self,
+        flags: list[str],
+        has_http: bool = True,
+        module: str = "lightserve.server.api_server",
+        tree: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """``tree``: the folder to start it in, whose ``lightserve`` then runs; None: that of this process."""
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115  closed in stop
         command = [sys.executable, "-m", module, *flags]
         if has_http:  # an engine of a cluster has none
             command += ["--port", "0", "--disable_log_requests"]
-        self._process = subprocess.Popen(command, stderr=self._log)
+        self._process = subprocess.Popen(command, stderr=self._log, cwd=tree, env=environment)
 
     def wait_until_ready(self, timeout_s: float = START_S) -> str:
         end = time.monotonic() + timeout_s

@@ -21,6 +21,7 @@ from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
 from lightserve.cluster.link import EngineLink
 from lightserve.cluster.metrics import ClusterMetrics
+from lightserve.cluster.open_groups import OpenGroups
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.prefill_jobs import PrefillJobs
 from lightserve.cluster.queries import ClusterQueries, Query
@@ -35,9 +36,9 @@ from lightserve.messages.cluster import (
     RemotePrefillRequest,
 )
 from lightserve.messages.control import HttpProcessLost
-from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.output import (
     BatchTokenIdOut,
+    EmbeddingOut,
     RouterStats,
     TextReq,
     ToDetokenization,
@@ -85,7 +86,7 @@ class Dispatcher:
         self._queries = ClusterQueries(placement)
         self._jobs = PrefillJobs(placement)
         self._requests: dict[int, InflightRequest] = {}
-        self._prompts: dict[int, Int32Array] = {}  # of open groups by request: those that follow may begin with them
+        self._prompts = OpenGroups()
         self._unplaced: dict[int, InflightRequest] = {}  # of these, the requests that no engine can take now
         self._lost_http_processes: set[int] = set()
         self._pause: PauseGeneration | None = None  # of a trainer, until it resumes
@@ -177,17 +178,12 @@ class Dispatcher:
     def _accept(self, message: GenerateReq, output_ids: list[int]) -> None:
         if http_process_of(message.req_id) in self._lost_http_processes:
             return
-        if message.parent is not None:  # an engine may not know it; one that does sends its workers only what follows
-            if message.parent not in self._prompts:
-                self._to_detokenization.send(
-                    BatchTokenIdOut(failed=[ReqFailed(message.req_id, 500, message.unknown_parent)])
-                )
-                return
-            message = message.after(self._prompts[message.parent])
-        if message.is_group_open:
-            self._prompts[message.req_id] = int32s(message.prompt_ids)
-        config = self._config
-        req = open_request(message, not config.disable_dynamic_prompt_cache, config.request_timeout or None)
+        whole, config = self._prompts.with_prompt(message), self._config
+        if whole is None:
+            failure = ReqFailed(message.req_id, 500, message.unknown_parent)
+            self._to_detokenization.send(BatchTokenIdOut(failed=[failure]))
+            return
+        req = open_request(whole, not config.disable_dynamic_prompt_cache, config.request_timeout or None)
         req.output_ids = output_ids.copy()
         self._requests[req.req_id] = req
         self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req.req_id, message.params.text, output_ids)]))
@@ -206,14 +202,11 @@ class Dispatcher:
         self._lost_http_processes.discard(lost.successor)
         for req_id in [req_id for req_id in self._requests if http_process_of(req_id) == lost.process]:
             self._abort(AbortReq(req_id))
-        self._release_parents(
-            ReleaseParents([req_id for req_id in self._prompts if http_process_of(req_id) == lost.process])
-        )
+        self._release_parents(ReleaseParents(self._prompts.of_process(lost.process)))
         self.metrics.http_process_lost(lost.process)
 
     def _release_parents(self, message: ReleaseParents) -> None:
-        for req_id in message.req_ids:
-            self._prompts.pop(req_id, None)
+        self._prompts.release(message.req_ids)
         for engine in self._placement:
             engine.link.send(message)
 
@@ -278,13 +271,25 @@ class Dispatcher:
                 self._placement.output_length.observe(len(req.output_ids))
                 self._forget(req)
         failed = [failure for failure in batch.failed if self._has_failed(engine, failure)]
-        if outs or failed:
-            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, drafts=batch.drafts))
+        embeddings = self._end_pooling(engine, batch.embeddings)
+        if outs or failed or embeddings:
+            self._to_detokenization.send(
+                BatchTokenIdOut(outs, failed=failed, embeddings=embeddings, drafts=batch.drafts)
+            )
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
         ended = [req_id for req_id in batch.ended if req_id in engine.requests]
         if ended:
             self._end(ended)
+
+    def _end_pooling(self, engine: Engine, results: list[EmbeddingOut]) -> list[EmbeddingOut]:
+        """Those whose requests have not ended or left the engine."""
+        results = [result for result in results if result.req_id in engine.requests]
+        if results:
+            engine.observe_results([result.req_id for result in results], time.monotonic())
+        for result in results:
+            self._forget(engine.requests[result.req_id])
+        return results
 
     def _end(self, req_ids: list[int]) -> None:
         """Requests were aborted, and their clients get what they have."""

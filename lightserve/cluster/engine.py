@@ -86,6 +86,10 @@ class Engine:
         del self.requests[req.req_id]
         self._load.remove(req.assignment)
 
+    def observe_results(self, req_ids: Sequence[int], now_s: float) -> None:
+        """A step has computed the results of these pooling requests: measure how long their texts took."""
+        self._load.observe_step(len(req_ids), [self.requests[req_id].assignment for req_id in req_ids], now_s)
+
     def add_tokens(self, outs: Sequence[TokenIdOut], now_s: float) -> None:
         """Give the tokens of a step to their requests, and measure how long they took."""
         reqs = {out.req_id: self.requests[out.req_id] for out in outs}

@@ -31,7 +31,6 @@ class ModelFacts:
     has_latent_attention: bool = False
     has_experts: bool = False
     has_windows: bool = False  # layers with a sliding window
-    has_windowed_pool: bool = False  # these layers may get a KV pool of their own
     has_states: bool = False  # recurrent layers
     is_of_transformers: bool = False  # transformers' modules compute it
 
@@ -156,17 +155,11 @@ def _drafted_states(setup: Setup) -> str:
     return f"--speculative_config for {states}" if states and setup.config.worker.speculative_config else ""
 
 
-def _windowed_pool(setup: Setup) -> str:
-    """Of a process that computes."""
-    is_on = setup.model is not None and setup.model.has_windowed_pool and not setup.config.cluster.is_gateway
-    return "a model with a second KV pool for its sliding windows" if is_on else ""
-
-
 IMAGES = Feature("images", lambda setup: "--limit_mm_per_prompt" if setup.config.http.max_images else "")
-MANY_RANKS = Feature("more_than_two_ranks", _above("worker", "tp", 2).shown)
 PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
 ATTENTION_DP = Feature("attention_dp", _attention_dp)
 RANKS = Feature("ranks", _ranks)
+VISUAL_DP = _above("worker", "visual_dp", 1)
 DETERMINISTIC, OPS_BACKEND = _set("worker", "deterministic"), _set("worker", "ops_backend")
 QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker", "quantization_config")
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
@@ -182,8 +175,7 @@ DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
 ROLES = Feature("roles", _roles)
-RL, WEIGHTS_DIR = _set("http", "enable_rl"), _set("http", "weights_dir")
-NO_RL = Feature("no_rl", lambda setup: "" if setup.config.http.enable_rl else "a server without --enable_rl")
+RL = _set("http", "enable_rl")
 ENGINE_FLAG = Feature("engine_flag", _engine_flag)
 HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
 OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
@@ -193,15 +185,13 @@ KV_DTYPE = Feature("kv_dtype", _kv_dtype)
 LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a {} model")
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
-WINDOWED_POOL = Feature("windowed_pool", _windowed_pool)
 STATES, DRAFTED_STATES = Feature("states", _states), Feature("drafted_states", _drafted_states)
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
+ROUTED_EXPERTS = _set("worker", "enable_return_routed_experts")
 
-_ONE_ADAPTER = "--merge_lora serves one adapter"
 _NO_IMAGES = "add --limit_mm_per_prompt 0, or leave it out"
-_NO_WINDOWS = "add --max_windowed_token_num 0, or leave it out"
 
 TABLE = (
     # a process is a gateway, an engine, or both in one
@@ -216,6 +206,7 @@ TABLE = (
     # an LLM in the process of its caller
     _not_built(RANKS, OFFLINE, "it runs a single rank", "start a server"),
     _not_built(KV_RAM, OFFLINE, "it has the KV pool only", "start a server, which has KV tiers"),
+    _not_built(VISUAL_DP, OFFLINE, "it encodes images in its own process", "start a server"),
     # several nodes
     _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
     _not_built(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
@@ -224,18 +215,27 @@ TABLE = (
     ),
     # trainers
     _not_built(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
-    Conflict(WEIGHTS_DIR, NO_RL, "only trainers have weights loaded", "add --enable_rl"),
+    *(
+        _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
+        for feature, reason in (
+            (KV_RAM, "KV tiers do not keep which experts were chosen"),
+            (ROLES, "KV that is sent comes without the experts that were chosen"),
+            (PP, "a stage does not know the experts of the others"),
+            (ATTENTION_DP, "attention groups choose experts together"),
+            (SPECULATION, "drafts choose experts too"),
+            (TRANSFORMERS, "its modules do not show which experts they choose"),
+            (POOLING, "only generated texts return which experts were chosen"),
+        )
+    ),
+    Conflict(ROUTED_EXPERTS, NULL_WORKER, "it has no experts", "leave out one of the flags"),
+    Conflict(ROUTED_EXPERTS, NO_EXPERTS, "it has no experts", "leave out --enable_return_routed_experts"),
+    Conflict(ROUTED_EXPERTS, OFFLINE, "requests of a server return them", "start a server"),
     _not_built(RL, GATEWAY, "a gateway has no ranks that a trainer could update", "start a server, perhaps with --dp"),
     # attention groups
-    _not_built(ATTENTION_DP, PP, "attention groups have no pipeline stages yet", "use more ranks (--tp, --ep)"),
-    _not_built(ATTENTION_DP, LORA, "attention groups do not serve LoRA adapters yet", _ONE_ADAPTER),
     _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
-    _not_built(ATTENTION_DP, NNODES, "attention groups are on one machine", "start a server on each machine"),
-    _not_built(ATTENTION_DP, DP, "a server has attention groups or engines", "start several servers"),
-    _not_built(ATTENTION_DP, LISTEN, "a gateway does not know attention groups yet", "use `lightserve serve`"),
+    _not_built(ATTENTION_DP, ROLES, "attention groups do not send or receive KV yet", "start engines without roles"),
     _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters
-    _not_built(LORA, PP, "pipeline stages do not serve LoRA adapters yet", f"use --tp; {_ONE_ADAPTER}"),
     Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),
     # the null worker
     Conflict(NULL_WORKER, PP, "it has no layers to divide", "leave out one of the flags"),
@@ -258,7 +258,6 @@ TABLE = (
         PINNED_PREFIXES, NO_PREFIX_CACHE, "pinned prefixes stay in the prefix cache", "leave out one of the flags"
     ),
     # numbers
-    _not_built(DETERMINISTIC, MANY_RANKS, "the sum over more than two ranks has no fixed order", "use --tp 1 or 2"),
     Conflict(
         OPS_BACKEND,
         DETERMINISTIC,
@@ -278,17 +277,13 @@ TABLE = (
     _not_built(TRANSFORMERS, POOLING, "it generates text only", "leave out --task and --pooling"),
     _not_built(TRANSFORMERS, MAX_WINDOWED, "its layers share one KV pool", "leave it out"),
     # models
-    _not_built(POOLING, PP, "pipeline stages serve text models only", "use --tp"),
-    _not_built(POOLING, DP, "several engines serve text models only", "start several servers"),
-    _not_built(POOLING, GATEWAY, "several engines serve text models only", "start a server with one engine"),
-    _not_built(POOLING, LISTEN, "several engines serve text models only", "use `lightserve serve`"),
+    Conflict(POOLING, ROLES, "it has no prompts that another engine could continue", "start engines without roles"),
     Conflict(POOLING, KV_RAM, "no prefix of it is cached", "leave out --kv_ram_gb"),
     Conflict(POOLING, PINNED_PREFIXES, "no prefix of it is cached", "leave out --pinned_prefixes"),
     Conflict(NO_KV_CACHE, DETERMINISTIC, "the texts of a step are computed together", "leave out --deterministic"),
     _not_built(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
-    _not_built(ROLES, WINDOWED_POOL, "KV of windows cannot be sent", _NO_WINDOWS),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
     Conflict(
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"

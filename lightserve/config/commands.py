@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ENGINE_HTTP = frozenset({"model_name"})  # what `lightserve engine` takes of the HTTP flags: its banner has it
 # what a gateway takes besides the flags of HTTP and of the cluster; the others are of engines
-GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "trust_remote_code"})
+GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "score_template", "trust_remote_code"})
 GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "pinned_prefixes"})
 GATEWAY_LAUNCH = frozenset({"drain_timeout", "process_timeout", "restart_worker", "log_format"})
 NOT_OF_ENGINES = ("dp", "engines", "engines_file", "roles", "cluster_policy", "min_remote_prefill_tokens")

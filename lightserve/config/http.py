@@ -280,6 +280,8 @@ class HttpConfig:
             raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         if self.stream_log is not None:
             check_redis("stream_log", self.stream_log)
+        if self.weights_dir is not None and not self.enable_rl:
+            raise OptionError("--weights_dir needs --enable_rl: only trainers have weights loaded")
         _ = self.template_variables, self.max_images, self.tool_servers
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:

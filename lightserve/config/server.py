@@ -35,7 +35,7 @@ class ServerConfig:
     @property
     def num_cpu_parts(self) -> int:
         """Engines, attention groups and stages that compute at the same time, and share a CPU's cores and RAM."""
-        return self.cluster.dp * self.worker.num_groups * -(-self.worker.pp // self.cluster.nnodes)
+        return self.cluster.dp * -(-self.worker.num_groups * self.worker.pp // self.cluster.nnodes)
 
     @property
     def ranks_per_node(self) -> int:

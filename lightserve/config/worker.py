@@ -56,6 +56,12 @@ class WorkerConfig:
         "say",
         group=FlagGroup.MODEL_FILES,
     )
+    score_template: str | None = option(
+        None,
+        "how a reranker reads a query and a document: qwen3-reranker, mxbai-rerank-v2, bge-reranker-v2-gemma, zerank, "
+        "nemotron-rerank, a Jinja file, or its text; a model that generates text scores with it",
+        group=FlagGroup.MODEL_FILES,
+    )
     trust_remote_code: bool = option(
         False,
         "run Python code in the model's folder: its tokenizer class, if no file of it can be read directly, and its "
@@ -168,6 +174,12 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
         at_least=0,
     )
+    visual_dp: int = option(
+        1,
+        "encoders of images, for each engine: processes on the devices of its ranks, one after the other",
+        group=FlagGroup.COMPUTATION,
+        at_least=1,
+    )
     embed_cache_gb: float = option(
         2.0,
         "GiB of host memory for the embeddings of images, which later requests with the same images use",
@@ -262,6 +274,12 @@ class WorkerConfig:
         group=FlagGroup.COMPUTATION,
     )
 
+    enable_return_routed_experts: bool = option(
+        False,
+        "keep which experts every token was routed to, for requests that want to know (return_routed_experts)",
+        group=FlagGroup.RL,
+    )
+
     speculative_config: str | None = option(
         None,
         "draft the next tokens and compute several in one step, which never changes a text; JSON such as "
@@ -351,7 +369,7 @@ class WorkerConfig:
     @property
     def answering_ranks(self) -> list[int]:
         """The ranks that return the tokens of a step: the first one of the last stage, in each attention group."""
-        return [(self.pp - 1) * self.tp + group * self.attention_tp for group in range(self.num_groups)]
+        return [(group * self.pp + self.pp - 1) * self.attention_tp for group in range(self.num_groups)]
 
     @property
     def num_loras(self) -> int:

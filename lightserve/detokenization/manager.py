@@ -64,6 +64,7 @@ class DetokenizationManager:
                 outs[self._index_of(out.req_id)].append(self._next(text, out))
         embeddings: list[list[EmbeddingOut]] = [[] for _ in self._to_http]
         for embedding in batch.embeddings:
+            self._texts.pop(embedding.req_id, None)  # a dispatcher announces requests without knowing the model
             embeddings[self._index_of(embedding.req_id)].append(embedding)
         for failure in batch.failed:
             self._texts.pop(failure.req_id, None)

@@ -22,34 +22,37 @@ from lightserve.vision.load import load_tower
 from lightserve.vision.tower import ImageTiles, VisionTower
 
 GIB = 2**30
-GPU_PATCHES = 16_384  # encoded at once, if the largest image has no more
+GPU_PATCHES = 16_384  # of several images that are encoded at once
 
 
 class DecodedImage(NamedTuple):
-    tiles: list[Pixels]
+    tiles: list[Pixels]  # or the frames of a video
     height: int  # of its ImageSize
     width: int
 
 
 class ImageEncoder:
-    def __init__(self, tower: VisionTower, layout: ImageLayout, arena: mmap, device: torch.device) -> None:
+    def __init__(
+        self, tower: VisionTower, layout: ImageLayout, arena: mmap, platform: Device, device: torch.device
+    ) -> None:
         self._tower = tower
         self.layout = layout  # how the model reads an image
+        self._platform = platform
         self._device = device
         values = torch.frombuffer(arena, dtype=next(tower.parameters()).dtype)
         width = tower.row_width
         self._arena = values[: len(values) // width * width].view(-1, width)
-        # a CPU encodes several images no faster than one after the other
-        most = GPU_PATCHES // layout.patches_per_token
-        self.max_tokens = max(most, layout.largest.tokens) if device.type != "cpu" else 1
+        # A CPU encodes several images no faster than one after the other. A GPU computes the largest image alone, and
+        # no more at once than it needs: so an image waits for few others, and steps of the model come in between.
+        self.max_tokens = GPU_PATCHES // layout.patches_per_token if device.type != "cpu" else 1
 
     @property
     def num_rows(self) -> int:
         return len(self._arena)
 
-    def resized(self, picture: Image.Image, message: EncodeImage) -> DecodedImage:
-        """From any thread."""
-        tiles = self.layout.pixels(picture, message.height, message.width)
+    def resized(self, pictures: Sequence[Image.Image], message: EncodeImage) -> DecodedImage:
+        """An image, or the frames of a video. From any thread."""
+        tiles = [tile for each in pictures for tile in self.layout.pixels(each, message.height, message.width)]
         return DecodedImage(tiles, message.height, message.width)
 
     @property
@@ -65,13 +68,15 @@ class ImageEncoder:
     @torch.inference_mode()
     def encode(self, batch: Sequence[tuple[DecodedImage, Int32Array]]) -> list[bool]:
         """Images, and rows for their embeddings. Returns which are finite."""
-        images = [self._on_device(image) for image, _ in batch]
-        are_finite: list[bool] = []
-        for embeddings, (_, arena_rows) in zip(self._tower.encode(images), batch, strict=True):
-            rows = embeddings.to("cpu", self._arena.dtype)
-            self._arena[torch.from_numpy(arena_rows.astype("int64"))] = rows
-            are_finite.append(bool(rows.isfinite().all()))
-        return are_finite
+        self._platform.set_current(self._device)  # of this thread
+        embeddings = self._tower.encode([self._on_device(image) for image, _ in batch])
+        are_finite = torch.stack([of_image.isfinite().all() for of_image in embeddings])
+        copied = self._platform.copy_to_host(are_finite, *(of_image.to(self._arena.dtype) for of_image in embeddings))
+        finite_on_host, *rows_on_host = copied.tensors()
+        for rows, (_, arena_rows) in zip(rows_on_host, batch, strict=True):
+            self._arena.index_copy_(0, torch.from_numpy(arena_rows.astype("int64")), rows)
+        finite: list[bool] = finite_on_host.tolist()
+        return finite
 
     def _on_device(self, image: DecodedImage) -> ImageTiles:
         return ImageTiles([torch.tensor(tile, device=self._device) for tile in image.tiles], image.height, image.width)
@@ -81,7 +86,7 @@ class ImageEncoder:
         largest = self.layout.largest
         blank = Image.new("RGB", (largest.width, largest.height))
         tiles = self.layout.pixels(blank, largest.height, largest.width)
-        count = max(self.max_tokens // largest.tokens, 1)
+        count = max(self.max_tokens // largest.tokens, 1)  # of images in the largest batch
         if count * largest.tokens <= self.num_rows:
             rows = np.arange(count * largest.tokens, dtype=np.int32).reshape(count, -1)
             image = DecodedImage(tiles, largest.height, largest.width)
@@ -97,7 +102,7 @@ def load_encoder(config: ServerConfig, arena: mmap, device_index: int = 0) -> Im
     layout = read_layout(read_image_files(source), config.http.max_image_tokens)
     dtype = _dtype(worker, source, platform)
     tower = load_tower(source, layout, worker.load_format == "auto", dtype, device)
-    encoder = ImageEncoder(tower, layout, arena, device)
+    encoder = ImageEncoder(tower, layout, arena, platform, device)
     if device.type != "cpu":
         encoder.warm_up()
     return encoder

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightserve.common.compile.cache import use_writable_cache
 from lightserve.errors import RequestError
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
@@ -35,34 +36,41 @@ class Decoded(NamedTuple):
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     begin_s = time.monotonic()
-    inbox: Receiver[ToEncoder] = Receiver(child_config.encoder_address(child_config.generation), ToEncoder)
+    inbox: Receiver[ToEncoder] = Receiver(
+        child_config.encoder_address(child_config.index, child_config.generation), ToEncoder
+    )
     to_router: Sender[FromEncoder] = Sender(child_config.router_address)
     encoder = await asyncio.to_thread(_load, child_config)
     launcher.send(StartupPhase("load", time.monotonic() - begin_s))
-    to_router.send(EncoderStarted(child_config.generation, encoder.num_rows))
+    started = EncoderStarted(child_config.generation, encoder.num_rows, child_config.index)
+    to_router.send(started)
     launcher.send(Ready(encoder.summary))
-    await EncoderLoop(encoder, inbox, to_router, child_config.generation).run()
+    await EncoderLoop(encoder, inbox, to_router, started).run()
 
 
 def _load(child_config: ChildConfig) -> ImageEncoder:
+    use_writable_cache(child_config.path("triton"))
     from lightserve.encoder.image_encoder import load_encoder  # torch begins here
 
     if child_config.arena_fd is None:
         raise TypeError("the launcher starts an encoder with an arena")
     arena = mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size)
-    return load_encoder(child_config.config, arena, child_config.device)
+    encoder = load_encoder(child_config.config, arena, child_config.device)
+    if child_config.encoder_fd is not None:
+        os.close(child_config.encoder_fd)
+    return encoder
 
 
 class EncoderLoop:
     """Images are decoded in threads as they come, and encoded in their order, several at once if there is a GPU."""
 
     def __init__(
-        self, encoder: ImageEncoder, inbox: Receiver[ToEncoder], to_router: Sender[FromEncoder], generation: int
+        self, encoder: ImageEncoder, inbox: Receiver[ToEncoder], to_router: Sender[FromEncoder], started: EncoderStarted
     ) -> None:
         self._encoder = encoder
         self._inbox = inbox
         self._to_router = to_router
-        self._generation = generation
+        self._started = started
         self._threads = ThreadPoolExecutor(available_cores(), "decode")
         self._waiting: deque[tuple[EncodeImage, asyncio.Future[Decoded]]] = deque()
         self._has_waiting = asyncio.Event()
@@ -121,13 +129,14 @@ class EncoderLoop:
     def _report(self, message: EncodeImage, decoded: Decoded, encode_s: float = 0.0) -> None:
         self._to_router.send(
             ImageEncoded(
-                self._generation,
+                self._started.generation,
                 message.digest,
                 decoded.status,
                 decoded.message,
                 decoded.decode_s,
                 decoded.resize_s,
                 encode_s,
+                self._started.encoder,
             )
         )
 
@@ -135,12 +144,13 @@ class EncoderLoop:
 def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     """In any thread."""
     from lightserve.media.image_file import decode
+    from lightserve.media.video_file import decode_frames
 
     begin_s = time.monotonic()
     try:
-        picture = decode(message.data)
+        pictures = decode_frames(message.data, message.frames) if message.frames else [decode(message.data)]
         decoded_s = time.monotonic()
-        image = encoder.resized(picture, message)
+        image = encoder.resized(pictures, message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
     return Decoded(image, decoded_s - begin_s, time.monotonic() - decoded_s)

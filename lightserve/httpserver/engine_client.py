@@ -13,7 +13,6 @@ from typing import Self
 from lightserve.errors import (
     AbortedError,
     InvalidRequestError,
-    LightserveError,
     PromptTooLongError,
     SlowReaderError,
     UnavailableError,
@@ -22,6 +21,7 @@ from lightserve.errors import (
 from lightserve.httpserver.engine_state import EngineState as EngineState
 from lightserve.httpserver.grammar.memory import GrammarMemory
 from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.http.unread import UnreadTokens, Write
 from lightserve.httpserver.http.validation_errors import listed
 from lightserve.httpserver.prompt_request import PromptRequest as PromptRequest, with_seed, with_seeds
 from lightserve.httpserver.router_queries import RouterQueries
@@ -80,6 +80,7 @@ class HttpServerManager:
         self._last_heartbeat_s = 0.0
         self._ids = itertools.count(http_process << REQ_ID_BITS)
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
+        self._arrived: list[Generation] = []  # whose first unread token is in the present message
         self._sends_every_file = sends_every_file
         self._grammars = GrammarMemory()
         self._drained = asyncio.Event()
@@ -256,6 +257,9 @@ class HttpServerManager:
         for out in batch.outs:
             if entry := self._running.get(out.req_id):  # else the caller has left
                 entry[0].push(entry[1], out)
+        arrived, self._arrived = self._arrived, []
+        for generation in arrived:
+            generation.deliver()
         for embedding in batch.embeddings:
             if entry := self._running.get(embedding.req_id):
                 entry[0].push_embedding(entry[1], embedding)
@@ -293,10 +297,9 @@ class Generation:
         self.sent_token_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
         self.versions = WeightVersions()
         self._manager = manager
-        self._unread: list[tuple[int, StrOut]] = []
-        self._has_unread = asyncio.Event()
+        self._unread = UnreadTokens()
         self._unfinished = set(range(len(prompt_requests)))
-        self._error: LightserveError | None = None
+        self._error: Exception | None = None
         self._embeddings: dict[int, bytes] = {}  # by index: results of pooling requests
 
     async def __aenter__(self) -> Self:
@@ -308,17 +311,16 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[tuple[int, StrOut]]:
-        if not self._unread and self._error is None:
+        unread = self._unread
+        if not unread.outs and self._error is None:
             if not self._unfinished:
                 raise StopAsyncIteration
-            self._has_unread.clear()
-            await self._has_unread.wait()
-            if not self._unread and self._error is None:
+            await unread.wait()
+            if not unread.outs and self._error is None:
                 raise StopAsyncIteration  # pooling requests end without tokens
-        if not self._unread and self._error is not None:
+        if not unread.outs and self._error is not None:
             raise self._error
-        outs, self._unread = self._unread, []
-        return outs
+        return unread.take()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -385,10 +387,10 @@ class Generation:
         self._count(index, out)
         if self._error is not None:
             return
-        unread = self._unread
+        unread = self._unread.outs
         unread.append((index, out))
         if len(unread) == 1:
-            self._has_unread.set()
+            self._manager._arrived.append(self)
         elif len(unread) > MAX_UNREAD:
             unread.clear()
             self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
@@ -400,8 +402,8 @@ class Generation:
         elif self._error is None and index in self._unfinished:
             self.log.record_finish(FinishReason.ABORT)
             self._unfinished.discard(index)
-            self._unread.append((index, StrOut(ended.req_id, ended.text, NO_TOKEN, FinishReason.ABORT)))
-            self._has_unread.set()
+            self._unread.outs.append((index, StrOut(ended.req_id, ended.text, NO_TOKEN, FinishReason.ABORT)))
+            self._unread.wake_reader()
 
     def _count(self, index: int, out: StrOut) -> None:
         self.log.generated_tokens += 1
@@ -426,9 +428,19 @@ class Generation:
         self._embeddings[index] = out.values
         self._unfinished.discard(index)
         if not self._unfinished:
-            self._has_unread.set()
+            self._unread.wake_reader()
 
-    def fail(self, error: LightserveError) -> None:
+    def fail(self, error: Exception) -> None:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
-        self._has_unread.set()
+        self._unread.wake_reader()
+
+    def write_with(self, write: Write) -> None:
+        """Tokens before the last one are written with this function while the reader waits for them."""
+        self._unread.write = write
+
+    def deliver(self) -> None:
+        try:
+            self._unread.deliver()
+        except Exception as error:  # the reader's: it would have written these tokens
+            self.fail(error)

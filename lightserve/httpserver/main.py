@@ -78,7 +78,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         http_index=child_config.index,
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
-        pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
+        pooling=pooling_of(
+            source, config.worker.model_type, config.worker.task, config.worker.pooling, config.worker.score_template
+        ),
         pinned_prefixes=encode_pinned_prefixes(config.router.pinned_prefixes, tokenizer),
         images=_image_reader(config, source, tokenizer),
         drafts_tokens=config.worker.speculation is not None or config.cluster.is_gateway,

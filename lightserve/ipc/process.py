@@ -47,17 +47,28 @@ class ChildConfig(msgspec.Struct, frozen=True):
 
     config: ServerConfig
     run_dir: str  # for sockets; only this user can open it, and it is removed when the server ends
-    index: int = 0  # among the processes of its role; the rank of a worker
+    index: int = 0  # among the processes of its role, of an engine; the rank of a worker
     listen_fd: int | None = None  # a socket that listens: of HTTP processes, of the nodes process, and for the store
     generation: int = 0  # of workers and HTTP processes: how many times they were replaced before
     engine: int = 0  # of routers and workers: which of --dp
     epoch: int = 0  # of an engine: how many times its router was replaced before
     store_port: int | None = None  # on loopback: where ranks on several nodes find each other
     arena_fd: int | None = None  # memory for the embeddings of images; None: requests have none
+    # A pipe that the first encoder closes when it has taken its memory on the device, where workers take what is left:
+    # its end of the pipe, or theirs. None: nobody waits.
+    encoder_fd: int | None = None
+
+    @property
+    def fds(self) -> list[int]:
+        """The process inherits them."""
+        return [fd for fd in (self.listen_fd, self.arena_fd, self.encoder_fd) if fd is not None]
 
     @property
     def device(self) -> int:
-        """Number of a worker's device: its rank among those of this machine, after the engines before it."""
+        """Number of a worker's device: its rank among those of this machine, after the engines before it.
+
+        Encoders beyond the number of ranks share the devices.
+        """
         return self.engine * self.config.worker.num_ranks + self.index % self.config.ranks_per_node
 
     @property
@@ -109,9 +120,9 @@ class ChildConfig(msgspec.Struct, frozen=True):
     def from_engine(self, engine: int, epoch: int) -> str:
         return self.address(f"from-engine-{engine}-{epoch}")
 
-    def encoder_address(self, generation: int) -> str:
-        """Where the encoder of an engine receives images."""
-        return self.address(f"encoder-{self.engine}-{self.epoch}-{generation}")
+    def encoder_address(self, encoder: int, generation: int) -> str:
+        """Where an encoder of an engine receives images."""
+        return self.address(f"encoder-{self.engine}-{self.epoch}-{encoder}-{generation}")
 
     @property
     def router_address(self) -> str:

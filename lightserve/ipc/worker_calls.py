@@ -24,6 +24,8 @@ from lightserve.messages.worker_calls import (
     KvFlushed,
     KvLoaded,
     KvLookup,
+    KvMemory,
+    KvMemoryChanged,
     KvReceived,
     LoraLoad,
     LoraLoaded,
@@ -146,6 +148,10 @@ def _all_paths(replies: Sequence[ProfileResult]) -> ProfileResult:
     return ProfileResult([path for reply in replies for path in reply.paths], "; ".join(errors))
 
 
+def _all_changed(replies: Sequence[KvMemoryChanged]) -> KvMemoryChanged:
+    return next((reply for reply in replies if reply.error), KvMemoryChanged())
+
+
 def _all_updated(replies: Sequence[WorkerWeightsReply]) -> WorkerWeightsReply:
     """An update has failed if it has failed in any rank. A load needs what any rank still needs."""
     failed = [reply for reply in replies if reply.error]
@@ -183,6 +189,9 @@ RECEIVE_KV: WorkerCall[None, list[KvReceived]] = WorkerCall("receive_kv", None, 
 CANCEL_RECEIVE: WorkerCall[int, None] = WorkerCall("cancel_receive", int, None, same_reply, failed=lambda _: None)
 PROFILE: WorkerCall[ProfileCommand, ProfileResult] = WorkerCall(
     "profile", ProfileCommand, ProfileResult, _all_paths, failed=lambda error: ProfileResult(error=error)
+)
+SET_KV_MEMORY: WorkerCall[KvMemory, KvMemoryChanged] = WorkerCall(
+    "set_kv_memory", KvMemory, KvMemoryChanged, _all_changed, failed=lambda error: KvMemoryChanged(error)
 )
 UPDATE_WEIGHTS: WorkerCall[WorkerWeightsCommand, WorkerWeightsReply] = WorkerCall(
     "update_weights",

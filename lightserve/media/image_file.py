@@ -39,17 +39,17 @@ Image.MAX_IMAGE_PIXELS = None  # ``_check_size`` refuses large pictures, with a 
 
 def read_header(data: bytes) -> ImageHeader:
     """Of a file within the limits. No pixel is decoded."""
-    image = _open(data)
+    image = open_image(data)
     width, height = image.size
     return ImageHeader(height, width) if _orientation(image) in SIDEWAYS else ImageHeader(width, height)
 
 
 def decode(data: bytes) -> Image.Image:
     """The upright picture in RGB, of an animation the first one. Transparent pixels show white."""
-    image = _open(data)
+    image = open_image(data)
     try:
         image.load()
-        upright = _as_rgb(image)
+        upright = as_rgb(image)
         turn = TURNS.get(_orientation(image))
         return upright if turn is None else upright.transpose(turn)
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError, OverflowError, IndexError) as error:
@@ -67,7 +67,8 @@ def resized_image(image: Image.Image, height: int, width: int, resample: int) ->
     return image.resize((width, height), resample=Image.Resampling(resample))
 
 
-def _open(data: bytes) -> Image.Image:
+def open_image(data: bytes) -> Image.Image:
+    """Within the limits, and not decoded."""
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except Exception as error:  # whatever a parser of hostile bytes raises
@@ -101,7 +102,7 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode in SIXTEEN_BITS:  # Pillow would cut values off instead of scaling them
         return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from lightserve.media.image_file import Pixels
+    from lightserve.media.video_file import VideoHeader
 
 
 class ImageLayout(ABC):
@@ -33,6 +34,12 @@ class ImageLayout(ABC):
     @abstractmethod
     def size_of(self, header: ImageHeader, is_low: bool = False) -> ImageSize:
         """``is_low``: the client wants few tokens (OpenAI's ``detail: low``)."""
+
+    def video_size_of(self, video: VideoHeader, is_sampled: bool) -> ImageSize:
+        """``is_sampled``: the client has chosen the frames; if not, some are taken."""
+        raise InvalidRequestError(
+            "videos are read for models of the Qwen family only; send some of its frames as images"
+        )
 
     def within(self, limits: PixelLimits) -> ImageLayout:
         """For a request that wants its images between these sizes."""

@@ -7,7 +7,8 @@ from functools import partial
 from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.layout import ImageLayout
 from lightserve.media.reader import ImageReader
-from lightserve.model_files.config.images import pair_around, placeholder_of
+from lightserve.media.video_texts import VideoTexts
+from lightserve.model_files.config.images import pair_around, placeholder_of, video_tokens_of
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
@@ -25,4 +26,5 @@ def make_reader(
         return ImageReader(layout, placeholder, "", *limits, fetcher, pair)
     text = tokenizer.id_to_token(placeholder) or ""
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    return ImageReader(layout, placeholder, text, *limits, fetcher, pair, encode)
+    video = VideoTexts.of(tokenizer, video_tokens_of(source))
+    return ImageReader(layout, placeholder, text, *limits, fetcher, pair, encode, video)

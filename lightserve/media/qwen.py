@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.media.layout import ImageLayout
+from lightserve.media.qwen_video import QwenVideo
 from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits, one_grid
 from lightserve.model_files.config.images import ImageFiles
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from lightserve.media.image_file import Pixels
+    from lightserve.media.video_file import VideoHeader
 
 BICUBIC = 3  # PIL.Image.Resampling
 MAX_RATIO = 200  # of the longer side to the shorter one
@@ -31,6 +33,7 @@ class QwenImages(ImageLayout):
     merge: int  # a token is a square of so many patches a side
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    video: QwenVideo | None = None  # None: of no use
 
     @classmethod
     def read(cls, files: ImageFiles, max_tokens: int | None) -> QwenImages:
@@ -43,7 +46,12 @@ class QwenImages(ImageLayout):
         patch, merge = patch_size(files), int(files.vision.get("spatial_merge_size", 2))
         if max_tokens is not None:
             most = min(most, max_tokens * (patch * merge) ** 2)
-        return cls(int(least), int(most), patch, merge, *files.colors())
+        layout = cls(int(least), int(most), patch, merge, *files.colors())
+        return replace(layout, video=QwenVideo.read(files, layout.side, layout.largest.tokens))
+
+    def video_size_of(self, video: VideoHeader, is_sampled: bool) -> ImageSize:
+        assert self.video is not None
+        return self.video.size_of(video, is_sampled)
 
     @property
     def side(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
@@ -15,7 +15,9 @@ from lightserve.media.layout import ImageLayout
 from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.stats import ImageStats
-from lightserve.media.tokens import check_places, digest_of, expand, fill_pairs, locate
+from lightserve.media.tokens import check_kind, check_places, digest_of, expand, fill_pairs, locate
+from lightserve.media.video_file import pack_frames, read_animation, read_frames
+from lightserve.media.video_texts import VideoTexts
 from lightserve.messages.media import ImageItem
 from lightserve.outbound.urls import is_fetched
 
@@ -37,6 +39,7 @@ class ImageReader:
     fetcher: Fetcher | None = None  # None: images of other servers are refused
     pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
     encode: Callable[[str], list[int]] = _no_tokenizer
+    video: VideoTexts | None = None  # None: the model reads no videos
     stats: ImageStats = field(default_factory=ImageStats)
 
     async def read_all(
@@ -61,8 +64,8 @@ class ImageReader:
         """The files of other servers by URL, each fetched once. The first that fails ends the other fetches."""
         wanted: dict[str, tuple[int, ImageSource]] = {}
         for number, source in enumerate(sources, start=1):
-            if is_fetched(source.url):
-                wanted.setdefault(source.url, (number, source))
+            for url in filter(is_fetched, source.urls):
+                wanted.setdefault(url, (number, replace(source, url=url)))
         if not wanted:
             return {}
         try:
@@ -89,12 +92,25 @@ class ImageReader:
 
     def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
         try:
-            data = files[source.url] if source.url in files else self._bytes_of(source.url)
-            size = self.layout.size_of(read_header(data), source.is_low)
+            read = [files[url] if url in files else self._bytes_of(url) for url in source.urls]
+            if source.is_video:
+                return self._read_video(source, salt, read)
+            size = self.layout.size_of(read_header(read[0]), source.is_low)
         except InvalidRequestError as error:
             self.stats.refused("file")
             raise _of_image(number, source, error) from error
-        return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt), size, data)
+        return ReadImage(digest_of(read[0], f"{size.height}x{size.width}", salt), size, read[0])
+
+    def _read_video(self, source: ImageSource, salt: str, files: Sequence[bytes]) -> ReadImage:
+        if self.video is None:
+            raise InvalidRequestError("this model reads no videos; send some of its frames as images")
+        if sum(map(len, files)) > self.max_bytes:
+            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
+        header = read_frames(files, source.fps) if source.frames else read_animation(files[0])
+        size = self.layout.video_size_of(header, bool(source.frames))
+        data = pack_frames(files) if source.frames else files[0]
+        options = f"{size.height}x{size.width}", salt, f"video {size.frames} {size.times}"
+        return ReadImage(digest_of(data, *options), size, data)
 
     def _bytes_of(self, url: str) -> bytes:
         match = DATA_URL.match(url)
@@ -117,12 +133,23 @@ class ImageReader:
 
         It is done before the prompt becomes tokens: a text may become one token with what stands beside it.
         """
-        if not any(image.size.texts for image in images):
+        if not any(image.size.texts or image.size.frames for image in images):
             return prompt
-        pieces = prompt.split(self.marker)
-        check_places(len(pieces) - 1, len(images))
-        shown = [*map(self._shown, images), ""]
-        return "".join(piece for pair in zip(pieces, shown, strict=True) for piece in pair)
+        video = "" if self.video is None else self.video.marker
+        pieces = re.split("|".join(f"({re.escape(marker)})" for marker in (video, self.marker) if marker), prompt)
+        return "".join(self._replaced(pieces, images, 1 + bool(video)))
+
+    def _replaced(self, pieces: Sequence[str | None], images: Sequence[ReadImage], kinds: int) -> Iterator[str]:
+        """``pieces``: a text, and then the marker of a video, or else that of an image, and so on."""
+        check_places(len(pieces) // (1 + kinds), len(images))
+        shown = iter(images)
+        for number, piece in enumerate(pieces):
+            if number % (1 + kinds) == 0:
+                yield piece or ""
+            elif piece is not None:
+                image = next(shown)
+                check_kind(is_video=kinds == 2 and number % 3 == 1, is_wanted=bool(image.size.frames))
+                yield self._shown(image)
 
     def write_ids(self, prompt_ids: Sequence[int], images: Sequence[ReadImage]) -> list[int]:
         """As ``write``, in a prompt that a client has made tokens of."""
@@ -140,6 +167,8 @@ class ImageReader:
         return self.layout.marker or self.placeholder_text
 
     def _shown(self, image: ReadImage) -> str:
+        if self.video is not None and image.size.frames:
+            return self.video.shown(self.placeholder_text, image.size)
         return self.placeholder_text.join(image.size.texts or ("", ""))
 
     def image_of_size(self, header: ImageHeader) -> ReadImage:
@@ -169,9 +198,10 @@ class ImageReader:
     def _item(self, image: ReadImage, starts: Sequence[int]) -> ImageItem:
         size = image.size
         spans = tuple(zip(starts, size.runs, strict=True))
-        return ImageItem(
-            image.digest, spans, size.rows, size.columns, size.height, size.width, self.placeholder, image.data
-        )
+        pixels = size.height, size.width
+        places = spans, size.rows, size.columns
+        video = size.frames, size.times
+        return ImageItem(image.digest, *places, *pixels, self.placeholder, image.data, *video)
 
 
 def _runs(images: Sequence[ReadImage]) -> list[int]:

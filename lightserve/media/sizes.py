@@ -35,7 +35,12 @@ class ImageSize:
     runs: tuple[int, ...]  # how many tokens with an embedding follow one another, of each run
     rows: int = 0  # of a run's tokens, if they have rotary positions of three axes; 0: they have positions as text has
     columns: int = 0
-    texts: tuple[str, ...] = ()  # before, between and behind the runs; empty: none
+    # before, between and behind the runs, or before each of a video's; empty: none
+    texts: tuple[str, ...] = ()
+    frames: tuple[int, ...] = ()  # numbers of those of a video; empty: it is an image
+    # how far the rotary positions of each run on the axis of time lie behind those of the first; empty: each run has
+    # positions behind those of the run before
+    times: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -9,11 +9,23 @@ from lightserve.media.sizes import ImageSize
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image as a client names it."""
+    """An image or a video as a client names it."""
 
     url: str
     is_low: bool = False  # OpenAI's ``detail: low``
     param: str = "messages"  # the field of the request
+    is_video: bool = False
+    frames: tuple[str, ...] = ()  # URLs of the images that a video has; empty: ``url`` is all of it
+    fps: float = 2.0  # of these
+
+    @property
+    def kind(self) -> str:
+        """Of its part in a chat template."""
+        return "video" if self.is_video else "image"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return self.frames or (self.url,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,6 @@ from lightserve.media.pixtral import PixtralImages
 from lightserve.media.sizes import ImageHeader, ImageSize
 from lightserve.model_files.config.images import ImageFiles
 
-BILINEAR = 2  # PIL.Image.Resampling
-GEMMA3_TOKENS = 256
-GEMMA3_TEXTS = ("\n\n<start_of_image>", "<end_of_image>\n\n")
-
 
 @dataclass(frozen=True, slots=True)
 class SquareImages(ImageLayout):
@@ -97,23 +93,6 @@ def class_tokens(files: ImageFiles) -> int:
     """How many tokens an image has more than patches: those of CLIP have one, and the first may be left out."""
     has_class = files.vision.get("model_type", "clip_vision_model") == "clip_vision_model"
     return int(has_class) - int(files.hf.get("vision_feature_select_strategy", "default") == "default")
-
-
-class Gemma3Images(SquareImages):
-    """The chat template writes the token before an image; the other tokens are added to the text."""
-
-    marker = "<start_of_image>"
-
-    @classmethod
-    def read(cls, files: ImageFiles, max_tokens: int | None) -> Gemma3Images:
-        if files.preprocessor.get("do_pan_and_scan"):
-            raise ModelFilesError("preprocessor_config.json: do_pan_and_scan is not implemented; set it to false")
-        num_tokens = int(files.hf.get("mm_tokens_per_image", GEMMA3_TOKENS))
-        check_max_tokens(num_tokens, max_tokens)
-        side = side_of(files.preprocessor.get("size"), "height")
-        resample = resampling_of(files.preprocessor, BILINEAR)
-        patch = int(files.vision.get("patch_size", 16))
-        return cls(side, patch, num_tokens, *files.colors(), resample, texts=GEMMA3_TEXTS)
 
 
 class PaliGemmaImages(SquareImages):

@@ -93,3 +93,13 @@ def check_places(places: int, images: int) -> None:
             "an image, and the chat template must show each of them",
             "messages",
         )
+
+
+def check_kind(is_video: bool, is_wanted: bool) -> None:
+    """Of what a prompt has at a place, and of what the request has for it."""
+    if is_video != is_wanted:
+        raise InvalidRequestError(
+            "the prompt has an image in the place of a video, or a video in that of an image: the text must not spell "
+            "their tokens, and the chat template must show each of them",
+            "messages",
+        )

@@ -107,6 +107,15 @@ class KvIdentity(msgspec.Struct, frozen=True):
     is_deterministic: bool = False
 
 
+class RoutedExpertsShape(msgspec.Struct, frozen=True):
+    """Of the experts that a request's tokens were routed to: see --enable_return_routed_experts."""
+
+    num_layers: int  # of the model
+    layers: tuple[int, ...]  # those with experts
+    top_k: int  # experts of a token in each of them
+    num_experts: int  # in each of them
+
+
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
@@ -127,6 +136,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     sight: Sight = Sight.NONE  # of the tokens of prompts, if requests may have images
     sight_window: int | None = None  # tokens that see one another, at most; None: any number
     speculation: str = ""  # for the banner: "ngram of 3 to 4 tokens, up to 4 drafts a step"
+    routed_experts: RoutedExpertsShape | None = None  # None: they are not kept
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):

@@ -30,6 +30,8 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
     width: int
     placeholder: int  # the token id that stands for each of its tokens
     data: bytes = b""  # the file; empty in a request that follows another with the same image
+    frames: tuple[int, ...] = ()  # of a video, those that the encoder takes; empty: it is an image
+    times: tuple[int, ...] = ()  # of the spans: see ImageSize
 
     @property
     def tokens(self) -> int:
@@ -61,6 +63,7 @@ class ImageRows(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     columns: int
     arena_rows: Int32s  # of its embeddings; empty: its KV was cached when the request was admitted
+    times: tuple[int, ...] = ()  # of the spans: see ImageSize
 
     @property
     def end(self) -> int:
@@ -76,13 +79,15 @@ class EncodeImage(msgspec.Struct, frozen=True, tag=True):
     width: int
     arena_rows: Int32s
     data: bytes  # the file
+    frames: tuple[int, ...] = ()  # of a video
 
 
 class EncoderStarted(msgspec.Struct, frozen=True, tag=True):
-    """A new encoder waits for images. Those of the one before are lost."""
+    """A new encoder waits for images. Those of the one before, with the same number, are lost."""
 
     generation: int
     num_rows: int  # of the arena
+    encoder: int = 0  # its number
 
 
 class ImageEncoded(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +100,7 @@ class ImageEncoded(msgspec.Struct, frozen=True, tag=True):
     decode_s: float = 0.0
     resize_s: float = 0.0
     encode_s: float = 0.0
+    encoder: int = 0  # the number of the encoder
 
     @property
     def seconds(self) -> dict[str, float]:

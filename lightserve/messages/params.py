@@ -124,6 +124,7 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
     # logprobs of the distribution that the token was sampled from: after rules, temperature and filters
     processed_logprobs: bool = False
+    routed_experts: bool = False  # return which experts its tokens were routed to
     speculative: bool = True  # steps may compute drafts of its next tokens, which never changes its text
     prediction_ids: Prediction = ()  # what the client expects the output to resemble: drafts may come from there
 
@@ -220,10 +221,14 @@ _PART_OF = {  # parameter: the field of GenerationParams that has it
 }
 
 
+# The priority of background requests, such as lines of batches: whatever the policy, requests of clients go first.
+BACKGROUND_PRIORITY = INT32_MAX
+
+
 class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the router treats a request, whatever it generates."""
 
-    priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)] = 0  # lower goes first
+    priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)] = 0  # lower goes first; see BACKGROUND_PRIORITY
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # from arrival to the last token
     cache_salt: str = ""  # prefixes are shared among requests of the same salt
     use_cache: bool = True  # share prefixes with other requests

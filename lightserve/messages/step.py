@@ -79,8 +79,9 @@ class KvSend(msgspec.Struct, frozen=True, array_like=True):
 
     transfer_id: int
     addresses: list[str]  # of the workers there, by rank
-    first: int  # number of the first block among those of the transfer
-    slots: Int32s  # of all tokens, block after block
+    first: int  # number of the first block among those of the transfer that are of this pool
+    slots: Int32s  # block after block
+    pool: int = 0  # 0: of all tokens; those of KV groups follow
 
 
 class KvRecv(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +90,7 @@ class KvRecv(msgspec.Struct, frozen=True, array_like=True):
     transfer_id: int
     slots: Int32s  # of all tokens, block after block
     timeout_s: float  # then the transfer ends with what has come
+    group_slots: list[Int32s] = []  # the same, of each KV group
 
 
 class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -122,7 +124,9 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     free: list[int] = []
     retain: list[int] = []  # of ``free``: later requests may name them as parents
     release: list[int] = []  # of the requests that are kept: none will name them any more
-    group_slots: tuple[Int32s, ...] = ()  # by KV group; of a window: of all tokens of the rows, in their order
+    # by KV group; of a window: of all tokens of the rows, in their order; of states: a row of each, then of snapshots
+    group_slots: tuple[Int32s, ...] = ()
+    snapshots: Int32s = NO_INT32  # of states: of each its request's number in the step, and the tokens before it
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens, one request after the other
     slot_counts: Int32s = NO_INT32  # how many of ``decode_slots`` each of ``decode_ids`` gets; empty: one
@@ -187,6 +191,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     logprob: float | None = None  # if requested; from the unmodified logits
     top_logprobs: list[tuple[int, float]] | None = None  # if requested: (token id, logprob), the most likely first
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
+    # if requested: [tokens before it, without those of earlier outputs; layers; top_k] uint8 or int16
+    routed_experts: bytes | None = None
 
 
 NO_TOKEN = Token(-1)  # of the end of a request that was aborted
@@ -311,8 +317,9 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The results of one step. A request may get several tokens, in their order: all are plain, or all detailed.
 
-    One is sampled. Those before it are drafts that were accepted, if the step computed any. Otherwise those after it
-    are forced by the grammar: then a step that is in flight already, and does not compute all of them, samples none.
+    One is sampled. Those before it are drafts that were accepted: ``drafts`` counts them. Those after it are forced by
+    the grammar: then a step that is in flight already, and does not compute all of them, samples none and accepts no
+    drafts. A request in ``failed`` may have tokens too: accepted drafts before the token that it lacks.
     """
 
     detailed: list[TokenOut] = []

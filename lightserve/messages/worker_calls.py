@@ -35,6 +35,18 @@ class LoraLoaded(msgspec.Struct, frozen=True):
     digest: str = ""  # of its files
 
 
+class KvMemory(msgspec.Struct, frozen=True):
+    """Free the memory of the KV cache, or take it again. No step is in flight, and nothing in the cache is needed."""
+
+    is_released: bool
+
+
+class KvMemoryChanged(msgspec.Struct, frozen=True):
+    """The reply to a KvMemory."""
+
+    error: str = ""  # why it has failed
+
+
 NO_STORE = -1  # in the reply to a KvLookup: no tier has the block
 
 
@@ -91,7 +103,10 @@ class KvLoaded(msgspec.Struct, frozen=True):
 
 
 class KvReceived(msgspec.Struct, frozen=True, array_like=True):
-    """A KvRecv has ended: so many of its first blocks have come, and nothing writes to its slots any more."""
+    """A KvRecv has ended: so many of its first blocks have come, and nothing writes to its slots any more.
+
+    Blocks of KV groups follow those of all tokens.
+    """
 
     transfer_id: int
     num_blocks: int

@@ -141,12 +141,16 @@ def stored_as(source: ModelSource, quantization: str | None, packed_by_default: 
 
 
 def pooling_of(
-    source: ModelSource, model_type: str | None = None, task: str | None = None, pooling: str | None = None
+    source: ModelSource,
+    model_type: str | None = None,
+    task: str | None = None,
+    pooling: str | None = None,
+    score_template: str | None = None,
 ) -> PoolingConfig | None:
     """What the model computes instead of text, from its files and the operator's flags; None: it generates text."""
     hf = source.hf_config()
     hf = {**hf, "model_type": model_type} if model_type else hf
-    return read_pooling(hf, source.path if source.path.is_dir() else None, task, pooling)
+    return read_pooling(hf, source.path if source.path.is_dir() else None, task, pooling, score_template)
 
 
 def _find(model_dir: str | None, trusts_code: bool) -> ModelSource:

@@ -12,7 +12,9 @@ from lightserve.models.served_config import read_served_config
 
 def checked_model(worker: WorkerConfig, source: ModelSource) -> ModelConfig:
     model = read_served_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
-    facts = model_facts(worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling))
+    facts = model_facts(
+        worker, model, pooling_of(source, worker.model_type, worker.task, worker.pooling, worker.score_template)
+    )
     config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     check_combinations(Setup(config, facts, is_offline=True))
     return model

@@ -6,8 +6,9 @@ import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.sources import ImageSource
@@ -18,11 +19,20 @@ FIELDS = {
     "input_image": ("image_url",),
     "image_pil": ("image_pil",),
     "image": ("image", "url", "path"),
+    "video_url": ("video_url",),
+    "video": ("video", "url", "path"),
 }
+VIDEOS = ("video_url", "video")
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
+class Video(NamedTuple):
+    content: Any  # the images that are its frames, or an animation in the forms of an image
+    fps: float  # of these frames
+
+
 def is_image_part(value: Any) -> bool:
+    """Or a video."""
     return isinstance(value, Mapping) and value.get("type") in FIELDS
 
 
@@ -33,7 +43,7 @@ def image_of_part(value: Mapping[str, Any]) -> Any:
         image = image.get("url")
     if image is None:
         raise InvalidRequestError(f"a part of type {value['type']!r} needs its image in {' or '.join(names)}")
-    return image
+    return Video(image, float(value.get("fps", 2.0))) if value["type"] in VIDEOS else image
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -44,13 +54,23 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
         content = message.get("content")
         if isinstance(content, list) and any(map(is_image_part, content)):
             images += [image_of_part(each) for each in content if is_image_part(each)]
-            content = [{"type": "image"} if is_image_part(each) else each for each in content]
+            content = [_plain(each) if is_image_part(each) else each for each in content]
         rendered.append({**message, "content": content})
     return (rendered, images) if images else (list(map(dict, messages)), [])
 
 
+def _plain(medium: Mapping[str, Any]) -> dict[str, str]:
+    """The part for the chat template."""
+    return {"type": "video" if medium["type"] in VIDEOS else "image"}
+
+
 def source_of(image: Any) -> ImageSource:
     """A text is a URL, or else a path."""
+    if isinstance(image, Video):
+        if isinstance(image.content, list | tuple):
+            frames = tuple(source_of(frame).url for frame in image.content)
+            return ImageSource("", is_video=True, frames=frames, fps=image.fps)
+        return replace(source_of(image.content), is_video=True)
     if isinstance(image, str) and image.startswith(("data:", "https:", "http:")):
         return ImageSource(image)
     if isinstance(image, str | os.PathLike):

@@ -55,7 +55,7 @@ class OfflineImages:
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
         self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
-        self._waits = ImageWaits(lambda generation: self._to_encode.append)
+        self._waits = ImageWaits(lambda encoder, generation: self._to_encode.append)
 
     def use_worker(self, worker: ModelWorker) -> None:
         """Before it captures its steps."""
@@ -65,13 +65,13 @@ class OfflineImages:
         group.enable_images(self._waits)
         self._waits.start_encoder(EncoderStarted(0, self._encoder.num_rows))
 
-    def prompt_of(self, ids: Sequence[int], images: Sequence[Any]) -> ImagePrompt:
-        """``ids`` have a placeholder for each of the images, or an empty pair."""
+    def prompt_of(self, text: str, images: Sequence[Any]) -> ImagePrompt:
+        """``text``: what the chat template wrote."""
         sources = [source_of(image) for image in images]
         reader = self._reader
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
             files = thread.submit(self._read, sources).result()
-        prompt = ImagePrompt(reader.expand(reader.write_ids(reader.fill_pairs(ids), files), files))
+        prompt = ImagePrompt(reader.expand(reader.encode(reader.write(text, files)), files))
         prompt.images = reader.locate(prompt, files)
         return prompt
 

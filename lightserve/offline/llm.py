@@ -240,13 +240,12 @@ class LLM(PoolingMethods):
     def _chat_ids(self, messages: Any) -> list[int]:
         check_conversation(messages)
         messages, images = for_template(messages)
-        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        return self._with_images(ids, images)
-
-    def _with_images(self, ids: list[int], images: Sequence[Any]) -> list[int]:
-        if images and self._images is None:
+        text = self.tokenizer.apply_chat_template(messages)
+        if not images:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        if self._images is None:
             raise TextOnlyError("an image", "messages")
-        return self._images.prompt_of(ids, images) if self._images is not None and images else ids
+        return self._images.prompt_of(text, images)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
@@ -376,13 +375,6 @@ class LLM(PoolingMethods):
 
     def _distribute(self, result: StepResult) -> None:
         """Give the tokens of a step to their streams."""
-        for failure in result.failed:
-            if self._scheduler.fail(failure) is None:
-                continue
-            if failure.req_id in self._open:
-                self._fail(failure)
-            else:
-                self._failures[failure.req_id] = failure.message
         for embedding in result.embeddings:
             if self._scheduler.process_embedding(embedding.req_id) is not None:
                 self._results[embedding.req_id] = embedding.values
@@ -394,6 +386,13 @@ class LLM(PoolingMethods):
             tokens = self._scheduler.process_req(list(outs))
             if tokens is not None:
                 self._push_tokens(tokens)
+        for failure in result.failed:
+            if self._scheduler.fail(failure) is None:
+                continue
+            if failure.req_id in self._open:
+                self._fail(failure)
+            else:
+                self._failures[failure.req_id] = failure.message
 
     def _fail_images(self, failures: Sequence[ImageFailed]) -> bool:
         """Returns whether requests ended."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # an LLM in this process has one rank and no KV tiers; adapters are not compared
 OF_THE_SERVER = (
     *("tp", "pp", "ep", "enable_dp_attention", "attention_dp", "disable_custom_allreduce"),
-    *("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote", "task", "pooling", "load_format"),
+    *("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote", "task", "pooling", "score_template", "load_format"),
     *("lora_modules", "lora_dir", "max_loras", "max_cpu_loras", "max_lora_rank", "merge_lora"),
 )
 PROMPTS = (

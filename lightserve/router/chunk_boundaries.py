@@ -25,12 +25,15 @@ class ChunkBoundaries:
         self.longest_span = max((end - begin for begin, end in self._spans), default=0)
         if any(begin >= end for begin, end in self._spans) or any(a[1] > b[0] for a, b in pairwise(self._spans)):
             raise ValueError(f"spans must have tokens and must not overlap: {self._spans}")
-        if any(self._end_around(end) != end for end in self._ends):
+        if not all(map(self.may_end_at, self._ends)):
             raise ValueError(f"a chunk cannot end inside of a span: {self._ends}, {self._spans}")
+
+    def may_end_at(self, position: int) -> bool:
+        return self._end_around(position) == position
 
     def with_ends(self, ends: Iterable[int]) -> ChunkBoundaries:
         """Chunks end at these positions too, except inside of spans."""
-        allowed = {end for end in ends if self._end_around(end) == end}
+        allowed = set(filter(self.may_end_at, ends))
         return ChunkBoundaries({*self._ends, *allowed}, self._spans)
 
     def __bool__(self) -> bool:

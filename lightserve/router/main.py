@@ -25,7 +25,8 @@ from lightserve.messages.control import (
 )
 from lightserve.messages.media import FromEncoder, ToEncoder
 from lightserve.messages.request import RouterInbox
-from lightserve.router.images.image_waits import ImageWaits, Send
+from lightserve.router.images.encoders import Send
+from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
@@ -111,8 +112,8 @@ def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> G
 def _enable_images(child_config: ChildConfig, group: GroupScheduler) -> None:
     """If requests may have some."""
 
-    def connect(generation: int) -> Send:
-        sender: Sender[ToEncoder] = Sender(child_config.encoder_address(generation))
+    def connect(encoder: int, generation: int) -> Send:
+        sender: Sender[ToEncoder] = Sender(child_config.encoder_address(encoder, generation))
         return sender.send
 
     if child_config.config.http.max_images:

@@ -224,16 +224,15 @@ class RouterManager:
 
     def report_cached_blocks(self, send: Callable[[KvCacheEvents], None]) -> CachedBlocks:
         """Tell the dispatcher what the prefix cache holds."""
-        pool = self._scheduler.only_group.pool
-        blocks = CachedBlocks(pool.size)
-        pool.add_listener(blocks)
+        blocks = CachedBlocks(group.pool for group in self._scheduler.groups)
         self._output_processor.publish_events(blocks, send)
         return blocks
 
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
         if isinstance(message, KvCancel):
-            for source in self._scheduler.only_group.sources:
-                source.cancel(message)
+            for group in self._scheduler.groups:
+                for source in group.sources:
+                    source.cancel(message)
             return
         if isinstance(message, DispatchedReq):
             arrived_s = time.monotonic() - message.age_s
@@ -302,7 +301,7 @@ class RouterManager:
             self._output_processor.register(message.req_id, message.params.text, list(output_ids))
         req.timeline = timeline
         timeline.queued()
-        self._queue(req, adapter)
+        self._queue(req, adapter, runs_alone=dispatched is not None and dispatched.runs_alone)
 
     def _queue_full_reason(self, message: GenerateReq) -> str:
         """Why a request may not wait; empty: it may. One request may always wait."""
@@ -329,13 +328,11 @@ class RouterManager:
 
     def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
         req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")
-        if dispatched.runs_alone:
-            self._scheduler.only_group.isolation.require(req)
         if dispatched.target is not None:
             req.can_fork = False  # the engine that wants its KV computes it
         req.target, req.kv_transfer_params = dispatched.target, dispatched.kv_transfer_params
 
-    def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
+    def _queue(self, req: Req, adapter: RegisteredAdapter | None, runs_alone: bool) -> None:
         """A request may run once the workers have compiled its grammar and loaded its adapter: no step waits for that.
 
         It is queued before its adapter is loaded: if that fails, the request fails too.
@@ -345,6 +342,8 @@ class RouterManager:
             if group.images is not None:
                 group.images.enter(req, group.pool.cached_len(req))
         self._scheduler.defer(req)
+        if runs_alone:
+            self._scheduler.isolate(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
         loading = None if adapter is None else self.adapters.load(adapter)

@@ -86,9 +86,6 @@ class OutputProcessor:
 
     def report(self, result: StepResult) -> None:
         """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
-        failed = [failure for failure in result.failed if self._has_failed(failure)]
-        self.metrics.failed(len(failed))
-        self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
         now = time.monotonic()
         self._count_drafts(result.drafts)
         num_forced = self._num_forced
@@ -96,6 +93,7 @@ class OutputProcessor:
         others += result.detailed
         outs = self._process_tokens(others, now) if others else []
         self.metrics.forced(self._num_forced - num_forced)
+        failed = self._process_failures(result.failed)
         embeddings = self._process_embeddings(result.embeddings, now)
         self._send_events()  # before the last token of a request, so that the dispatcher always knows where its KV is
         if outs or failed or self._aborted or embeddings or len(plain):
@@ -145,6 +143,13 @@ class OutputProcessor:
             events = blocks.take_events()
             if events is not None:
                 send(events)
+
+    def _process_failures(self, failures: Sequence[ReqFailed]) -> list[ReqFailed]:
+        """After the tokens of the step: a request may have drafts that were accepted before the token that it lacks."""
+        failed = [failure for failure in failures if self._has_failed(failure)]
+        self.metrics.failed(len(failed))
+        self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
+        return failed
 
     def _has_failed(self, failure: ReqFailed) -> bool:
         """Whether the request ends now. Otherwise it ended before."""
@@ -215,6 +220,7 @@ class OutputProcessor:
         req.first_token_s = now
         admission = self._count_admission(req)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
+        self._scheduler.observe_first_token(req, now - req.admitted_s)
         req.timeline.first_token(now)
         return admission
 

@@ -13,12 +13,12 @@ from lightserve.messages.block_hash import NO_HASHES, Hashes
 from lightserve.messages.cluster import KvTarget, KvTransferParams
 from lightserve.messages.int_arrays import GrowingArray, Int32Array, int32s
 from lightserve.messages.media import ImageItem
-from lightserve.messages.params import FinishReason, GenerationParams
+from lightserve.messages.params import BACKGROUND_PRIORITY, FinishReason, GenerationParams
 from lightserve.messages.step import NewReq, TokenOut
 from lightserve.router.chunk_boundaries import NO_BOUNDARIES, ChunkBoundaries
 from lightserve.router.kv.radix_cache import RadixNode
 from lightserve.router.observability.timeline import NO_TIMELINE, Timeline
-from lightserve.router.req_columns import MAY_DRAFT_IF_FEW, ReqColumns
+from lightserve.router.req_columns import MAY_DRAFT_BY_GRAMMAR, MAY_DRAFT_IF_FEW, ReqColumns
 
 MANY = 2**62
 MIN_MATCH = 4  # tokens of an image that a cached prefix must have: 120 bits of its digest
@@ -55,6 +55,7 @@ class ReqProgress:
     planned_drafts: int = _column("planned_drafts")
     output_len: int = _column("output_len")
     has_drafted: int = _column("has_drafted")
+    num_accepted: int = _column("num_accepted")
     spare_slots: int = _column("spare_slots")
 
     @property
@@ -76,12 +77,13 @@ class ReqProgress:
         self.planned_outputs = self.output_len
         self.planned_drafts = 0
 
-    def _accept(self, count: int) -> None:
-        """So many drafts were accepted. A request that was preempted since has no slots."""
+    def _accept(self) -> None:
+        """Drafts were accepted: ``num_accepted``. A request that was preempted since has no slots."""
         if self.planned_len:
-            self.columns.accept(np.array([self.row]), np.array([count]))
+            self.columns.accept(np.array([self.row]))
         else:
-            self.planned_outputs += count
+            self.planned_outputs += self.num_accepted
+            self.num_accepted = 0
 
 
 @dataclass(eq=False)
@@ -142,6 +144,12 @@ class Req(ReqProgress):
         self.columns.max_new_tokens[0] = self.max_new_tokens
         self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens)
         self.columns.may_draft[0] = _may_draft(self.params)
+        self.columns.is_background[0] = self.is_background
+
+    @property
+    def is_background(self) -> bool:
+        """Nobody waits for it."""
+        return self.priority == BACKGROUND_PRIORITY
 
     @property
     def slots(self) -> Int32Array:
@@ -243,7 +251,7 @@ class Req(ReqProgress):
         self.planned_len = len(self.slots)
         self.certain_len = 0  # a step in flight may compute the cached tokens
         self.planned_outputs = self.output_len
-        self.has_drafted = 0
+        self.has_drafted = self.num_accepted = 0
         self.num_admissions += 1
         self.max_missing = MANY
 
@@ -257,6 +265,12 @@ class Req(ReqProgress):
         """It has the slots of its cached prefix from now on, which ends at ``node``."""
         self.node, self._slots = node, GrowingArray(slots)
         self.shared_len = len(slots)
+
+    def take_spare_slots(self) -> Int32Array:
+        """It has slots for its planned tokens only, from now on. Returns the others."""
+        slots = self.slots
+        self._slots, self.spare_slots = GrowingArray(slots[: self.planned_len]), 0
+        return slots[self.planned_len :]
 
     def clear_slots(self) -> None:
         """It holds no KV."""
@@ -280,8 +294,8 @@ class Req(ReqProgress):
 
     def add_tokens(self, outs: Sequence[TokenOut]) -> Sequence[TokenOut]:
         """Append the tokens of a step up to the one that ends it, and return them. Later ones are dropped."""
-        if self.has_drafted:
-            self._accept(len(outs) - 1)
+        if self.num_accepted:
+            self._accept()
         for count, out in enumerate(outs, start=1):
             self._add_token(out)
             if self.finish_reason is not None:
@@ -342,6 +356,8 @@ class Req(ReqProgress):
 def _may_draft(params: GenerationParams) -> int:
     """See ReqColumns.may_draft."""
     sampling = params.sampling
-    if not sampling.speculative or sampling.grammar is not None:
+    if not sampling.speculative:
         return 0
+    if sampling.grammar is not None:
+        return MAY_DRAFT_BY_GRAMMAR
     return MAY_DRAFT_IF_FEW if sampling.depends_on_output or params.stopping.min_new_tokens else 1

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.int_arrays import Int64Array, Tails
+from lightserve.router.draft_rates import DraftRates
 
 FIELDS = (
     "prompt_len",
@@ -23,13 +24,16 @@ FIELDS = (
     "is_plain",  # 1: only its length, an end token of the model or its grammar ends it
     "admission",  # number of its admission; 0: it does not run
     "planned_step",  # number of the last step that computes some of its tokens
-    "may_draft",  # 1: steps may compute drafts of its next tokens; or MAY_DRAFT_IF_FEW
+    "may_draft",  # 1: steps may compute drafts of its next tokens; or one of those below
     "has_drafted",  # 1: a step since its admission computes drafts
+    "num_accepted",  # drafts among the tokens that it gets next
     "spare_slots",  # KV slots that it has for the tokens after ``planned_len``; drafts are written there
     "draft_pause",  # decodes until the next draft is tried
     "last_pause",  # the length of the last such pause; 0: a draft was accepted since
+    "is_background",  # 1: nobody waits for it
 )
 MAY_DRAFT_IF_FEW = 2  # its rules depend on its tokens: the workers wait for those of all requests before such a step
+MAY_DRAFT_BY_GRAMMAR = 3  # the same, and no schedule may accept what its grammar does not allow
 FIRST_ACCEPTANCE = 0.7  # of a request without drafts so far
 MOST_ACCEPTANCE = 0.999  # no draft is certain
 SPARE_SLOTS = FIELDS.index("spare_slots")
@@ -53,12 +57,15 @@ class ReqColumns:
             self.planned_step,
             self.may_draft,
             self.has_drafted,
+            self.num_accepted,
             self.spare_slots,
             self.draft_pause,
             self.last_pause,
+            self.is_background,
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.acceptance: npt.NDArray[np.float64] = np.full(rows, FIRST_ACCEPTANCE)  # share of the drafts it reached
+        self.draft_rates = DraftRates()  # of all requests
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
 
@@ -95,11 +102,13 @@ class ReqColumns:
         has_drafts = (self.may_draft[rows] > 0) & (self.draft_pause[rows] == 0)
         return np.where(has_drafts, with_drafts, 1.0)
 
-    def accept(self, rows: Int64Array, counts: Int64Array) -> None:
-        """So many drafts of these requests were accepted."""
+    def accept(self, rows: Int64Array) -> None:
+        """Their drafts in ``num_accepted`` become planned tokens."""
+        counts = self.num_accepted[rows]
         self.planned_len[rows] += counts
         self.planned_outputs[rows] += counts
         self.spare_slots[rows] -= counts
+        self.num_accepted[rows] = 0
 
     def in_flight(self, rows: Int64Array) -> Int64Array:
         """Steps in flight that will return output tokens."""

@@ -13,9 +13,10 @@ from operator import attrgetter
 from lightserve.router.policy import LOOK_AHEAD, CachedLen, Policy
 from lightserve.router.req import Req
 
-Place = tuple[int, float, int]  # in the queue: BEGUN or NEW, then by the policy, then by arrival
+Place = tuple[int, float, int]  # in the queue: one of the kinds below, then by the policy, then by arrival
 
-BEGUN, NEW = 0, 1  # requests that have run go before all others: a client is reading
+# Requests that have run go before others: a client is reading. All requests of clients go before background requests.
+BEGUN, NEW, BACKGROUND_BEGUN, BACKGROUND_NEW = range(4)
 
 _place = attrgetter("queue_place")
 
@@ -73,6 +74,11 @@ class ReqQueue:
         return iter([entry.req for entry in self._entries.values()])
 
     @property
+    def num_of_clients(self) -> int:
+        """Ready requests that are not background requests."""
+        return self._index_of(BACKGROUND_BEGUN)
+
+    @property
     def num_blocked(self) -> int:
         return len(self._entries) - len(self._ready)
 
@@ -80,7 +86,7 @@ class ReqQueue:
         self._put(req, self._new_place(req))
 
     def add_preempted(self, req: Req) -> None:
-        self._put(req, (BEGUN, req.arrived_s, next(self._count)))
+        self._put(req, self._begun_place(req))
 
     def defer(self, req: Req) -> None:
         """Add a request that is blocked until ``make_ready``."""
@@ -141,14 +147,20 @@ class ReqQueue:
     def candidates(self, cached_len: CachedLen) -> Iterator[Req]:
         """The ready requests in order. The caller admits or blocks one before it takes the next, or skips it if it has
         begun, or stops."""
-        num_begun = bisect.bisect_left(self._ready, (NEW,), key=_place)
-        yield from [entry.req for entry in self._ready[:num_begun]]
-        while True:
-            num_begun = bisect.bisect_left(self._ready, (NEW,), key=_place)
-            first = [entry.req for entry in self._ready[num_begun : num_begun + LOOK_AHEAD]]
-            yield from self._policy.order(first, cached_len)
-            if not first or self.is_ready(first[0]):
-                return
+        for begun, new in ((BEGUN, NEW), (BACKGROUND_BEGUN, BACKGROUND_NEW)):
+            yield from [entry.req for entry in self._ready[self._index_of(begun) : self._index_of(new)]]
+            while True:
+                begin = self._index_of(new)
+                first = [entry.req for entry in self._ready[begin : min(begin + LOOK_AHEAD, self._index_of(new + 1))]]
+                yield from self._policy.order(first, cached_len)
+                if not first:
+                    break
+                if self.is_ready(first[0]):
+                    return
+
+    def _index_of(self, kind: int) -> int:
+        """Of the first ready request of this kind, or of one behind it."""
+        return bisect.bisect_left(self._ready, (kind,), key=_place)
 
     def is_ready(self, req: Req) -> bool:
         entry = self._entries.get(req.req_id)
@@ -185,8 +197,11 @@ class ReqQueue:
 
     def _new_place(self, req: Req) -> Place:
         if req.output_len:  # it has begun in another engine
-            return BEGUN, req.arrived_s, next(self._count)
-        return NEW, self._policy.rank(req), next(self._count)
+            return self._begun_place(req)
+        return BACKGROUND_NEW if req.is_background else NEW, self._policy.rank(req), next(self._count)
+
+    def _begun_place(self, req: Req) -> Place:
+        return BACKGROUND_BEGUN if req.is_background else BEGUN, req.arrived_s, next(self._count)
 
     def _put(self, req: Req, queue_place: Place) -> None:
         self.num_changes += 1

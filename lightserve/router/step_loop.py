@@ -56,6 +56,7 @@ class StepLoop:
         self._holds: set[str] = set()  # why no step may be sent now
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []  # see wait_until
         self._was_full = False  # requests were left waiting after the last planned step
+        self._client_waits = False  # and not only background requests
         self._connect_sources()
 
     @property
@@ -125,6 +126,7 @@ class StepLoop:
         self._connect_sources()
         self.has_workers = True
         self._output_processor.is_sleeping = False
+        self._output_processor.send_heartbeat(0.0, has_workers=True)  # /health should not wait for the next one
         self.wake()
 
     def suspend_workers(self) -> None:
@@ -179,6 +181,7 @@ class StepLoop:
             if step is None:
                 return
             self._was_full = self._scheduler.num_waiting > 0
+            self._client_waits = self._scheduler.has_waiting_client
             planned_s = 0.0 if self.recorder is None else time.monotonic()
             self._send(step, now)
             if self.recorder is not None:
@@ -188,7 +191,7 @@ class StepLoop:
     @property
     def _may_wait(self) -> bool:
         """Whether the next step need not be sent at once. The first stage of a pipeline would be idle."""
-        return bool(self._in_flight) and not self._was_full and self._scheduler.limits.num_stages == 1
+        return bool(self._in_flight) and not self._client_waits and self._scheduler.limits.num_stages == 1
 
     def _is_early(self, last: InFlightStep, now: float) -> bool:
         """Whether it is too early for the next step. If so, a timer wakes the loop when the step is due."""

@@ -149,14 +149,14 @@ class Launcher:
         """The background work that detects failures of the child processes."""
         processes, config = self._processes, self._config.launch
         supervised = {child for engine in processes.engines for child in (*engine.workers, engine.router)}
-        with_images = [engine for engine in processes.engines if engine.encoder is not None]
-        supervised |= {*processes.httpservers, *(engine.encoder for engine in with_images if engine.encoder)}
+        encoders = [(engine, index) for engine in processes.engines for index in range(len(engine.encoders))]
+        supervised |= {*processes.httpservers, *(engine.encoders[index] for engine, index in encoders)}
         others = [child.watch() for child in processes.children if child not in supervised]
         engines = supervise_engines(processes, config)
         http = [HttpSupervisor(processes, index, config).run() for index in range(len(processes.httpservers))]
-        encoders = [EncoderSupervisor(processes, engine, config).run() for engine in with_images]
+        encoding = [EncoderSupervisor(processes, *encoder, config).run() for encoder in encoders]
         reloads = [] if self._reloader is None else [self._reloader.run(processes)]
-        return [*others, engines, *http, *encoders, *reloads, watch_heartbeats(processes, config.process_timeout)]
+        return [*others, engines, *http, *encoding, *reloads, watch_heartbeats(processes, config.process_timeout)]
 
     async def _handle_signals(self) -> None:
         """The first signal drains the server. A second one, or one during the start, ends it at once."""
@@ -178,9 +178,10 @@ class Launcher:
         config = self._config
         phases = {child.role: child.phases for child in self._processes.children} | {"start": start_phases}
         rows = banner(url, self._model, engine, config.http, phases, config.cluster)
-        encoder = self._processes.engines[0].encoder if self._processes.engines else None
-        if encoder is not None:
-            rows["images"] = f"up to {config.http.max_images} of a request; {encoder.summary}"
+        encoders = self._processes.engines[0].encoders if self._processes.engines else []
+        if encoders:
+            number = f"{len(encoders)} encoders, each with " if len(encoders) > 1 else ""
+            rows["images"] = f"up to {config.http.max_images} of a request; {number}{encoders[0].summary}"
         print_banner(url, rows)
 
 

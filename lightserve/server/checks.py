@@ -66,7 +66,9 @@ def check(config: ServerConfig) -> ModelInfo:
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
-    pooling = pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling)
+    pooling = pooling_of(
+        source, config.worker.model_type, config.worker.task, config.worker.pooling, config.worker.score_template
+    )
     speculative_config = config.worker.speculative_config
     if not config.launch.null_worker:
         model = _check_model(source, config, tokenizer, pooling)

@@ -194,7 +194,7 @@ async def spawn(
             *(sys.executable, "-m", module, str(theirs.fileno())),
             stdin=asyncio.subprocess.DEVNULL,
             env={**env, **os.environ},  # the operator's environment takes precedence
-            pass_fds=[fd for fd in (theirs.fileno(), child_config.listen_fd, child_config.arena_fd) if fd is not None],
+            pass_fds=[theirs.fileno(), *child_config.fds],
             start_new_session=True,  # Ctrl-C reaches only the launcher, and killpg reaches the child's own children
         )
     try:

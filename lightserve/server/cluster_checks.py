@@ -72,7 +72,7 @@ def check_nodes(config: ServerConfig) -> None:
         cause = getattr(error.__cause__, "strerror", None) or error
         role = "node 0 cannot listen there" if cluster.node_rank == 0 else "node 0 cannot be reached there"
         raise OptionError(f"{address}: {role} ({cause}); use an address of node 0 that all nodes reach") from error
-    if config.worker.tp > config.ranks_per_node and cluster.node_rank == 0:
+    if config.worker.attention_tp > config.ranks_per_node and cluster.node_rank == 0:
         logger.warning(
             "tp=%d: %d of these ranks are on each node, and every layer waits for the network twice; "
             "--pp %d --tp %d keeps them together",

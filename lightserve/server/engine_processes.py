@@ -1,4 +1,4 @@
-"""The processes of one engine: a router, its model workers, one per rank, and an encoder if requests have images."""
+"""The processes of one engine: a router, its model workers, one per rank, and encoders if requests have images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import EngineInfo, StateKv
 from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
-from lightserve.server.images import open_arena
+from lightserve.server.images import has_gpu, open_arena
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
@@ -61,9 +61,11 @@ class EngineProcesses:
         self.generation = 0  # how many times the workers were replaced
         self.ready_s = 0.0  # when all processes of the server were ready
         self.engine: EngineInfo | None = None  # from the first workers, once all processes are ready
-        self.encoder: ChildProcess | None = None  # None: requests have no images
-        self._arena_fd: int | None = None  # the same
-        self._encoder_generation = 0  # how many times it was replaced
+        self.encoders: list[ChildProcess] = []  # none: requests have no images
+        self._arena_fd: int | None = None  # None: the same
+        self._encoder_fd: int | None = None  # see ChildConfig
+        self.stopped_encoders: set[int] = set()  # with their router: they have not failed
+        self._encoder_generations = [0] * config.worker.visual_dp  # how many times each was replaced
         self._has_router = asyncio.Event()
         self._group = group
         self._config = config
@@ -80,23 +82,32 @@ class EngineProcesses:
         """A node did not come in time: it is no use to wait for it again."""
         return any(worker.is_node_missing for worker in self.workers)
 
-    async def start_first_encoder(self) -> None:
-        """Before the workers: on a GPU they take the memory that is left."""
+    async def start_first_encoders(self) -> None:
+        """Before the workers: on a GPU they wait until these have their memory, and take what is left."""
         self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
-        self.encoder = await self._start_encoder()
+        end_of_encoders = None
+        if has_gpu(self._config.worker.device):
+            self._encoder_fd, end_of_encoders = os.pipe()
+        try:
+            for index in range(len(self._encoder_generations)):
+                self.encoders.append(await self._start_encoder(index, end_of_encoders))
+        finally:
+            if end_of_encoders is not None:
+                os.close(end_of_encoders)
 
-    async def replace_encoder(self) -> None:
+    async def replace_encoder(self, index: int) -> None:
         """Start another encoder in place of one that has exited. The router sends it what that one had."""
-        if self.encoder is not None:
-            await self.encoder.wait()
-            self._group.children.remove(self.encoder)
-            self._encoder_generation += 1
+        await self.encoders[index].wait()
+        self._group.children.remove(self.encoders[index])
+        self._encoder_generations[index] += 1
         await self._has_router.wait()
-        self.encoder = await self._start_encoder()
+        self.encoders[index] = await self._start_encoder(index)
 
-    async def _start_encoder(self) -> ChildProcess:
-        config = msgspec.structs.replace(self._child_config(), generation=self._encoder_generation)
-        role = self._role("encoder")
+    async def _start_encoder(self, index: int, pipe_fd: int | None = None) -> ChildProcess:
+        base, generation = self._child_config(), self._encoder_generations[index]
+        config = msgspec.structs.replace(base, index=index, generation=generation, encoder_fd=pipe_fd)
+        self.stopped_encoders.discard(index)
+        role = self._role(f"encoder {index}" if len(self._encoder_generations) > 1 else "encoder")
         return await self._group.start_child(role, self._group.encoder_module, config, worker_env(self._config))
 
     async def start_workers(self) -> None:
@@ -115,7 +126,8 @@ class EngineProcesses:
             self.workers[0].show_progress = self._group.show_progress
 
     async def _start_local(self, config: ServerConfig, rank: int, store: socket.socket | None) -> None:
-        child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
+        base = self._child_config()
+        child_config = msgspec.structs.replace(base, config=config, index=rank, encoder_fd=self._encoder_fd)
         if store is not None:
             listen_fd = store.fileno() if rank == 0 else None
             port = store.getsockname()[1]
@@ -147,12 +159,13 @@ class EngineProcesses:
     async def stop(self, timeout_s: float) -> bool:
         """Kill the router and its workers. Returns whether they exited in time.
 
-        The encoder goes too: it may be writing to memory that the next router gives to other images.
+        The encoders go too: they may be writing to memory that the next router gives to other images.
         """
         self._has_router.clear()
         self.router.kill()
-        if self.encoder is not None:
-            self.encoder.kill("its router died")
+        self.stopped_encoders.update(range(len(self.encoders)))
+        for encoder in self.encoders:
+            encoder.kill("its router died")
         if not await self.reap_workers(timeout_s):
             return False
         await self.router.wait()
@@ -163,7 +176,7 @@ class EngineProcesses:
         return True
 
     async def restart(self, timeout_s: float) -> bool:
-        """Replace the router and its workers; its supervisor replaces the encoder.
+        """Replace the router and its workers; their supervisors replace the encoders.
 
         Returns whether the old ones exited in time.
         """

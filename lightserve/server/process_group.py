@@ -26,7 +26,6 @@ from lightserve.messages.control import (
 )
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
-from lightserve.server.images import has_gpu
 from lightserve.utils.progress import ProgressState, StreamOutput
 
 FLUSH_S = 0.2  # from the end of the last request until its last byte is sent
@@ -135,7 +134,8 @@ class ProcessGroup:
         if self._config.cluster.nnodes > 1:
             await self._start_nodes()
         if self._config.http.max_images:
-            await self._start_encoders()
+            for engine in self.engines:
+                await engine.start_first_encoders()
         for engine in self.engines:
             await engine.start_workers()
         if self._config.cluster.listen is None:  # an engine has no text
@@ -159,23 +159,6 @@ class ProcessGroup:
         new = self.httpservers[index] = await self._start_httpserver(index)
         for message in (self._keys, *self._sent_to_http):  # before it accepts a connection
             new.send(message)
-
-    async def _start_encoders(self) -> None:
-        """On a GPU the workers start after them, because they take the memory that is left."""
-        for engine in self.engines:
-            await engine.start_first_encoder()
-        if has_gpu(self._config.worker.device):
-            encoders = [engine.encoder for engine in self.engines if engine.encoder is not None]
-            watching = [asyncio.create_task(encoder.watch()) for encoder in encoders]
-            for encoder in encoders:
-                loading = asyncio.create_task(encoder.ready.wait())
-                await asyncio.wait({*watching, loading}, return_when=asyncio.FIRST_COMPLETED)
-                loading.cancel()
-                for task in watching:
-                    if task.done():
-                        task.result()  # it raises
-            for task in watching:
-                task.cancel()
 
     async def _start_httpserver(self, index: int) -> ChildProcess:
         return await self.start_child(f"httpserver {index}", self._modules.httpserver, self._http_config(index))

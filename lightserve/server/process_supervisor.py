@@ -67,16 +67,20 @@ class HttpSupervisor(ProcessSupervisor):
 class EncoderSupervisor(ProcessSupervisor):
     singular, plural = "encoder", "encoders"
 
-    def __init__(self, processes: ProcessGroup, engine: EngineProcesses, config: LaunchConfig) -> None:
+    def __init__(self, processes: ProcessGroup, engine: EngineProcesses, index: int, config: LaunchConfig) -> None:
         super().__init__(processes, config)
         self._engine = engine
+        self._index = index
 
     @property
     def _child(self) -> ChildProcess:
-        if self._engine.encoder is None:
-            raise TypeError("a server without images has no encoder to supervise")
-        return self._engine.encoder
+        return self._engine.encoders[self._index]
+
+    def _count_restart(self) -> None:
+        """Routers that die again and again take their encoders with them: that ends an engine, not the server."""
+        if self._index not in self._engine.stopped_encoders:
+            super()._count_restart()
 
     async def _replace(self) -> bool:
-        await self._engine.replace_encoder()
+        await self._engine.replace_encoder(self._index)
         return True

@@ -58,9 +58,7 @@ class Gateway:
         self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill server
 
     def join(self, number: int, replica: Replica) -> None:
-        pool = replica.scheduler.only_group.pool
-        blocks = CachedBlocks(pool.size)
-        pool.add_listener(blocks)
+        blocks = CachedBlocks([replica.scheduler.only_group.pool])
         self._index.add_engine(number)
         self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
         self._servers[number] = Server(number, replica.role, MeasuredLoad(number, self._rates), blocks)

@@ -114,7 +114,7 @@ class Replica:
         self._skips = setup.skips_planning
         self._in_flight: deque[_InFlight] = deque()
         self._free_s = 0.0  # when the worker finishes its last step
-        self._was_full = False
+        self._client_waits = False
         self._decodes: DecodeRun | None = None  # steps that the scheduler and the worker do not know of yet
         self._max_decodes = 0  # so many such steps end no request
         self._ended_decodes = 0
@@ -188,7 +188,7 @@ class Replica:
 
     def _plan_until(self, now: float) -> None:
         """Plan the steps that were due before now. Nothing has happened here since then."""
-        while self._in_flight and len(self._in_flight) < self._depth and not self._was_full:
+        while self._in_flight and len(self._in_flight) < self._depth and not self._client_waits:
             due_s = self._free_s - self._lead_s
             before = len(self._in_flight)
             if due_s < now:
@@ -221,7 +221,7 @@ class Replica:
         """It begins when it is launched and the step before has ended."""
         self._free_s = max(now + self._lead_s, self._free_s) + step.seconds
         self._in_flight.append(step._replace(end_s=self._free_s))
-        self._was_full = self.scheduler.num_waiting > 0
+        self._client_waits = self.scheduler.has_waiting_client
         self.steps += 1
         self.peak_used = max(self.peak_used, self.scheduler.only_group.pool.used)
 
@@ -248,4 +248,4 @@ class Replica:
 
     def _is_early(self, now: float) -> bool:
         """Whether it is too early for the next step: the simulator knows what StepPacer estimates."""
-        return len(self._in_flight) > 0 and not self._was_full and now < self._free_s - self._lead_s
+        return len(self._in_flight) > 0 and not self._client_waits and now < self._free_s - self._lead_s

@@ -2,46 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Groups = list[Tensor]  # [segments, length] int64 each: the tokens of all segments of one length
+from lightserve.common.ops import RotaryAngles
+
+HALVES = (torch.bfloat16, torch.float16)  # dtypes of flash attention
+PROBE_LENGTHS = (3, 16)
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Segments"], Tensor]
 
 
-def segment_groups(lengths: Sequence[int], device: torch.device) -> Groups:
-    """Consecutive segments, by their lengths. Segments of the same length are computed together."""
-    starts, begin = dict[int, list[int]](), 0
-    for length in lengths:
-        starts.setdefault(length, []).append(begin)
-        begin += length
-    return [
-        torch.tensor(begins, device=device)[:, None] + torch.arange(length, device=device)
-        for length, begins in starts.items()
-    ]
+class Segments:
+    """Consecutive parts of a sequence."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.longest = max(lengths)
+        self._lengths = lengths
+        self._device = device
+
+    @cached_property
+    def borders(self) -> Tensor:
+        """``[segments + 1]`` int32: where each begins, and the end of the last one."""
+        lengths = torch.tensor([0, *self._lengths], dtype=torch.int32)
+        return lengths.cumsum(0, dtype=torch.int32).to(self._device)
+
+    @cached_property
+    def groups(self) -> list[Tensor]:
+        """The tokens of all segments of one length, ``[segments, length]`` int64 each."""
+        starts, begin = dict[int, list[int]](), 0
+        for length in self._lengths:
+            starts.setdefault(length, []).append(begin)
+            begin += length
+        return [
+            torch.tensor(begins, device=self._device)[:, None] + torch.arange(length, device=self._device)
+            for length, begins in starts.items()
+        ]
 
 
-def segment_attention(query: Tensor, key: Tensor, value: Tensor, groups: Groups) -> Tensor:
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
     """``[tokens, heads, head_dim]`` each. A token attends to all tokens of its segment."""
-    out = torch.empty_like(query)
-    for index in groups:
+    attend = flash_attention(query.device, query.dtype, query.shape[2]) or grouped_attention
+    return attend(query, key, value, segments)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """On any device: segments of the same length are computed together."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for index in segments.groups:
         q, k, v = (tensor[index].transpose(1, 2) for tensor in (query, key, value))  # [segments, heads, length, dim]
         attended = F.scaled_dot_product_attention(q, k, v)
         out[index.flatten()] = attended.transpose(1, 2).flatten(0, 1)
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions over the whole head, in float32. ``cos`` and ``sin``: ``[tokens, 1, head_dim / 2]``."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+@lru_cache
+def flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attend | None:
+    """One kernel for segments of any lengths; None: this GPU, torch, or size of heads has none."""
+    if device.type == "cpu" or dtype not in HALVES:
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        attend = partial(_flash_attention, varlen_attn)
+        example = torch.ones(sum(PROBE_LENGTHS), 1, head_dim, device=device, dtype=dtype)
+        attend(example, example, example, Segments(PROBE_LENGTHS, device))
+    except (ImportError, RuntimeError):  # it says what it supports only by what it raises
+        return None
+    return attend
 
 
-def axial_angles(rows: Tensor, columns: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def _flash_attention(
+    varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, segments: Segments
+) -> Tensor:
+    borders, longest = segments.borders, segments.longest
+    out: Tensor = varlen_attn(query, key, value, borders, borders, longest, longest)
+    return out
+
+
+def axial_angles(rows: Tensor, columns: Tensor, head_dim: int, theta: float) -> RotaryAngles:
     """Half of a head's pairs rotate by the row of a patch, half by its column."""
     pairs = head_dim // 4
     frequencies = theta ** -(torch.arange(pairs, device=rows.device).float() / pairs)
     angles = torch.cat((rows[:, None] * frequencies, columns[:, None] * frequencies), dim=-1)
-    return angles.cos()[:, None], angles.sin()[:, None]
+    return RotaryAngles(angles.cos(), angles.sin())

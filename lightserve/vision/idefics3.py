@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightserve.media.layout import ImageLayout
 from lightserve.media.tiles import IMAGE_SIZE, PATCH_SIZE, TiledImages
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.attention import segment_groups
+from lightserve.vision.attention import Segments
 from lightserve.vision.siglip import SiglipLayer
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
@@ -71,10 +71,10 @@ class TileTransformer(nn.Module):
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
         """``[tiles * patches, size]``, from ``[tiles, patches, pixels]``."""
-        groups = segment_groups([patches.shape[1]] * len(patches), patches.device)
+        segments = Segments([patches.shape[1]] * len(patches), patches.device)
         x = self.embeddings(patches, places).flatten(0, 1)
         for layer in self.encoder["layers"].children():
-            x = layer(x, groups)
+            x = layer(x, segments)
         out: Tensor = self.post_layernorm(x)
         return out
 

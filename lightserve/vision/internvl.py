@@ -18,7 +18,7 @@ from lightserve.errors import ModelFilesError
 from lightserve.media.internvl import InternVLImages
 from lightserve.media.layout import ImageLayout
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.pixtral import RmsNorm
+from lightserve.vision.rms_norm import RmsNorm
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 from lightserve.vision.vit import COLORS, VitMlp, activation, patches_of
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightserve.common import ops
+from lightserve.common.ops import RotaryAngles
 from lightserve.media.layout import ImageLayout
 from lightserve.media.pixtral import PixtralImages
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.attention import Groups, rotate, segment_attention, segment_groups
+from lightserve.vision.attention import Segments, segment_attention
+from lightserve.vision.rms_norm import RmsNorm
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 from lightserve.vision.vit import COLORS, activation, patches_of
 
@@ -30,11 +33,6 @@ DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu",
 }
 THETA = 10_000.0
-
-
-class Angles(NamedTuple):
-    cos: Tensor
-    sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +64,6 @@ class PixtralVision:
         )
 
 
-class RmsNorm(nn.Module):
-    def __init__(self, size: int, eps: float = EPS) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self._eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt()).to(x.dtype)
-
-
 class PixtralAttention(nn.Module):
     def __init__(self, config: PixtralVision) -> None:
         super().__init__()
@@ -86,11 +73,12 @@ class PixtralAttention(nn.Module):
         self.o_proj = nn.Linear(config.size, config.size, bias=False)
         self._heads = config.heads
 
-    def forward(self, x: Tensor, angles: Angles, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, angles: RotaryAngles, segments: Segments) -> Tensor:
         query, key, value = (
             linear(x).unflatten(-1, (self._heads, -1)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = segment_attention(rotate(query, *angles), rotate(key, *angles), value, groups)
+        ops.rotary(query, key, *angles)
+        attended = segment_attention(query, key, value, segments)
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
 
@@ -111,13 +99,13 @@ class GatedMlp(nn.Module):
 class PixtralLayer(nn.Module):
     def __init__(self, config: PixtralVision) -> None:
         super().__init__()
-        self.attention_norm = RmsNorm(config.size)
+        self.attention_norm = RmsNorm(config.size, EPS)
         self.attention = PixtralAttention(config)
-        self.ffn_norm = RmsNorm(config.size)
+        self.ffn_norm = RmsNorm(config.size, EPS)
         self.feed_forward = GatedMlp(config)
 
-    def forward(self, x: Tensor, angles: Angles, groups: Groups) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles, groups)
+    def forward(self, x: Tensor, angles: RotaryAngles, segments: Segments) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles, segments)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
 
@@ -127,7 +115,7 @@ class PixtralVit(nn.Module):
         super().__init__()
         self.config = config
         self.patch_conv = nn.Linear(COLORS * config.patch**2, config.size, bias=False)
-        self.ln_pre = RmsNorm(config.size)
+        self.ln_pre = RmsNorm(config.size, EPS)
         layers = nn.ModuleList([PixtralLayer(config) for _ in range(config.layers)])
         self.transformer = nn.ModuleDict({"layers": layers})
 
@@ -135,21 +123,21 @@ class PixtralVit(nn.Module):
         """``[patches, size]`` of all images. ``grids``: rows and columns of patches of each."""
         x = self.ln_pre(self.patch_conv(patches))
         angles = self._angles(grids, x.device)
-        groups = segment_groups([rows * columns for rows, columns in grids], x.device)
+        segments = Segments([rows * columns for rows, columns in grids], x.device)
         layers: Any = self.transformer["layers"]
         for layer in layers:
-            x = layer(x, angles, groups)
+            x = layer(x, angles, segments)
         out: Tensor = x
         return out
 
-    def _angles(self, grids: Sequence[tuple[int, int]], device: torch.device) -> Angles:
+    def _angles(self, grids: Sequence[tuple[int, int]], device: torch.device) -> RotaryAngles:
         """Frequencies of rows and of columns take turns."""
         dim = self.config.size // self.config.heads
         frequencies = self.config.theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
         places = torch.cat([torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for rows, columns in grids])
         rows, columns = places.to(device).float().unbind(1)
         angles = torch.cat((rows[:, None] * frequencies[0::2], columns[:, None] * frequencies[1::2]), dim=-1)
-        return Angles(angles.cos()[:, None], angles.sin()[:, None])
+        return RotaryAngles(angles.cos(), angles.sin())
 
 
 class PixtralProjector(nn.Module):

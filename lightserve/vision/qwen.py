@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightserve.common.ops import RotaryAngles
 from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout
 from lightserve.media.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.attention import axial_angles, segment_groups
-from lightserve.vision.qwen_layers import EPS, Angles, Attention, Block, GatedMlp, Merger, QuickGeluMlp, RmsNorm
+from lightserve.vision.attention import Segments, axial_angles
+from lightserve.vision.qwen_layers import EPS, Attention, Block, GatedMlp, Merger, QuickGeluMlp
+from lightserve.vision.rms_norm import RmsNorm
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 THETA = 10_000.0
@@ -81,12 +83,12 @@ class QwenTower(VisionTower):
         return self.config.out_size
 
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
-        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
+        patches, grids = patches_and_grids(images, self.images, self.config.times)
         rows = self(patches.to(next(self.parameters()).dtype), grids)
-        return split_rows(rows, [height * width // self.config.merge**2 for height, width in grids])
+        return split_rows(rows, token_counts(images, self.images, self.config.times))
 
     def _norm(self) -> nn.Module:
-        return RmsNorm(self.config.size) if self.config.window else nn.LayerNorm(self.config.size, eps=EPS)
+        return RmsNorm(self.config.size, EPS) if self.config.window else nn.LayerNorm(self.config.size, eps=EPS)
 
     def _block(self) -> Block:
         config = self.config
@@ -98,11 +100,11 @@ class QwenTower(VisionTower):
         """``[tokens, out_size]`` of all images. ``patches``: see ``patches_of``; ``grids``: of each image."""
         device, merge = patches.device, self.config.merge
         images = [rows * columns for rows, columns in grids]
-        whole = segment_groups(images, device)
+        whole = Segments(images, device)
         order, windows = torch.arange(sum(images) // merge**2, device=device), whole
         if self.config.window:
             order, lengths = self._windows(grids)
-            order, windows = order.to(device), segment_groups(lengths, device)
+            order, windows = order.to(device), Segments(lengths, device)
         angles = self._angles(grids, order)
         x = self.patch_embed["proj"](patches)
         x = x.view(len(order), merge**2, -1)[order].flatten(0, 1)
@@ -111,13 +113,13 @@ class QwenTower(VisionTower):
         tokens: Tensor = self.merger(x)
         return torch.empty_like(tokens).index_copy_(0, order, tokens)
 
-    def _angles(self, grids: Sequence[Grid], order: Tensor) -> Angles:
+    def _angles(self, grids: Sequence[Grid], order: Tensor) -> RotaryAngles:
         """Of the patches in squares, the squares in ``order``."""
         merge = self.config.merge
         places = [patch_places(rows, columns, merge) for rows, columns in grids]
         squares = torch.cat(places).to(order.device).view(-1, merge**2, 2)[order].flatten(0, 1)
         head_dim = self.config.size // self.config.heads
-        return Angles(*axial_angles(squares[:, 0], squares[:, 1], head_dim, THETA))
+        return axial_angles(squares[:, 0], squares[:, 1], head_dim, THETA)
 
     def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
         """The tokens of all images, window by window, and the patches of each window."""
@@ -143,20 +145,37 @@ def patch_places(rows: int, columns: int, merge: int) -> Tensor:
     return squares.transpose(1, 2).reshape(-1, 2)
 
 
-def patches_and_grids(pixels: Sequence[Tensor], images: QwenImages, times: int) -> tuple[Tensor, list[Grid]]:
-    """Of several images; see ``patches_of``."""
-    grids = [(image.shape[0] // images.patch, image.shape[1] // images.patch) for image in pixels]
-    return torch.cat([patches_of(image, images, times) for image in pixels]), grids
+def patches_and_grids(media: Sequence[ImageTiles], images: QwenImages, times: int) -> tuple[Tensor, list[Grid]]:
+    """Of each image, and of each group of frames of a video: these do not see one another."""
+    groups = [group for medium in media for group in frame_groups(medium.tiles, times)]
+    grids = [(group[0].shape[0] // images.patch, group[0].shape[1] // images.patch) for group in groups]
+    return torch.cat([patches_of(group, images, times) for group in groups]), grids
 
 
-def patches_of(pixels: Tensor, images: QwenImages, times: int) -> Tensor:
+def token_counts(media: Sequence[ImageTiles], images: QwenImages, times: int) -> list[int]:
+    return [
+        len(frame_groups(medium.tiles, times)) * (medium.height // images.side) * (medium.width // images.side)
+        for medium in media
+    ]
+
+
+def frame_groups(frames: Sequence[Tensor], times: int) -> list[Sequence[Tensor]]:
+    """An image is one group of one. Those of a video are full: the last frame comes again."""
+    if len(frames) == 1:
+        return [frames]
+    padded = [*frames, *[frames[-1]] * (-len(frames) % times)]
+    return [padded[first : first + times] for first in range(0, len(padded), times)]
+
+
+def patches_of(frames: Sequence[Tensor], images: QwenImages, times: int) -> Tensor:
     """``[patches, colors * times * patch * patch]`` float32, normalised, of pixels ``[height, width, 3]`` uint8."""
     patch, merge = images.patch, images.merge
+    pixels = torch.stack(list(frames))
     mean = torch.tensor(images.mean, device=pixels.device)
     std = torch.tensor(images.std, device=pixels.device)
     values = (pixels.float() / 255 - mean) / std
-    rows, columns = pixels.shape[0] // images.side, pixels.shape[1] // images.side
-    squares = values.view(rows, merge, patch, columns, merge, patch, COLORS)
-    ordered = squares.permute(0, 3, 1, 4, 6, 2, 5)  # square, patch in it, color, pixels
-    frames = ordered.unsqueeze(5).expand(*ordered.shape[:5], times, patch, patch)
-    return frames.reshape(rows * columns * merge**2, -1)
+    rows, columns = pixels.shape[1] // images.side, pixels.shape[2] // images.side
+    squares = values.view(len(frames), rows, merge, patch, columns, merge, patch, COLORS)
+    ordered = squares.permute(1, 4, 2, 5, 7, 0, 3, 6)  # square, patch in it, color, time, pixels
+    all_times = ordered.expand(*ordered.shape[:5], times, patch, patch)  # an image has one, which is shown again
+    return all_times.reshape(rows * columns * merge**2, -1)

@@ -13,9 +13,9 @@ from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout
 from lightserve.media.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.attention import axial_angles, segment_groups
-from lightserve.vision.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids
-from lightserve.vision.qwen_layers import EPS, Angles, Attention, Block
+from lightserve.vision.attention import Segments, axial_angles
+from lightserve.vision.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids, token_counts
+from lightserve.vision.qwen_layers import EPS, Attention, Block
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 
 
@@ -104,9 +104,9 @@ class Qwen3Tower(VisionTower):
         return self.config.out_size * (1 + len(self.config.stacked))
 
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
-        patches, grids = patches_and_grids([image.tiles[0] for image in images], self.images, self.config.times)
+        patches, grids = patches_and_grids(images, self.images, self.config.times)
         rows = self(patches.to(self.pos_embed.weight.dtype), grids)
-        return split_rows(rows, [height * width // self.images.merge**2 for height, width in grids])
+        return split_rows(rows, token_counts(images, self.images, self.config.times))
 
     def _block(self) -> Block:
         size = self.config.size
@@ -118,12 +118,12 @@ class Qwen3Tower(VisionTower):
         """``[tokens, row_width]`` of all images: the embedding of each token, then a vector of each stacked block."""
         device, config = patches.device, self.config
         places = [patch_places(rows, columns, self.images.merge).to(device) for rows, columns in grids]
-        whole = segment_groups([rows * columns for rows, columns in grids], device)
+        whole = Segments([rows * columns for rows, columns in grids], device)
         x = self.patch_embed["proj"](patches) + torch.cat(
             [self._positions(of_image, grid) for of_image, grid in zip(places, grids, strict=True)]
         )
         rows, columns = torch.cat(places).unbind(1)
-        angles = Angles(*axial_angles(rows, columns, config.size // config.heads, THETA))
+        angles = axial_angles(rows, columns, config.size // config.heads, THETA)
         stacked: list[Tensor] = []  # in the order of the blocks
         for number, block in enumerate(self.blocks):
             x = block(x, angles, whole)

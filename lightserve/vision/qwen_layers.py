@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightserve.vision.attention import Groups, rotate, segment_attention
+from lightserve.common import ops
+from lightserve.common.ops import RotaryAngles
+from lightserve.vision.attention import Segments, segment_attention
 
 EPS = 1e-6
-
-
-class Angles(NamedTuple):
-    cos: Tensor
-    sin: Tensor
-
-
-class RmsNorm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -35,9 +20,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(size, 3 * size)
         self.proj = nn.Linear(size, size)
 
-    def forward(self, x: Tensor, angles: Angles, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, angles: RotaryAngles, segments: Segments) -> Tensor:
         query, key, value = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
-        attended = segment_attention(rotate(query, *angles), rotate(key, *angles), value, groups)
+        ops.rotary(query, key, *angles)
+        attended = segment_attention(query, key, value, segments)
         projected: Tensor = self.proj(attended.flatten(1))
         return projected
 
@@ -73,8 +59,8 @@ class Block(nn.Module):
         self.attn = attn
         self.mlp = mlp
 
-    def forward(self, x: Tensor, angles: Angles, groups: Groups) -> Tensor:
-        x = x + self.attn(self.norm1(x), angles, groups)
+    def forward(self, x: Tensor, angles: RotaryAngles, segments: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), angles, segments)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightserve.vision.attention import Groups, segment_attention
+from lightserve.vision.attention import Segments, segment_attention
 
 
 class SiglipAttention(nn.Module):
@@ -15,11 +15,11 @@ class SiglipAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(size, size) for _ in range(3))
         self.out_proj = nn.Linear(size, size)
 
-    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
         query, key, value = (
             projection(x).view(len(x), self.heads, -1) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out: Tensor = self.out_proj(segment_attention(query, key, value, groups).flatten(1))
+        out: Tensor = self.out_proj(segment_attention(query, key, value, segments).flatten(1))
         return out
 
 
@@ -42,7 +42,7 @@ class SiglipLayer(nn.Module):
         self.layer_norm2 = nn.LayerNorm(size, eps=eps)
         self.mlp = SiglipMlp(size, inside)
 
-    def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), groups)
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x), segments)
         out: Tensor = x + self.mlp(self.layer_norm2(x))
         return out

@@ -158,7 +158,8 @@ class Gemma3Tower(VitTower):
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
-        return split_tiles(self.multi_modal_projector(self.features(images)))
+        rows = self.multi_modal_projector(self.features(images))
+        return split_rows(rows.flatten(0, 1), [len(image.tiles) * rows.shape[1] for image in images])
 
 
 class PaliGemmaTower(VitTower):

@@ -15,7 +15,7 @@ from lightserve.model_files.config.images import ImageFiles
 
 
 class ImageTiles(NamedTuple):
-    tiles: Sequence[Tensor]  # [height, width, 3] uint8 each
+    tiles: Sequence[Tensor]  # or frames of a video; [height, width, 3] uint8 each
     height: int  # of its ImageSize
     width: int
 

@@ -13,6 +13,7 @@ from lightserve.ipc.worker_calls import (
     LOOKUP_KV,
     PROFILE,
     RECEIVE_KV,
+    SET_KV_MEMORY,
     UPDATE_WEIGHTS,
     WAIT_FOR_LOAD,
 )
@@ -38,6 +39,8 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
         handlers.append(handler(CANCEL_RECEIVE, receiver.cancel))
     if worker.weights is not None:
         handlers.append(handler(UPDATE_WEIGHTS, worker.weights.handle))
+    if worker.kv_memory is not None:
+        handlers.append(handler(SET_KV_MEMORY, worker.kv_memory.handle))
     if profiler is not None:
         handlers.append(handler(PROFILE, profiler.run))
     return handlers

@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
@@ -122,7 +123,7 @@ class StepCollector:
         failed = with_details.failed + [_failure(req_id, token_id) for req_id, token_id in without]
         taken_ids = np.maximum(columns.token_ids, 0)  # as ops.place_tokens takes them
         self._updates.append(StepUpdates(with_details.updates, plain, taken_ids, int32s(columns.counts)))
-        columns = columns.where(has_token)
+        columns = _without_last(columns, ~has_token)
         if with_details.plain:
             columns = joined_columns([columns, TokenColumns.of(with_details.plain)])
         return StepResult(with_details.detailed, failed, plain=columns, drafts=_draft_columns(step.sampled, drafts))
@@ -139,42 +140,49 @@ class OtherResults(NamedTuple):
     @classmethod
     def of(cls, step: PendingStep, ids: Int64Array, counts: Int64Array | None) -> OtherResults:
         """``counts``: tokens of the request of each row, if the step has drafts."""
-        results, logprobs = cls([], [], [], []), step.logprobs()
+        results, logprobs, experts = cls([], [], [], []), step.logprobs(), step.sampled.experts.by_req()
         for sampled in step.sampled.with_details:
             row, req, chunks, drafts = sampled
             count = 1 if counts is None else int(counts[row])
             token_ids: list[int] = ids[row : row + count].tolist()
+            prompt = None if chunks is None else join_chunks(chunks, req.sampling.prompt_logprobs or 0)
+            first = prompt, experts.get(req.req_id)
+            tokens = [
+                Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), *((None, None) if number else first))
+                for number, token_id in enumerate(token_ids)
+            ]
             if token_ids[-1] < 0:
                 results.failed.append(_failure(req.req_id, token_ids[-1]))
                 taken = [*token_ids[:-1], 0]  # ops.place_tokens takes token 0 as well
                 results.updates.append(TokenUpdate(req, taken, False, drafts, count - 1))
-                continue
-            prompt = None if chunks is None else join_chunks(chunks, req.sampling.prompt_logprobs or 0)
-            tokens = [
-                Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), None if number else prompt)
-                for number, token_id in enumerate(token_ids)
-            ]
-            if req.output is None:
+                results.detailed.extend(TokenOut(req.req_id, token) for token in tokens[:-1])
+            elif req.output is None:
                 results.detailed.extend(TokenOut(req.req_id, token) for token in tokens)
                 results.updates.append(TokenUpdate(req, token_ids, False, drafts, count - 1))
             else:
-                results._add_constrained(req, tokens[0])
+                results._add_constrained(req, tokens, drafts)
         return results
 
-    def _add_constrained(self, req: InferReq, token: Token) -> None:
-        """A token of a request with a grammar, which has no drafts."""
-        assert req.output is not None
-        forced_ids, is_complete, error = _advance(req.output, token.id)
-        self.updates.append(TokenUpdate(req, [token.id, *forced_ids], not req.output.is_unconstrained))
-        if error is not None:
-            self.failed.append(ReqFailed(req.req_id, 400, error))
-        elif is_complete or token != Token(token.id):
-            tokens = [token, *map(Token, forced_ids)]
+    def _add_constrained(self, req: InferReq, tokens: list[Token], drafts: int) -> None:
+        """Accepted drafts and a sampled token of a request with a grammar. A token that completes it is the last."""
+        output = req.output
+        assert output is not None
+        num_allowed, is_complete = _advance(output, [token.id for token in tokens])
+        sampled_ids, forced = [token.id for token in tokens], list(output.forced())
+        forced_ids = [token_id for token_id, _ in forced]
+        is_complete = forced[-1][1] if forced else is_complete
+        update = TokenUpdate(req, sampled_ids + forced_ids, not output.is_unconstrained, drafts, len(tokens) - 1)
+        self.updates.append(update)
+        if output.error is not None:
+            self.failed.append(ReqFailed(req.req_id, 400, output.error))
+            self.detailed.extend(TokenOut(req.req_id, token) for token in tokens[:-1])
+        elif is_complete or any(token != Token(token.id) for token in tokens):
+            added = [*tokens[:num_allowed], *map(Token, forced_ids)]
             self.detailed.extend(
-                TokenOut(req.req_id, new_token, is_complete and new_token is tokens[-1]) for new_token in tokens
+                TokenOut(req.req_id, new_token, is_complete and new_token is added[-1]) for new_token in added
             )
         else:
-            self.plain.append((req.req_id, [token.id, *forced_ids]))
+            self.plain.append((req.req_id, sampled_ids + forced_ids))
 
 
 def _plain_columns(plain: TokenOnlyRows, ids: Int64Array, counts: Int64Array | None) -> tuple[TokenColumns, Int32Array]:
@@ -186,6 +194,19 @@ def _plain_columns(plain: TokenOnlyRows, ids: Int64Array, counts: Int64Array | N
     rows = np.arange(counts.sum()) + np.repeat(plain.indices - np.cumsum(counts) + counts, counts)
     token_ids: Int32Array = ids[rows].astype(np.int32)
     return TokenColumns(plain.req_ids, token_ids, counts.astype(np.int32)), token_ids[np.cumsum(counts) - 1]
+
+
+def _without_last(columns: TokenColumns, is_missing: npt.NDArray[np.bool_]) -> TokenColumns:
+    """Without the last token of those requests whose last one is none. They keep the drafts before it."""
+    if not is_missing.any() or not len(columns.counts):
+        return columns.where(~is_missing)
+    counts = int32s(columns.counts)
+    is_kept = np.ones(len(columns.token_ids), dtype=np.bool_)
+    is_kept[(np.cumsum(counts) - 1)[is_missing]] = False
+    left = counts - is_missing
+    return TokenColumns(
+        int64s(columns.req_ids)[left > 0], int32s(columns.token_ids)[is_kept], left[left > 0].astype(np.int32)
+    )
 
 
 def _draft_columns(sampled: Sampled, drafts: HostCounts | None) -> DraftColumns:
@@ -212,11 +233,9 @@ def _failure(req_id: int, token_id: int) -> ReqFailed:
     return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
 
 
-def _advance(output: GrammarOutput, token_id: int) -> tuple[list[int], bool, str | None]:
-    """Add a sampled token. Returns the tokens that the grammar forces after it, whether the last token completes the
-    grammar, and why the sampled one is not allowed, if so."""
-    is_complete, error = output.add(token_id)
-    if error is not None:
-        return [], False, error
-    forced = list(output.forced())
-    return [forced_id for forced_id, _ in forced], forced[-1][1] if forced else is_complete, None
+def _advance(output: GrammarOutput, token_ids: list[int]) -> tuple[int, bool]:
+    """Add sampled tokens up to one that completes the grammar. Returns how many, and whether there is such a token."""
+    for count, token_id in enumerate(token_ids, start=1):
+        if output.add(token_id):
+            return count, True
+    return len(token_ids), False

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,15 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compilers_for
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
-from lightserve.messages.control import EngineInfo, StartupPhase, StartupProgress
+from lightserve.messages.control import EngineInfo, RoutedExpertsShape, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
 from lightserve.worker.rpc import Launch, StepServer
 
 if TYPE_CHECKING:
+    from lightserve.common.device import Device
+    from lightserve.common.parallel import Parallel
     from lightserve.worker.profiler import WorkerProfiler
 
 STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
@@ -34,25 +37,21 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     with compilers_for(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
+            from lightserve.worker.kv.identity import exchanged_identity
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
         platform.num_parts = child_config.config.num_cpu_parts
+        if child_config.encoder_fd is not None:
+            platform.wait_for_others = partial(_wait_closed, child_config.encoder_fd)
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
-            store: Any = f"file://{child_config.engine_path('tp')}"
-            timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
-            if child_config.store_port is not None:
-                store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)
-            sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
-            gpu = _gpu_for_peers(child_config, platform)
-            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
+            parallel = _connect(child_config, platform)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
             if child_config.config.http.enable_rl:
-                worker.add_weight_updates(config)
+                worker.add_trainer_calls(config)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config))
         if child_config.arena_fd is not None:
@@ -61,7 +60,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         profiler = _profiler(child_config, platform, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
-    vocab_size = worker.model_config.vocab_size
+    vocab_size, experts = worker.model_config.vocab_size, worker.model.routed_experts_shape
     launcher.send(
         EngineInfo(
             max_total_token_num=worker.max_total_token_num,
@@ -77,14 +76,35 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
             lora_slots=config.num_loras,
             cpu_kv=worker.cpu_kv,
-            kv_identity=worker.kv_identity,
+            kv_identity=exchanged_identity(worker.kv_identity, len(worker.kv_groups)),
             sight=worker.sight,
             sight_window=worker.model_config.window,
+            routed_experts=None if experts is None else RoutedExpertsShape(*experts),
             speculation="" if config.speculation is None else config.speculation.summary,
         )
     )
     launch = worker.launch if profiler is None else profiler.launch
     server.serve(launch, worker.pipeline_depth, call_handlers(worker, profiler))
+
+
+def _wait_closed(pipe_fd: int) -> None:
+    """Nothing is written to the pipe."""
+    while os.read(pipe_fd, 1):
+        pass
+
+
+def _connect(child_config: ChildConfig, platform: Device) -> Parallel:
+    from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
+
+    config = child_config.config.worker
+    store: Any = f"file://{child_config.engine_path('tp')}"
+    timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
+    if child_config.store_port is not None:
+        store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)
+    sizes = ParallelSizes(tp=config.attention_tp, pp=config.pp, dp=config.num_groups, ep=config.ep)
+    gpu = _gpu_for_peers(child_config, platform)
+    parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s, gpu)
+    return parallel.with_ordered_sums() if config.deterministic else parallel
 
 
 def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:

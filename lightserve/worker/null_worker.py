@@ -93,7 +93,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
     context_len = config.max_req_total_len or CONTEXT_LEN
     source = resolve(config.model_dir, needs_weights=False)
     vocab_size = model_vocab_size(source)
-    pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+    pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
     pooling_limits = None
     if pooling is not None:
         pooling_limits = PoolingLimits(pooling.size, pooling.needs_whole_prompt, pooling.is_causal, str(pooling))

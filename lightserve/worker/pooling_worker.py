@@ -82,6 +82,9 @@ class PoolingWorker(ModelWorker):
         if not step.num_rows:
             return StepResult
         packed = self._batch.pack(step, lambda shape: shape)
+        if not self.model.pp.is_last:
+            self._runner.run_stage(packed.inputs, packed.shape)
+            return StepResult  # the last stage has the results
         ended = [(row, req.req_id) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
         return partial(_result, copy_to_host(self._compute(packed)), ended)
 
@@ -107,7 +110,7 @@ def _result(copy: AsyncCopy, ended: list[tuple[int, int]]) -> StepResult:
     )
 
 
-def _answer_ids(source: ModelSource, answers: tuple[str, str]) -> list[int]:
+def _answer_ids(source: ModelSource, answers: tuple[str, ...]) -> list[int]:
     tokenizer = load_tokenizer(source)
     ids = [tokenizer.token_to_id(answer) for answer in answers]
     missing = [answer for answer, token_id in zip(answers, ids, strict=True) if token_id is None]

@@ -9,5 +9,5 @@ from lightserve.worker.worker import ModelWorker
 
 
 def worker_class(config: WorkerConfig, source: ModelSource) -> type[ModelWorker]:
-    pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+    pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
     return ModelWorker if pooling is None else PoolingWorker

@@ -91,6 +91,11 @@ class StepRunner:
             with Progress("CUDA graphs", len(shapes), unit="items") as progress:
                 self._graphs.capture(self._examples(shapes, progress))
 
+    def drop_captured(self) -> None:
+        """The addresses of the KV cache change, which they contain."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _examples(self, shapes: list[StepShape], progress: Progress) -> Iterator[tuple[StepShape, Tensor]]:
         """Shapes with their inputs. The next one is asked for when the one before is captured."""
         for shape in shapes:
@@ -189,7 +194,9 @@ class StepRunner:
         """Compute the experts of this rank in a step in which only other attention groups have tokens."""
         if any(group_tokens):
             shape = StepShape(1, 1, has_decodes=True, has_prompts=False, group_tokens=group_tokens)
-            self.hidden_states(self._batch.padding(shape), shape)
+            hidden = self.hidden_states(self._batch.padding(shape), shape)
+            if not self._model.pp.is_last:
+                self._model.send_to_next_stage(hidden)
 
     def run_stage(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
@@ -286,9 +293,13 @@ class StepRunner:
 def _state_batch(columns: StepColumns, shape: StepShape) -> ops.StateBatch | None:
     if columns.states is None:
         return None
+    states = columns.states
+    batch_of = partial(ops.StateBatch, states.start, states.read_row, states.write_row)
     if shape.num_drafts:
-        return ops.StateBatch(*columns.states, max_tokens=shape.num_drafts + 1)
-    return ops.StateBatch(*columns.states, max_tokens=shape.tokens if shape.has_prompts else 1)
+        return batch_of(max_tokens=shape.num_drafts + 1)
+    if not shape.has_prompts:
+        return batch_of(max_tokens=1)
+    return batch_of(max_tokens=shape.tokens, snapshots=ops.Snapshots(states.snapshot_row, states.snapshot_len))
 
 
 def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:
@@ -373,8 +384,10 @@ def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
     """Drafts of each of so many requests that a captured step has room for."""
     if not num_drafts:
         return ()
+    if requests < MANY_DRAFTING:
+        return (num_drafts,)
     half = num_drafts // 2
-    return (half, num_drafts) if half and requests >= MANY_DRAFTING else (num_drafts,)
+    return tuple(sorted({half, (half + num_drafts) // 2, num_drafts} - {0}))
 
 
 def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int) -> StepShape | None:

@@ -10,8 +10,7 @@ from mmap import mmap
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.checkpoint.reader import module_tensors, open_checkpoint, tensor_metadata, total_bytes
+from lightserve.common.basemodel import ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
@@ -27,11 +26,11 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
-from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import make_kv_identity, rank_identity
+from lightserve.worker.kv.memory import KvPoolMemory
 from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offload
 from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
@@ -57,6 +56,7 @@ from lightserve.worker.warm_up import (
     with_adapter,
     with_image,
 )
+from lightserve.worker.weights.files import all_metadata, with_progress
 from lightserve.worker.weights.updater import WeightUpdater
 
 OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
@@ -81,7 +81,7 @@ class ModelWorker:
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
         check_head_dim(self._platform, max(self.model_config.head_dims))
-        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
@@ -114,6 +114,7 @@ class ModelWorker:
         self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
         self.weights: WeightUpdater | None = None
+        self.kv_memory: KvPoolMemory | None = None
         self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -129,9 +130,11 @@ class ModelWorker:
         rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
 
-    def add_weight_updates(self, config: WorkerConfig) -> None:
-        """Let a trainer replace the weights."""
+    def add_trainer_calls(self, config: WorkerConfig) -> None:
+        """Let a trainer replace the weights, and use the memory of the KV cache."""
         self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank)
+        if self.pooling is None:
+            self.kv_memory = KvPoolMemory(self.model.mem_manager, self._runner, self._platform, self._device)
 
     def enable_images(self, arena: mmap) -> None:
         """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
@@ -146,7 +149,7 @@ class ModelWorker:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise RuntimeError("a role of a pooling model passed the table of combinations")
-        identity = rank_identity(self.kv_identity, args.rank)
+        identity = rank_identity(self.kv_identity, args.rank, 1 + len(self.model.mem_manager.group_sizes))
         self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
 
     @property
@@ -196,14 +199,15 @@ class ModelWorker:
             dtype=dtype,
             device=self._device,
             parallel=parallel,
-            checkpoint=of_model(_with_progress(source, self.pooling)) if has_weights else None,
+            checkpoint=of_model(with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            tensor_metadata=of_model(_metadata(source, self.pooling)) if has_weights else (),
+            tensor_metadata=of_model(all_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
             lora=lora_args(config),
+            keeps_routed_experts=config.enable_return_routed_experts,
             packed_input_bits=config.packed_input_bits,
             merged_adapter=merged_adapter(config),
             source=source,
@@ -215,8 +219,7 @@ class ModelWorker:
         remedy = "lower max_total_token_num, max_state_rows or mem_fraction"
         with explain_out_of_memory(remedy if self._batch.states else "lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(*kv_size(config, self.model, self._platform, self._launch_every_kernel))
-        self._batch.padding_slot = self.model.mem_manager.padding_slot
-        self._batch.group_padding_slots = self.model.mem_manager.group_padding_slots
+        self._batch.use_slots_of(self.model)
 
     @property
     def step_limits(self) -> StepLimits:
@@ -333,10 +336,10 @@ class ModelWorker:
         if self._drafts.needs_tokens(step):
             self._wait_for_tokens()
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
-        if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape, packed.images)
-            return StepResult  # the last stage has the tokens
         shape = packed.shape._replace(group_tokens=group_tokens)
+        if not self.model.pp.is_last:
+            self._runner.run_stage(packed.inputs, shape, packed.images)
+            return StepResult  # the last stage has the tokens
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
         plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
@@ -432,18 +435,3 @@ def _dtype(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.
 def _wanted_len(config: WorkerConfig, pooling: PoolingConfig | None) -> int | None:
     """The operator's limit, or that of sentence-transformers' files."""
     return config.max_req_total_len or (None if pooling is None else pooling.max_len)
-
-
-def _with_progress(source: ModelSource, pooling: PoolingConfig | None) -> Iterator[CheckpointTensor]:
-    with Progress("weights", total_bytes(source)) as progress:
-        for tensor in open_checkpoint(source):
-            yield tensor
-            progress.advance(tensor.tensor.nbytes)
-    if pooling is not None:
-        yield from module_tensors(source.path, pooling.module_folders)
-
-
-def _metadata(source: ModelSource, pooling: PoolingConfig | None) -> Iterator[CheckpointTensor]:
-    yield from tensor_metadata(source)
-    if pooling is not None:
-        yield from module_tensors(source.path, pooling.module_folders)

@@ -20,6 +20,11 @@ from test.api.test_restart import KINDS, clients_of
 from test.ports import free_port
 from test.waiting import wait_until
 from test.worker.kv.test_kv_transfer import NEEDS
+from test.worker.kv.test_windowed_pool import (
+    make as make_windowed,
+    prompt as windowed_prompt,
+    save_model as save_windowed_model,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -272,3 +277,34 @@ def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
 def end(server: ServerProcess) -> None:
     server.process.kill()  # its child processes exit too
     server.process.wait(STOP_S)
+
+
+@pytest.mark.tp
+def test_windows_of_prompts_come_with_their_kv_also_if_the_prefill_worker_dies(tmp_path: Path) -> None:
+    folder = save_windowed_model("gemma3_text", tmp_path)
+    prompts = [windowed_prompt(300 + number, seed=number) for number in range(6)]
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    texts = [one.text for one in make_windowed(folder, 0).generate(prompts * 2, **options)]
+    requests = [
+        {"prompt": ids, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True} for ids in prompts
+    ]
+    flags = ("--dp", "2", "--roles", "prefill,decode", "--min_remote_prefill_tokens", "128")
+    pools = ("--max_total_token_num", "4096", "--max_windowed_token_num", "1000", "--dtype", "float32")
+
+    with running_server(tmp_path / "log", "--model_dir", folder, "--device", "cpu", *pools, *flags) as server:
+        with clients_of(server) as clients:
+            found = [answer.result()[0]["text"] for answer in clients.ask(requests)]
+        received = server.settled_metrics()["kv_transfer_received_tokens_total"]
+        stop_prefill(server)
+        with clients_of(server) as clients:
+            asked = clients.ask([body | {"cache_salt": "again"} for body in requests])
+            wait_until_kv_is_wanted(server, 1)
+            kill(server, "ls-worker")
+            found += [answer.result()[0]["text"] for answer in asked]
+
+        assert found == texts
+        assert received >= 256
+        metrics = server.settled_metrics()
+        assert metrics["kv_transfer_given_up_tokens_total"] > 0
+        assert metrics["kv_transfer_recomputed_tokens_total"] == metrics["kv_used_tokens"] == 0
+        assert metrics["kv_group_used_slots/sliding_window_16"] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
-from test.api.test_speculation import PROMPTS, ask, assert_that_a_death_changes_no_text, drafts_of
+from test.api.test_speculation import PROMPTS, UNMERGED, ask, assert_that_a_death_changes_no_text, drafts_of
 from test.worker.heads import save_head
 from test.worker.test_draft_model import config_of as draft_model_config, save_draft_model
 from test.worker.test_mtp import save_model as save_mtp_model
@@ -136,6 +136,17 @@ def test_a_request_may_switch_drafts_off_and_gets_the_same(server: ServerProcess
 
         assert drafted["choices"] == without["choices"]
         assert drafts_of(without) == (0, 0)
+
+
+def test_a_prediction_is_drafted_from_beside_the_head(server: ServerProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "ab 12 ab"}], "seed": 5, "allowed_token_ids": UNMERGED}
+
+    plain = ask(server, chat, "/v1/chat/completions")
+    prediction = {"type": "content", "content": plain["choices"][0]["message"]["content"]}
+    predicted = ask(server, chat | {"prediction": prediction}, "/v1/chat/completions")
+
+    assert predicted["choices"] == plain["choices"]
+    assert drafts_of(predicted)[0] > drafts_of(plain)[0]
 
 
 def test_drafts_are_accepted_and_counted(server: ServerProcess) -> None:

@@ -17,8 +17,12 @@ from urllib.parse import urlsplit
 import pytest
 from safetensors.torch import save_file
 
+from benchmark.make_adapters import target_sizes
+from lightserve.offline.llm import LLM
+from test.api.nodes import nodes_in
 from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.api.test_restart import kill_worker, restarted
+from test.lora_files import write_adapter
 from test.models.architectures.case import build
 from test.models.architectures.cases import CASES
 from test.pooling.files import word_tokenizer
@@ -29,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.tp]
 COMPLETE = "/v1/completions"
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.7, "seed": 5}]
 LENGTHS = (3, 90, 7, 40)  # of prompts: ranks with requests of their own compute different numbers of tokens
+ADAPTERS = 4
 FLAGS = ("--device", "cpu", "--max_total_token_num", "2048")
 GROUPS = ("--tp", "2", "--ep", "2", "--enable_dp_attention")
 JSON = {"Content-Type": "application/json"}
@@ -101,8 +106,17 @@ def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.fixture(scope="module")
-def two_groups(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with running_server(tmp_path_factory.mktemp("two") / "log", *FLAGS, "--model_dir", model_dir, *GROUPS) as server:
+def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, sizes = tmp_path_factory.mktemp("adapters"), target_sizes(model_dir)
+    for number in range(ADAPTERS):
+        write_adapter(folder / f"a{number}", sizes, seed=number, strength=4.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_groups(model_dir: str, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = (*FLAGS, "--model_dir", model_dir, *GROUPS, "--lora_dir", str(adapters), "--max_loras", "2")
+    with running_server(tmp_path_factory.mktemp("two") / "log", *flags) as server:
         yield server
 
 
@@ -184,6 +198,63 @@ def test_a_rank_of_a_group_that_dies_is_replaced_with_the_others_and_no_text_cha
     wait_until(lambda: two_groups.metrics()["kv_used_tokens"] == 0)
 
 
+def test_adapters_give_the_text_of_one_rank_although_a_rank_of_a_group_dies(
+    two_groups: ServerProcess, model_dir: str, adapters: Path
+) -> None:
+    """Each group has room for two of them at a time."""
+    llm = LLM(model_dir, device="cpu", max_loras=1, max_total_token_num=2048)
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 5, "ignore_eos": True}
+    prompt = body(0, 40)["prompt"]
+    expected = [
+        llm.generate([prompt], lora=str(adapters / f"a{number}"), max_new_tokens=60, **options)[0].token_ids
+        for number in range(ADAPTERS)
+    ]
+    assert len(set(map(tuple, expected))) == ADAPTERS
+    requests = [body(0, 40, model=f"a{number}", **options) for number in range(ADAPTERS)] * 2
+    clients, restarts = Clients(two_groups), two_groups.metrics()["worker_restarts_total"]
+
+    with ThreadPoolExecutor(len(requests)) as threads:
+        waiting = [threads.submit(clients.answer, request) for request in requests]
+        wait_until(lambda: clients.events > 2 * len(waiting))
+        kill_worker(two_groups, "ls-worker-1")
+        found = [one.result() for one in waiting]
+
+    assert found == expected * 2
+    wait_until(restarted(two_groups, int(restarts) + 1))
+
+
+@pytest.mark.long  # test_nodes.py has ranks of one group on two nodes
+def test_groups_on_two_nodes_give_the_text_of_one_rank_although_the_other_node_is_killed(
+    model_dir: str, of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    with nodes_in(tmp_path, 2, *FLAGS, "--model_dir", model_dir, *GROUPS) as nodes:
+        other, first = nodes.start(1), nodes.start(0)
+        nodes.wait_ready(first)
+        assert list(other.processes()) == ["ls-worker-1"]
+
+        def kill_and_start() -> None:
+            other.process.kill()
+            other.process.wait()
+            nodes.start(1)
+
+        assert answers(first, then=kill_and_start) == of_one_rank, nodes.logs()
+        wait_until(lambda: all(first.metrics()[name] == 0 for name in KV_USED))
+
+
+@pytest.mark.long  # four workers; test/router/kv/test_cached_blocks.py and --dp without groups have the parts of it
+def test_two_engines_of_two_groups_give_the_text_of_one_rank_although_a_router_dies(
+    model_dir: str, of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", model_dir, *GROUPS, "--dp", "2") as server:
+        assert answers(server) == of_one_rank
+        router = server.processes()["ls-router-1"][0]
+
+        assert answers(server, then=router.kill) == of_one_rank
+
+        wait_until(lambda: "engine 1 is back" in server.log)
+        assert server.stop() == 0
+
+
 def test_every_group_has_the_pinned_prefixes_also_after_a_rank_died(model_dir: str, tmp_path: Path) -> None:
     text = " ".join(f"w{5 + i % 50}" for i in range(70))
     (tmp_path / "prompts.json").write_text(json.dumps({"support": text}))
@@ -214,6 +285,20 @@ def test_a_stopped_server_finishes_the_requests_of_all_groups(
 
     assert codes == [0]
     assert last == of_one_rank
+
+
+@pytest.mark.long
+def test_groups_with_stages_give_the_text_of_one_rank_although_a_stage_dies(
+    model_dir: str, of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", model_dir, *GROUPS, "--pp", "2") as server:
+        assert answers(server) == of_one_rank
+        assert [Clients(server).answer(request) for request in bodies()[:4]] == of_one_rank[:4]  # one group has nothing
+
+        assert answers_although_killed(server, "ls-worker-3") == of_one_rank
+
+        wait_until(restarted(server, 1))
+        assert server.stop() == 0
 
 
 @pytest.mark.long

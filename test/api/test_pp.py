@@ -5,18 +5,24 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark.make_adapters import target_sizes
+from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import answers, clients_of, kill_worker, restarted, sixteen
+from test.lora_files import write_adapter
 from test.test_numerics import save_spoilt_model
 from test.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.tp]
 
+ADAPTERS = 4
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FLAGS = ("--device", "cpu", "--max_total_token_num", "4096")
 Interval = tuple[float, float]
 
@@ -34,9 +40,18 @@ def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.fixture(scope="module")
-def two_stages(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, sizes = tmp_path_factory.mktemp("adapters"), target_sizes(model_dir)
+    for number in range(ADAPTERS):
+        write_adapter(folder / f"a{number}", sizes, seed=number, strength=8.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_stages(model_dir: str, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("pp")
-    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--profile_dir", str(folder / "profiles"))
+    folders = ("--profile_dir", str(folder / "profiles"), "--lora_dir", str(adapters))
+    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", *folders, "--max_loras", "2")
     with running_server(folder / "log", *flags) as server:
         yield server
 
@@ -65,6 +80,30 @@ def test_a_stage_that_dies_is_replaced_with_the_others_and_no_text_changes(
     wait_until(restarted(two_stages, times))
     two_stages.wait_for_log(f"model worker {times - 1} died (signal 9); restarting the workers")
     wait_until(lambda: two_stages.metrics()["kv_used_tokens"] == 0)
+
+
+def test_adapters_give_the_text_of_one_rank_in_two_stages_although_one_is_killed(
+    two_stages: ServerProcess, model_dir: str, adapters: Path
+) -> None:
+    """There is room for two of them at a time."""
+    names = [f"a{number}" for number in range(ADAPTERS)]
+    llm = LLM(model_dir, device="cpu", max_loras=1, max_total_token_num=512)
+    options: dict[str, Any] = {"temperature": 0.3, "seed": 3, "ignore_eos": True}
+    expected = [
+        llm.generate([PROMPT], lora=str(adapters / name), max_new_tokens=40, **options)[0].text for name in names
+    ]
+    assert len(set(expected)) == ADAPTERS
+    bodies = [{"model": name, "prompt": PROMPT, "max_tokens": 40, **options} for name in names]
+    restarts = two_stages.log.count("restarting the workers")
+
+    with ThreadPoolExecutor(ADAPTERS) as threads:
+        found = [threads.submit(two_stages.post, "/v1/completions", body) for body in bodies * 2]
+        wait_until(lambda: two_stages.metrics()["generation_tokens_total"] > 0)
+        kill_worker(two_stages, "ls-worker-1")
+        texts = [response.result()[1]["choices"][0]["text"] for response in found]
+
+    assert texts == expected * 2
+    wait_until(lambda: two_stages.log.count("restarting the workers") == restarts + 1)
 
 
 def test_a_profile_shows_both_stages_at_work_at_once(two_stages: ServerProcess) -> None:

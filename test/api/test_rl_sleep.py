@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 
 from benchmark.models import TINY, save_model
-from test.api.server import ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-LONG = 1500
+LONG = 1500  # runs until it is aborted
+KEPT = 250  # tokens: more than come before a sleep that follows the first one
 
 
 @pytest.fixture(scope="module")
@@ -55,24 +58,42 @@ def workers(server: ServerProcess) -> int:
     return sum(len(found) for name, found in server.processes().items() if "worker" in name)
 
 
+class Stream:
+    """A request whose first token has come."""
+
+    def __init__(self, server: ServerProcess, tokens: int) -> None:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling, "stream": True}).encode()
+        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+        self._response = urllib.request.urlopen(request, timeout=RESPONSE_S)
+        self.first = json.loads(self._response.readline().removeprefix(b"data: "))
+
+    def output_ids(self) -> list[int]:
+        """Wait for its end. An event has all tokens so far."""
+        events = [line for line in self._response if line.startswith(b"data: {")]
+        ids: list[int] = json.loads(events[-1].removeprefix(b"data: "))["output_ids"]
+        return ids
+
+
 def test_a_kept_request_goes_on_after_a_sleep_with_the_same_text(
     server: ServerProcess, clients: ThreadPoolExecutor
 ) -> None:
-    whole = generate(server, LONG)["output_ids"]
+    whole = generate(server, KEPT)["output_ids"]
     restarts = server.metrics()["worker_restarts_total"]
-    running = start(server, clients)
+    running = Stream(server, KEPT)
 
     status, slept = server.post("/sleep?level=1&mode=keep", {})
 
     assert (status, slept) == (200, {"status": "sleeping", "level": 1, "method": "workers_stopped"})
     assert workers(server) == 0
-    assert not running.done()
+    assert 0 < len(running.first["output_ids"]) < KEPT
     waiting = clients.submit(generate, server, 3)
     wait_until(lambda: not server.is_healthy())
     status, woken = server.post("/wake_up", {})
+    assert server.is_healthy()  # at once: trainers look at it
     assert (status, woken["status"], woken["method"]) == (200, "awake", "workers_stopped")
     assert woken["seconds"] > 0
-    assert running.result()["output_ids"] == whole
+    assert running.output_ids() == whole
     assert waiting.result()["output_ids"] == whole[:3]
     assert server.metrics()["worker_restarts_total"] == restarts
     server.wait_for_log("awake: the workers are ready after")
@@ -81,7 +102,7 @@ def test_a_kept_request_goes_on_after_a_sleep_with_the_same_text(
 def test_tags_are_released_and_resumed_one_after_the_other(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
     running = start(server, clients)
 
-    assert server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) == (200, None)
+    assert server.post("/release_memory_occupation", {}) == (200, None)
 
     assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
     assert workers(server) == 0
@@ -93,11 +114,35 @@ def test_tags_are_released_and_resumed_one_after_the_other(server: ServerProcess
     assert len(waiting.result()["output_ids"]) == 3
 
 
-def test_releasing_the_kv_cache_alone_keeps_the_workers(server: ServerProcess) -> None:
-    assert server.post("/release_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
-    assert workers(server) > 0
-    assert server.post("/resume_memory_occupation", {})[0] == 200
-    assert len(generate(server, 3)["output_ids"]) == 3
+def test_the_kv_cache_alone_is_freed_and_taken_again(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
+    whole = generate(server, KEPT)["output_ids"]
+    running = Stream(server, KEPT)
+    before = server.processes()["ls-worker"]
+
+    assert server.post("/release_kv_cache_memory?mode=keep", {}) == (200, {"status": "kv_cache_released"})
+
+    waiting = clients.submit(generate, server, 3)
+    wait_until(lambda: server.metrics()["num_requests_waiting"] == 2)
+    status, woken = server.post("/wake_up?tags=kv_cache", {})
+    assert (status, woken["status"], woken["method"]) == (200, "awake", "kv_freed")
+    assert server.processes()["ls-worker"] == before
+    assert running.output_ids() == whole
+    assert waiting.result()["output_ids"] == whole[:3]
+
+
+def test_workers_that_die_without_their_kv_cache_come_back_with_it(
+    server: ServerProcess, clients: ThreadPoolExecutor
+) -> None:
+    whole = generate(server, 3)["output_ids"]
+    assert server.post("/release_memory_occupation", {"tags": ["kv_cache"]}) == (200, None)
+    restarts = server.metrics()["worker_restarts_total"]
+
+    server.processes()["ls-worker"][0].send_signal(signal.SIGKILL)
+
+    wait_until(lambda: server.metrics()["worker_restarts_total"] > restarts)
+    waiting = clients.submit(generate, server, 3)
+    assert server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    assert waiting.result()["output_ids"] == whole
 
 
 def test_an_unknown_tag_is_named(server: ServerProcess) -> None:

@@ -30,6 +30,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.4, "seed": 6, "ignore_eos": False, "min_tokens": 9},
     {"temperature": 0, "watermark": True, "bad_words": ["ab1"]},
     {"temperature": 0, "guided_regex": "(ab|[0-9]){2,30}"},
+    {"temperature": 0.7, "seed": 7, "guided_json": {"type": "array", "items": {"enum": ["ab", "a1"]}, "maxItems": 9}},
+    {"temperature": 0, "logprobs": 2, "guided_choice": ["a dead extra text", "beta"]},
     {"temperature": 0, "num_beams": 3, "max_tokens": 10},
 ]
 
@@ -141,6 +143,7 @@ def assert_that_a_death_changes_no_text(server: ServerProcess, **fields: Any) ->
         for prompt in PROMPTS
         for temperature in (0, 0.5)
     ]
+    num_restarts = server.log.count("a new model worker is ready")
     with clients_of(server) as clients:
         expected = [response.result()[0]["text"] for response in clients.ask(bodies)]
         events = clients.events
@@ -150,12 +153,13 @@ def assert_that_a_death_changes_no_text(server: ServerProcess, **fields: Any) ->
         texts = [response.result()[0]["text"] for response in responses]
 
     assert texts == expected
-    wait_until(restarted(server, 1))
+    wait_until(restarted(server, num_restarts + 1))
     wait_until(lambda: server.metrics()["kv_used_tokens"] == server.metrics()["kv_pinned_tokens"])
 
 
-def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess) -> None:
-    assert_that_a_death_changes_no_text(server)
+@pytest.mark.parametrize("fields", [{}, {"guided_regex": "(ab|[0-9]|a dead end, ){200,}"}], ids=["text", "grammar"])
+def test_a_worker_that_dies_in_the_middle_changes_no_text(server: ServerProcess, fields: dict[str, Any]) -> None:
+    assert_that_a_death_changes_no_text(server, **fields)
 
 
 def test_attention_groups_draft_each_for_themselves(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ LAYOUTS = {
 }
 
 
-def filled(layout: KvLayout, device: torch.device) -> MemoryManager:
-    memory = MemoryManager(SIZE, layout, device)
+def filled(layout: KvLayout, device: torch.device, group_sizes: tuple[int, ...] = ()) -> MemoryManager:
+    memory = MemoryManager(SIZE, layout, device, group_sizes)
     for buffer in (*memory.buffers, *memory.scale_buffers.values()):
         words = buffer.view(torch.uint8)
         words.copy_(torch.randint(0, 256, words.shape, dtype=torch.uint8, device="cpu"))

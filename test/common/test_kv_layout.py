@@ -198,3 +198,21 @@ def test_a_part_of_the_layers_keeps_its_keys_that_choose_tokens() -> None:
 def test_keys_that_choose_tokens_of_no_layer_are_refused(layers: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KvLayout((LATENTS, KvGroup(layers, 1, 16, 0, BF16, is_index=True)))
+
+
+def test_released_memory_is_taken_again_by_the_same_tensors() -> None:
+    manager = MemoryManager(4, RECURRENT, CPU, state_rows=5)
+    layers = [manager.layer(layer) for group in RECURRENT.groups for layer in group.layers]
+    storages = [
+        tensor.untyped_storage() for tensor in (*manager.buffers, *(t for ts in manager.state_buffers for t in ts))
+    ]
+    before = [storage.nbytes() for storage in storages]
+
+    manager.release()
+    assert [storage.nbytes() for storage in storages] == [0] * len(before)
+    manager.restore()
+
+    assert [storage.nbytes() for storage in storages] == before
+    for layer in layers:
+        layer.fill_(1)
+    assert all(bool((buffer == 1).all()) for buffer in manager.buffers)

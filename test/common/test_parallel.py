@@ -56,6 +56,33 @@ def test_an_expert_group_that_does_not_divide_the_ranks_is_refused() -> None:
         ParallelSizes(tp=2, pp=2, ep=4)
 
 
+def _sum_in_order(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    parallel = connect_ranks(rank, ParallelSizes(tp=4), f"file://{folder}/store", "gloo").with_ordered_sums()
+    x = torch.randn(32, 500, generator=torch.Generator().manual_seed(rank))
+    rows = parallel.tp.all_reduce(x.clone())
+    alone = torch.cat([parallel.tp.all_reduce(row.clone()) for row in x.view(32, 1, 500)])
+    scattered = parallel.tp.reduce_scatter_rows(x.clone())
+    half = parallel.tp.all_reduce(x.bfloat16())
+    torch.save((x, rows, alone, scattered, half), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.tp
+def test_ordered_sums_of_a_row_have_the_same_bits_among_other_rows_and_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_sum_in_order, 4, str(tmp_path))
+
+    saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    xs = [x for x, *_ in saved]
+    expected = ((xs[0] + xs[1]) + xs[2]) + xs[3]
+    for rank, (_, rows, alone, scattered, half) in enumerate(saved):
+        assert torch.equal(rows, expected)
+        assert torch.equal(alone, expected)
+        assert torch.equal(scattered, expected[rank * 8 :][:8])
+        of_half = sum((x.bfloat16().float() for x in xs), torch.zeros(()))
+        assert torch.equal(half, of_half.bfloat16())
+
+
 def _run_rank(rank: int, sizes: ParallelSizes, folder: str) -> None:
     torch.set_num_threads(1)
     parallel = connect_ranks(rank, sizes, f"file://{folder}/store", "gloo")

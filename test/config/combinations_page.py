@@ -15,7 +15,6 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "combinations.md"
 # of features that are not a flag with their name
 TITLES = {
     "drafted_states": "`--speculative_config` with a model that has recurrent layers",
-    "more_than_two_ranks": "`--tp` above 2",
     "attention_dp": "attention groups (`--attention_dp`, `--enable_dp_attention`)",
     "ranks": "`--tp` or `--pp`",
     "dummy": "`--load_format dummy`",
@@ -23,7 +22,6 @@ TITLES = {
     "draft_head": "`--speculative_config` with a head",
     "gateway": "a gateway (`--engines`, `--engines_file`)",
     "roles": "prefill and decode roles (`--roles`, `--role`)",
-    "no_rl": "a server without `--enable_rl`",
     "engine_flag": "a flag of engines",
     "http_flag": "a flag of HTTP",
     "http_address": "`--host` or `--port`",
@@ -34,7 +32,6 @@ TITLES = {
     "latent_attention": "a model with latent attention",
     "no_experts": "a model without experts",
     "no_windows": "a model without sliding windows",
-    "windowed_pool": "a model with a second KV pool for its windows",
     "states": "a model with recurrent layers",
     "no_states": "a model without recurrent layers",
     "transformers": "a model that transformers runs",

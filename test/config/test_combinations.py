@@ -65,7 +65,14 @@ RECURRENT = {
 MODELS: dict[str, dict[str, Any]] = {
     "experts": {"model_type": "qwen3_moe", **SHAPE, **EXPERTS},
     "dense": {"model_type": "llama", **SHAPE},
-    "windows": {"model_type": "mistral", **SHAPE, "sliding_window": 16},
+    "windows": {
+        "model_type": "gpt_oss",
+        **SHAPE,
+        "head_dim": 8,
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "latents": {"model_type": "deepseek_v2", **SHAPE, **LATENTS},
     "recurrent": {"model_type": "qwen3_next", **SHAPE, **EXPERTS, **RECURRENT},
     "encoder": {"model_type": "bert", "architectures": ["BertModel"], **SHAPE, "layer_norm_eps": 1e-6},
@@ -85,6 +92,8 @@ MODEL_OF = {
     "transformers": "unknown",
     "windowed_pool": "windows",
 }
+# of flags that only some models take: a pair is checked with such a model, unless the other feature is of another one
+MODEL_FOR = {"max_state_rows": "recurrent", "max_windowed_token_num": "windows"}
 MODELS_OF_BOTH = {frozenset({"encoder", "unknown"}): "unknown_classifier"}
 
 
@@ -141,8 +150,9 @@ def examples(folder: Path) -> dict[str, Flags]:
         "lora": {"max_loras": 2},
         "max_state_rows": {"max_state_rows": 64},
         "max_windowed_token_num": {"max_windowed_token_num": 64},
-        "merge_lora": {"merge_lora": folder / "adapter"},
         "more_than_two_ranks": {"tp": 4},
+        "weights_dir": {"weights_dir": folder, "enable_rl": True},
+        "merge_lora": {"merge_lora": folder / "adapter"},
         "nnodes": {"tp": 2, "nnodes": 2, **node},
         "ops_backend": {"ops_backend": "fast_ops"},
         "packed_input_bits": {"packed_input_bits": 8},
@@ -156,7 +166,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},
-        "weights_dir": {"weights_dir": folder},
+        "enable_return_routed_experts": {"enable_return_routed_experts": True},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},
     }
 
@@ -177,7 +187,10 @@ def combined(folder: Path, first: Flags, second: Flags, model: str) -> list[str]
 def model_of(*features: Feature) -> str | None:
     """Which model has these features; None: no single one has them."""
     names = {MODEL_OF[feature.name] for feature in features if feature.name in MODEL_OF}
-    return MODELS_OF_BOTH.get(frozenset(names)) if len(names) > 1 else next(iter(names), "experts")
+    if len(names) > 1:
+        return MODELS_OF_BOTH.get(frozenset(names))
+    wanted = (MODEL_FOR[feature.name] for feature in features if feature.name in MODEL_FOR)
+    return next(iter(names), next(wanted, "experts"))
 
 
 def expected(line: list[str]) -> str | None:
@@ -208,7 +221,9 @@ def refusal(line: list[str]) -> str | None:
     return None
 
 
-SERVER_FEATURES = [feature for feature in FEATURES if feature is not OFFLINE]
+# features that combine with all others: no row has them
+FREE = [Feature(name, lambda setup: "") for name in ("more_than_two_ranks", "weights_dir", "windowed_pool")]
+SERVER_FEATURES = [*(feature for feature in FEATURES if feature is not OFFLINE), *FREE]
 
 
 @pytest.mark.parametrize("feature", SERVER_FEATURES, ids=lambda feature: feature.name)
@@ -270,14 +285,6 @@ def test_an_llm_reads_the_table_before_it_loads_weights(folder: Path, options: d
     assert str(error.value).startswith(found)
 
 
-@pytest.mark.parametrize(
-    ("length", "flags", "is_refused"),
-    [(512, [], True), (512, ["--max_windowed_token_num=0"], False), (64, [], False)],
-)
-def test_windows_exclude_roles_only_if_they_may_have_a_pool(
-    folder: Path, examples: dict[str, Flags], length: int, flags: list[str], is_refused: bool
-) -> None:
-    model = [f"--model_dir={folder / 'windows'}", f"--max_req_total_len={length}", *flags]
-    line = [*command(examples["roles"]), *model]
-
-    assert (refusal(line) is not None) is is_refused
+def test_weights_of_a_folder_need_trainers(folder: Path) -> None:
+    with pytest.raises(OptionError, match="--weights_dir needs --enable_rl"):
+        parse_server([f"--weights_dir={folder}"])

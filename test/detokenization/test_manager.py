@@ -17,6 +17,7 @@ from lightserve.messages.output import (
     Admission,
     BatchStrOut,
     BatchTokenIdOut,
+    EmbeddingOut,
     MetricsSnapshot,
     RequestDrafts,
     RouterStats,
@@ -130,6 +131,22 @@ def test_streamed_text_equals_the_text_decoded_at_once(tmp_path: Path) -> None:
         assert detokenizer.outs()[0].admission == Admission(0.5, 3)
         assert detokenizer.outs()[0].token.top_logprobs == [(5, -2.0)]
         assert detokenizer.outs()[-1].finish_reason is FinishReason.LENGTH
+        assert detokenizer.manager.num_open == 0
+
+    check(scenario, tmp_path)
+
+
+def test_the_result_of_a_pooling_request_ends_it(tmp_path: Path) -> None:
+    """A dispatcher announces it as one that gets text."""
+
+    async def scenario(detokenizer: Detokenizer) -> None:
+        result = EmbeddingOut(SECOND, b"1234", Admission(0.5, 3))
+        detokenizer.send(new=[text_req(SECOND)])
+        detokenizer.inbox.send(BatchTokenIdOut(embeddings=[result]))
+
+        await until(lambda: bool(detokenizer.received[1]))
+
+        assert detokenizer.received == [[], [BatchStrOut(embeddings=[result])]]
         assert detokenizer.manager.num_open == 0
 
     check(scenario, tmp_path)

@@ -116,6 +116,9 @@ class FakeGraphs(Generic[Key, Out]):
             self._function(example, key)
             self._inputs[key] = example
 
+    def clear(self) -> None:
+        self._inputs.clear()
+
     def replay(self, key: Key, inputs: Tensor) -> Out:
         record("replay of a graph")
         return self._function(self._inputs[key].copy_(inputs), key)

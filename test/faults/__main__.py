@@ -98,8 +98,9 @@ def run_all(args: argparse.Namespace) -> list[bool]:
             outcomes += run_cases(GROUP_CASES, groups.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STATE_CASES, states.worker_flags(Path(base)), args)
-        with tempfile.TemporaryDirectory() as base:
-            outcomes += run_cases(DRAFT_CASES, drafts.worker_flags(Path(base)), args)
+        for drafter in drafts.DRAFTERS:
+            with tempfile.TemporaryDirectory() as base:
+                outcomes += run_cases(DRAFT_CASES, drafts.worker_flags(Path(base), drafter), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:

@@ -78,9 +78,9 @@ def state_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         yield pool
 
 
-@pytest.fixture(scope="module")
-def draft_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    with ServerPool(drafts.worker_flags(tmp_path_factory.mktemp("drafts"))) as pool:
+@pytest.fixture(scope="module", params=drafts.DRAFTERS)
+def draft_server_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(drafts.worker_flags(tmp_path_factory.mktemp("drafts"), request.param)) as pool:
         yield pool
 
 

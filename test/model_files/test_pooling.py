@@ -104,7 +104,9 @@ def test_sentence_transformers_files_are_read(tmp_path: Path) -> None:
         (of_class(LLAMA, "LlamaForSequenceClassification", id2label={"a": "b"}), {}, "id2label"),
         (of_class(LLAMA, "LlamaForRewardModel"), {}, "supported: internlm2, qwen2"),
         ({**BERT, "hidden_size": "x"}, {}, "hidden_size is 'x'"),
-        ({**LLAMA, "classifier_from_token": ["no"]}, {}, "not a list of two tokens"),
+        ({**LLAMA, "classifier_from_token": ["no", "yes", "so"]}, {}, "not a list of one or two tokens"),
+        (LLAMA, {"task": "generate", "score_template": "zerank"}, "set --task score"),
+        (LLAMA, {"task": "embed", "score_template": "zerank"}, "does not score pairs"),
     ],
 )
 def test_a_wrong_config_or_flag_is_refused_by_name(hf: dict[str, Any], flags: dict[str, str], message: str) -> None:

@@ -27,6 +27,7 @@ from lightserve.parity.compare import row_errors
 from test.models.architectures import hybrid
 from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
+from test.models.architectures.covering import SAMPLE, sampled
 from test.models.session import Session
 from test.models.tiny import build_model
 from test.ranks import run_ranks
@@ -53,9 +54,7 @@ PROMPT = LONG.first
 SHORT = Prompts(PROMPT[:50], 20, 30, LONG.other)
 DEADLINE_S = 600.0  # of two ranks with all architectures; 18 of them took 46 s on two cores with a load of 17
 ONE_RANK = RankGroup()
-# the first case of an architecture; a case of its options has a name such as qwen2-pruned
-FIRST_CASES = [name for name in CASES if "-" not in name or name.partition("-")[0] not in CASES]
-SPLIT_CASES = {name: case for name, case in CASES.items() if case.divides_among_ranks}
+SPLIT_CASES = [name for name, case in CASES.items() if case.divides_among_ranks]
 
 
 @pytest.fixture(params=["triton" if ON_GPU else "cpu"], autouse=True)
@@ -111,9 +110,7 @@ def test_chunks_cached_prefixes_and_decode_give_the_logits_of_transformers(name:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if ON_GPU else [torch.float16])
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST_CASES or ON_GPU else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES if ON_GPU else sampled([*CASES]))
 def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
     is_hybrid = name in hybrid.CASES
     tiny = build(hybrid.with_all_experts(CASES[name]) if is_hybrid else CASES[name], dtype)
@@ -124,11 +121,11 @@ def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype
     assert_same(ours, theirs, dtype, MOST_ROWS if may_differ else 1.0)
 
 
-def _run_rank(rank: int, folder: str) -> None:
+def _run_rank(rank: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     ops.use_backend("cpu")
     tp = connect_ranks(rank, ParallelSizes(tp=2), f"file://{folder}/store", "gloo").tp
-    for name in SPLIT_CASES:
+    for name in names:
         tiny = Tiny(None, *torch.load(f"{folder}/{name}.pt", weights_only=True))
         torch.save(all_logits(tiny, SHORT, tp), f"{folder}/{name}.{rank}.pt")
     dist.destroy_process_group()
@@ -137,16 +134,24 @@ def _run_rank(rank: int, folder: str) -> None:
 @pytest.mark.tp
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="it needs two devices")
-def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in SPLIT_CASES if name in SAMPLE],
+        pytest.param([name for name in SPLIT_CASES if name not in SAMPLE], marks=pytest.mark.long),
+    ],
+    ids=["sample", "rest"],
+)
+def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path, names: list[str]) -> None:
     """All architectures in one test, because the processes take longer to start than to compute."""
     expected = {}
-    for name, case in SPLIT_CASES.items():
-        tiny = build(case)
+    for name in names:
+        tiny = build(CASES[name])
         expected[name] = expected_logits(tiny, SHORT)
         torch.save((tiny.config_json, tiny.tensors), tmp_path / f"{name}.pt")
 
-    run_ranks(_run_rank, 2, str(tmp_path), deadline_s=DEADLINE_S)
+    run_ranks(_run_rank, 2, str(tmp_path), names, deadline_s=DEADLINE_S)
 
-    for name in SPLIT_CASES:
+    for name in names:
         for rank in range(2):
             assert_same(torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True), expected[name])

@@ -59,7 +59,7 @@ def test_the_first_linear_of_a_recurrent_layer_stays_packed(tmp_path: Path) -> N
 
     mixer = layer_of(model_of(packed(source)), 0).mixer
 
-    assert isinstance(mixer.qkvz_proj.method, QuantizedLinear)
+    assert isinstance(mixer.in_proj.method, QuantizedLinear)
     assert not isinstance(mixer.out_proj.method, QuantizedLinear)
 
 

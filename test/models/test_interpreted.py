@@ -66,7 +66,13 @@ def test_kernels_in_the_interpreter_give_the_logits_of_transformers(name: str) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.skipif(ON_GPU, reason="test_architectures.py runs the kernels there")
-@pytest.mark.parametrize("name", ["falcon_h1-norm", "kimi_linear", "lfm2", "qwen3_5_text", "nemotron_h-experts"])
+@pytest.mark.parametrize(
+    "name",
+    [  # one with each kind of state; test/ops/state interprets every kernel of them
+        *("falcon_h1-norm", "lfm2", "qwen3_5_text"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("kimi_linear", "nemotron_h-experts")),
+    ],
+)
 def test_kernels_of_recurrent_layers_give_the_logits_of_transformers(name: str) -> None:
     tiny = build(CASES[name])
     session = Session(build_model(tiny.config_json, tiny.checkpoint()))

@@ -320,7 +320,7 @@ def test_the_large_linears_of_a_mixer_are_quantised_while_they_are_loaded(kind: 
     model = get_model_class("qwen3_next")(replace(args, config=config))
 
     mixer = model.layer_weights[0].mixer
-    methods = [getattr(mixer, name).method for name in ("qkvz_proj", "out_proj", "ba_proj")]
+    methods = [getattr(mixer, name).method for name in ("in_proj", "out_proj", "ba_proj")]
     assert [type(method) for method in methods[2:]] == [UnquantizedLinear]
     assert all(isinstance(method, QuantizedLinear) for method in methods[:2])
     expected, logits = Session(model_of(tiny)).step({0: PROMPT}), Session(model).step({0: PROMPT})

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import ModelInput
+from lightserve.common.basemodel import LoraArgs, ModelInput
+from lightserve.models.registry import get_model_class
 from test.models.architectures.case import Tiny, build, hf_logits
 from test.models.architectures.moe import CASES
 from test.models.session import Session
 from test.models.test_architectures import ON_GPU, TOLERANCE
-from test.models.tiny import build_model
+from test.models.tiny import ONE_RANK, build_model, model_args
 
 PROMPT = [5, 17, 3, 99, 42, 8, 1, 77, 2]
 OTHER = [64, 7, 11]
@@ -56,6 +58,19 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(name: str) -> None
 
     for one, two in zip(expected, both, strict=True):
         assert torch.equal(one[-1], two[-1])
+
+
+def test_a_shared_expert_with_a_gate_is_one_of_the_experts_unless_it_takes_adapters() -> None:
+    tiny = build(CASES["qwen2_moe-norm"])
+    args = [model_args(tiny.config_json, tiny.checkpoint(), ONE_RANK) for _ in range(2)]
+    args[1] = replace(args[1], lora=LoraArgs(1, 8))
+
+    alone, apart = (get_model_class("qwen2_moe")(each).layer_weights[1].ffn for each in args)  # type: ignore[attr-defined]
+
+    assert alone.shared is alone.shared_gate is None
+    assert alone.experts.method.params.num_experts == tiny.hf.config.num_experts + 1
+    assert apart.shared is not None
+    assert apart.experts.method.params.num_experts == tiny.hf.config.num_experts
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss"])

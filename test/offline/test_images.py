@@ -125,3 +125,19 @@ def test_an_llm_without_a_vision_tower_refuses_images(vision_model: tuple[str, A
     options: dict[str, Any] = {"device": "cpu", "max_total_token_num": 500}
     with LLM(vision_model[0], limit_mm_per_prompt={"image": 0}, **options) as llm, pytest.raises(TextOnlyError):
         llm.chat([says({"type": "image", "image": picture(60, 60)})], **FIELDS)
+
+
+def test_a_video_is_a_list_of_frames_or_an_animation(llm: LLM, tmp_path: Path) -> None:
+    frames = [picture(84, 112, number) for number in range(4)]
+    path = tmp_path / "wave.png"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+    forms: list[dict[str, Any]] = [
+        {"type": "video", "video": frames, "fps": 2},
+        {"type": "video", "video": str(path)},
+        {"type": "video_url", "video_url": {"url": f"file://{path}"}},
+    ]
+
+    outs = llm.chat([says(form, text("w40")) for form in forms], **FIELDS)
+
+    assert len({out.text for out in outs}) == 1
+    assert [out.prompt_ids for out in outs] == [[1, START, *[PAD] * 24, END, 40, 2]] * 3

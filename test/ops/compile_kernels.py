@@ -236,12 +236,14 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
 
 def compile_state(dtype: torch.dtype) -> None:
     """With the sizes of Qwen3-Next, Kimi-Linear and Nemotron-H; prompts and decodes."""
-    prompt: list[Request] = [(64, NO_ROW, 0)]
+    prompt: list[Request] = [(64, NO_ROW, 0, 1, 63)]  # with a snapshot, as in all steps with prompts
     for by_channel in (False, True):
         ops.gated_delta_rule.impls["triton"](*delta_args(prompt, (1, 2, 128, 128), dtype, "cpu", by_channel))
     ops.mamba_scan.impls["triton"](*mamba_args(prompt, (1, 2, 64, 128), dtype, "cpu"))
-    for tokens in (1, 64):
-        ops.causal_conv1d.impls["triton"](*conv_args([(tokens, 0, 0)], 8192, dtype, "cpu"))
+    decode: list[Request] = [(1, 0, 0)]
+    ops.gated_delta_rule.impls["triton"](*delta_args(decode, (1, 2, 128, 128), dtype, "cpu"))
+    for requests in (decode, prompt):
+        ops.causal_conv1d.impls["triton"](*conv_args(requests, 8192, dtype, "cpu"))
 
 
 def compile_linear(dtype: torch.dtype) -> None:
@@ -289,7 +291,8 @@ def compile_experts(dtype: torch.dtype) -> None:
     ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
     ops.experts.impls["triton"](x, ids, weights, params)
     pairs = sort_pairs(ids, 32, 16)
-    sort_pairs(torch.zeros(600, 2, dtype=torch.int32), 32, 16)
+    for tokens in (30, 1200):  # other tiles, other kernels
+        sort_pairs(torch.zeros(tokens, 2, dtype=torch.int32), 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)

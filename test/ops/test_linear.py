@@ -87,6 +87,8 @@ def test_linear_in_either_way_adds_a_bias(config: linear.Config, dtype: torch.dt
         (1, 4096, 14336, linear.NARROW),
         (8, 4096, 4096, linear.NARROW),
         (4, 1024, 2048, linear.SMALL),
+        (8, 520, 2048, linear.SMALL),
+        (8, 256, 2048, None),
         (9, 4096, 4096, linear.WIDE),
         (8, 6144, 4096, linear.WIDE),
         (16, 3584, 18944, linear.NARROW),

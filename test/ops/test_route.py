@@ -24,6 +24,8 @@ SPECS = {
     "groups of one": (8, replace(V3, top_k=2)),
     "minimax": (48, RouteSpec(4, "sigmoid", renormalize=True)),
     "shared": (16, RouteSpec(3, renormalize=True, scale=2.0, num_shared=2)),
+    "shared with a gate": (16, RouteSpec(3, renormalize=True, num_shared=1, gates_shared=True)),
+    "two shared with a gate": (9, RouteSpec(2, "sigmoid", scale=1.5, num_shared=2, gates_shared=True)),
     "many": (512, RouteSpec(8, renormalize=True)),
 }
 each_spec = pytest.mark.parametrize(("experts", "spec"), SPECS.values(), ids=SPECS)
@@ -31,10 +33,14 @@ each_spec = pytest.mark.parametrize(("experts", "spec"), SPECS.values(), ids=SPE
 
 def route_by_lists(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> list[tuple[list[int], list[float]]]:
     """By sorted lists, a token at a time."""
+    gates = [1.0] * len(logits)
+    if spec.gates_shared:
+        logits, last = logits[:, :-1], logits[:, -1]
+        gates = last.double().sigmoid().tolist()
     scores = logits.double().softmax(-1) if spec.score == "softmax" else logits.double().sigmoid()
     size = logits.shape[1] // spec.groups
     routed = []
-    for row in scores.tolist():
+    for row, gate in zip(scores.tolist(), gates, strict=True):
         choice = [score + (0.0 if bias is None else float(bias[i])) for i, score in enumerate(row)]
         groups = [sorted(choice[first : first + size], reverse=True) for first in range(0, len(row), size)]
         counted = 2 if spec.group_score == "top2" else 1
@@ -42,14 +48,14 @@ def route_by_lists(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> list
         experts = sorted((i for i in range(len(row)) if i // size in best), key=lambda i: -choice[i])[: spec.top_k]
         total = sum(row[i] for i in experts) if spec.renormalize else 1.0
         shared = list(range(len(row), len(row) + spec.num_shared))
-        routed.append((experts + shared, [row[i] / total * spec.scale for i in experts] + [1.0] * len(shared)))
+        routed.append((experts + shared, [row[i] / total * spec.scale for i in experts] + [gate] * len(shared)))
     return routed
 
 
 @each_spec
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_definition_chooses_as_sorted_lists_do(experts: int, spec: RouteSpec, has_bias: bool) -> None:
-    logits = randn(9, experts)
+    logits = randn(9, experts + spec.gates_shared)
     bias = randn(experts, seed=1) if has_bias else None
 
     ids, weights = ops.route(logits, spec, bias)
@@ -78,7 +84,7 @@ def test_experts_and_weights_are_those_of_the_definition(
     backend: str, experts: int, spec: RouteSpec, has_bias: bool, dtype: torch.dtype
 ) -> None:
     device = device_of(backend)
-    logits = strided(randn(5, experts, dtype=dtype, device=device) * 2)
+    logits = strided(randn(5, experts + spec.gates_shared, dtype=dtype, device=device) * 2)
     bias = randn(experts, device=device, seed=1) * 0.1 if has_bias else None
     is_padding = torch.tensor([False, True, False, False, True], device=device)
     expected_ids, expected_weights = ops.route(logits, spec, bias, is_padding)

@@ -177,6 +177,32 @@ def test_a_reranker_scores_by_the_logits_of_yes_and_no(tmp_path: Path) -> None:
     assert found == pytest.approx(torch.sigmoid(yes - no).item(), abs=TOLERANCE)
 
 
+def test_a_reranker_scores_by_the_logit_of_one_token_of_a_template(tmp_path: Path) -> None:
+    """As bge-reranker-v2-gemma: the tokenizer's own special tokens are around the prompt."""
+    model = new_model(AutoModelForCausalLM, "gemma", **KV, head_dim=16)
+    folder = save(model, tmp_path, classifier_from_token=["yes"])
+    llm = LLM(str(folder), **ON, score_template="{{ query }} w20 {{ document }} w21")
+
+    found = llm.score("w5 w6", ["w7", "w8 w9"])
+
+    for score, document in zip(found, ([7], [8, 9]), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[CLS, 5, 6, 20, *document, 21, SEP]])).logits[0, -1]
+        assert score == pytest.approx(torch.sigmoid(logits[VOCAB_SIZE - 1]).item(), abs=TOLERANCE)
+
+
+def test_a_classification_head_scores_a_template(tmp_path: Path) -> None:
+    """As nemotron-rerank."""
+    model = new_model(AutoModelForSequenceClassification, "llama", num_labels=1, **KV)
+    llm = LLM(str(save(model, tmp_path)), **ON, score_template="w30 {{ query }} w31 {{ document }}")
+
+    (found,) = llm.score("w5 w6", ["w7"])
+
+    with torch.inference_mode():
+        logit = model(torch.tensor([[CLS, 30, 5, 6, 31, 7, SEP]])).logits[0, 0]
+    assert found == pytest.approx(logit.sigmoid().item(), abs=TOLERANCE)
+
+
 def test_a_reward_model_of_two_linears_scores_as_its_formula(tmp_path: Path) -> None:
     """Qwen2ForRewardModel is code of its own: Linear, ReLU, Linear on the last token."""
     from safetensors.torch import save_file

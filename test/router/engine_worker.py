@@ -12,9 +12,10 @@ from itertools import accumulate
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, KEY_BYTES
 from lightserve.messages.int_arrays import Int32s, int32s
-from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step, TokenOut
+from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
+from test.router.processing import StepOuts
 from test.router.scheduler.test_scheduler import ROOT, KvWorker, fold
 from test.router.sources import source_of
 
@@ -50,7 +51,7 @@ class EngineWorker(KvWorker):
         self._adapters: dict[int, int] = {}  # by slot on the device
         self._adapter_of: dict[int, tuple[int, int]] = {}  # by request: its slot, and the adapter that was there
 
-    def run(self, step: Step) -> list[TokenOut]:
+    def run(self, step: Step) -> StepOuts:
         self._adapters |= {place.slot: place.lora_id for place in step.loras}
         for store in step.stores:
             self._store(store)

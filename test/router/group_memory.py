@@ -34,7 +34,9 @@ class GroupMemory(ABC):
         """A request with so many cached tokens enters."""
 
     @abstractmethod
-    def begin_step(self, rows: list[StepRow], reqs: Mapping[int, WorkerReq], slots: Sequence[int]) -> None:
+    def begin_step(
+        self, rows: list[StepRow], reqs: Mapping[int, WorkerReq], slots: Sequence[int], snapshots: Sequence[int]
+    ) -> None:
         """The requests do not have the slots of these rows yet."""
 
     @abstractmethod
@@ -70,7 +72,9 @@ class WindowMemory(GroupMemory):
     def enter(self, req_id: int, num_cached: int, slots: Sequence[int]) -> None:
         self._slots[req_id] = dict(enumerate(slots, start=num_cached - len(slots)))
 
-    def begin_step(self, rows: list[StepRow], reqs: Mapping[int, WorkerReq], slots: Sequence[int]) -> None:
+    def begin_step(
+        self, rows: list[StepRow], reqs: Mapping[int, WorkerReq], slots: Sequence[int], snapshots: Sequence[int]
+    ) -> None:
         assert len(slots) == sum(len(row.slots) for row in rows)
         left = iter(slots)
         for row in rows:
@@ -102,14 +106,23 @@ class StateMemory(GroupMemory):
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
         self._row: dict[int, int] = {}  # that a request has written last
+        self._snapshots: dict[int, tuple[int, int]] = {}  # of a step, by request: rows, and tokens before
 
     def enter(self, req_id: int, num_cached: int, slots: Sequence[int]) -> None:
         assert len(slots) == (num_cached > 0), "a request with cached tokens continues one state"
         self._row[req_id] = slots[0] if len(slots) else NONE
 
-    def begin_step(self, rows: list[StepRow], reqs: Mapping[int, WorkerReq], slots: Sequence[int]) -> None:
+    def begin_step(
+        self, rows: list[StepRow], reqs: Mapping[int, WorkerReq], slots: Sequence[int], snapshots: Sequence[int]
+    ) -> None:
         """All requests of a step read before one writes: kernels do not, so no other may write what one reads."""
         req_ids = [row.req_id for row in rows]
+        slots, rows_of_snapshots = slots[: len(rows)], slots[len(rows) :]
+        read = {self._row[req_id] for req_id in req_ids}
+        assert not set(rows_of_snapshots) & read, "a row is read, and a snapshot written to it"
+        owners = [req_ids[number] for number in snapshots[::2]]
+        self._snapshots = dict(zip(owners, zip(rows_of_snapshots, snapshots[1::2], strict=True), strict=True))
+        assert all(0 < self._snapshots[row.req_id][1] < len(row.slots) for row in rows if row.req_id in owners)
         for req_id, slot in zip(req_ids, slots, strict=True):
             req, row = reqs[req_id], self._row[req_id]
             if req.computed:
@@ -118,7 +131,8 @@ class StateMemory(GroupMemory):
         self._row.update(zip(req_ids, slots, strict=True))
 
     def written(self, req_id: int, begin: int, count: int) -> list[int]:
-        return [self._row[req_id]]
+        of_snapshot = [self._snapshots[req_id][0]] if req_id in self._snapshots else []
+        return [self._row[req_id], *of_snapshot]
 
     def write(self, req_id: int, req: WorkerReq, position: int) -> None:
         """The state is written once, after all tokens of the step."""
@@ -128,6 +142,9 @@ class StateMemory(GroupMemory):
 
     def end_req(self, req_id: int, req: WorkerReq, count: int) -> None:
         self._kv[self._row[req_id]] = req.prefixes[req.computed - 1]
+        if req_id in self._snapshots:
+            row, before = self._snapshots[req_id]
+            self._kv[row] = req.prefixes[req.computed - count + before - 1]
 
 
 def memory_of(pool: KvGroupPool) -> GroupMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightserve.messages.step import NO_DRAFTS, DraftColumns, Step, Token, Token
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduler.decodes import FEW_DECODES
-from test.router.processing import process_tokens
+from test.router.processing import StepOuts, drafts_result, process_tokens
 from test.router.scheduler.test_scheduler import EOS, Server, drafts_of, endless, make, make_req, truth
 
 NUM_DRAFTS = 3
@@ -32,10 +33,16 @@ def next_step(scheduler: Scheduler) -> Step:
 
 
 def complete(scheduler: Scheduler, *counts: int) -> None:
-    """Requests 0, 1 ... get so many tokens."""
-    process_tokens(
-        scheduler, [TokenOut(req_id, Token(OTHER)) for req_id, count in enumerate(counts) for _ in range(count)]
-    )
+    """Requests 0, 1 ... get so many tokens: all but one of each are drafts."""
+    process_tokens(scheduler, outs_of([OTHER] * count for count in counts))
+
+
+def outs_of(token_ids: Iterable[list[int]], forced: int = 0) -> StepOuts:
+    """Tokens of requests 0, 1 ... The last ``forced`` of each are forced, and the one before is sampled."""
+    by_req = dict(enumerate(token_ids))
+    outs = StepOuts([TokenOut(req_id, Token(token_id)) for req_id, ids in by_req.items() for token_id in ids])
+    outs.drafts = drafts_result({req_id: len(ids) - 1 - forced for req_id, ids in by_req.items()})
+    return outs
 
 
 def begin(scheduler: Scheduler, *max_new_tokens: int) -> None:
@@ -105,7 +112,7 @@ def test_an_accepted_end_token_ends_the_request_and_drops_the_tokens_after_it() 
     (req,) = scheduler.only_group.batch
     next_step(scheduler)
 
-    process_tokens(scheduler, [TokenOut(0, Token(token_id)) for token_id in (OTHER, EOS, OTHER, OTHER)])
+    process_tokens(scheduler, outs_of([[OTHER, EOS, OTHER, OTHER]]))
 
     assert (req.output_ids, req.finish_reason) == ([OTHER, OTHER, EOS], FinishReason.STOP)
     assert scheduler.only_group.pool.used == 0
@@ -137,6 +144,7 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
     begin(scheduler, 500)
     next_step(scheduler)
     scheduler.complete_step()
+    scheduler.observe_drafts(drafts_result({0: 2}))
 
     assert scheduler.process_plain(TokenColumns.of([(0, [OTHER] * 3)])).all()
     next_step(scheduler)
@@ -152,7 +160,8 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
         ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9}, True),
         ({"logit_bias": {3: 1.0}, "allowed_token_ids": (3, 4), "bad_words_ids": ((5,),)}, True),
         ({"ignore_eos": True, "stop_token_ids": (5,)}, True),
-        ({"grammar": GrammarSpec("regex", "a")}, False),
+        ({"grammar": GrammarSpec("regex", "a")}, True),
+        ({"speculative": False}, False),
         ({"thinking": ThinkingLimit(3, "<", ">", (5,), True)}, True),
         ({"presence_penalty": 1.0}, True),
         ({"bad_words_ids": ((5, 6),)}, True),
@@ -165,7 +174,7 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
         ({"prompt_logprobs": 0}, True),
     ],
 )
-def test_a_request_has_drafts_unless_it_has_a_grammar(fields: dict[str, Any], may_draft: bool) -> None:
+def test_a_request_has_drafts_unless_it_wants_none(fields: dict[str, Any], may_draft: bool) -> None:
     scheduler = drafting()
     params = GenerationParams.of(max_new_tokens=50, **fields)
     scheduler.add(Req(0, int32s([1, 2, 3]), params, 50, (EOS,)))
@@ -308,3 +317,36 @@ def test_drafts_are_no_tokens_of_prompts() -> None:
 
     assert (step.num_decodes, step.num_drafts, step.num_tokens) == (2, 2 * NUM_DRAFTS, 2 * (1 + NUM_DRAFTS) + 2)
     assert step.num_prompt_tokens == 2  # two are cached
+
+
+def test_forced_tokens_behind_drafts_are_computed_when_no_drafts_are_in_flight() -> None:
+    """The request gives back the slots of rejected drafts: the chunk has new ones for all its tokens."""
+    scheduler = drafting()
+    begin(scheduler, 500)
+    (req,) = scheduler.only_group.batch
+    next_step(scheduler)
+    next_step(scheduler)
+
+    process_tokens(scheduler, outs_of([[OTHER] * 5], forced=3))  # one draft of three was accepted
+    waiting = scheduler.next_step(), req.planned_len, req.unplanned, req.planned_drafts
+    scheduler.complete_step()  # the second step has computed the sampled token, and nothing else that counts
+    step = next_step(scheduler)
+
+    assert waiting == (None, 4 + 1 + 1, 3, NUM_DRAFTS)
+    assert scheduler.only_group.num_forced == 3
+    assert not len(step.decode_ids)
+    assert [(row.req_id, len(row.slots)) for row in step.chunks] == [(0, 3)]
+    assert (req.planned_len, req.spare_slots, len(req.slots)) == (9, 0, 9)
+    complete(scheduler, 1)
+    assert drafts_of(next_step(scheduler)) == {0: NUM_DRAFTS}
+
+
+def test_no_schedule_accepts_drafts_of_a_request_with_a_grammar() -> None:
+    scheduler = drafting(has_synthetic_drafts=True)
+    for req_id, grammar in enumerate((GrammarSpec("regex", "a"), None)):
+        params = GenerationParams.of(max_new_tokens=50, grammar=grammar)
+        scheduler.add(Req(req_id, int32s([1, 2, 30 + req_id]), params, 50, (EOS,)))
+    next_step(scheduler)
+    complete(scheduler, 1, 1)
+
+    assert drafts_of(next_step(scheduler)) == {0: 0, 1: NUM_DRAFTS}

@@ -454,7 +454,7 @@ def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
         return msgspec.structs.replace(request(req_id, prompt_len=26), images=items)
 
     async def scenario(router: Router) -> None:
-        waits = ImageWaits(lambda generation: lambda message: None)  # an encoder that never answers
+        waits = ImageWaits(lambda encoder, generation: lambda message: None)  # an encoder that never answers
         waits.pool.set_rows(100)
         router.scheduler.only_group.enable_images(waits)
         for req_id, count in enumerate((1, 4, 1)):

@@ -58,6 +58,12 @@ DISPATCHER = """
             note(f"{type(message).__name__} {message.engine}")
     run_child("dispatcher", main)
 """
+ENCODER = """
+    async def main(child_config, launcher):
+        launcher.send(Ready())
+        await asyncio.Event().wait()
+    run_child("encoder", main)
+"""
 HTTPSERVER = """
     async def main(child_config, launcher):
         with socket.socket(fileno=child_config.listen_fd) as sock:
@@ -85,7 +91,7 @@ PROGRAM = """
 import sys
 from lightserve.server.api_server import main
 from lightserve.server.process_group import Modules
-roles = ("worker", "router", "detokenizer", "httpserver", "dispatcher")
+roles = ("worker", "router", "detokenizer", "httpserver", "dispatcher", "encoder")
 sys.exit(main(modules=Modules(**{role: f"fake_{role}" for role in roles})))
 """
 
@@ -175,7 +181,7 @@ class LauncherProcess:
 
 def write_children(folder: Path, **sources: str) -> None:
     roles = {"worker": WORKER, "router": ROUTER, "detokenizer": DETOKENIZER, "httpserver": HTTPSERVER}
-    roles |= {"dispatcher": DISPATCHER} | sources
+    roles |= {"dispatcher": DISPATCHER, "encoder": ENCODER} | sources
     for role, source in roles.items():
         (folder / f"fake_{role}.py").write_text(PRELUDE + textwrap.dedent(source))
 

@@ -13,6 +13,7 @@ from lightserve.errors import OptionError
 from lightserve.ipc.process import ChildConfig
 from lightserve.links.keys import generate
 from lightserve.server.cluster_checks import check_cluster, check_nodes
+from test.ports import free_port
 
 LISTEN = "--listen=tcp://127.0.0.1:9000"
 ENGINES = "--engines=tcp://a:1,tcp://b:1"
@@ -126,6 +127,17 @@ def test_nodes_need_a_key(tmp_path: Path) -> None:
         parse_server(NODES)
     with pytest.raises(OptionError, match=r"cannot read .*node\.secret"):
         check_nodes(parse_server((*NODES, f"--cluster_keys={tmp_path}")))
+
+
+def test_attention_groups_are_divided_among_the_nodes(keys: str, caplog: pytest.LogCaptureFixture) -> None:
+    groups = ("--tp=8", "--ep=8", "--attention_dp=4")
+    config = parse_server((keys, *groups, "--nnodes=2", "--nccl_host=127.0.0.1", f"--nccl_port={free_port()}"))
+
+    check_nodes(config)
+
+    assert [config.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert config.num_cpu_parts == 2
+    assert "every layer waits" not in caplog.text  # the ranks of a group are on one node
 
 
 def test_a_stage_is_on_one_node_if_its_ranks_fit(keys: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lightserve.server.supervisor import MAX_FAILED_RESTARTS
 from test.server.launcher_process import start_launcher, wait_until
+from test.vision_model import save_vision_model
 
 ROUTER = """
     async def main(child_config, launcher):
@@ -79,6 +80,24 @@ def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_ends_wi
         assert server.has_cleaned_up()
 
 
+def test_encoders_that_are_stopped_with_their_routers_have_not_failed(tmp_path: Path) -> None:
+    (tmp_path / "vision").mkdir()
+    vision, _ = save_vision_model(tmp_path / "vision")
+    with start_launcher(tmp_path, "--dp=2", f"--model_dir={vision}") as server:
+        server.wait_ready()
+
+        for deaths in range(MAX_FAILED_RESTARTS + 1):
+            wait_until(lambda deaths=deaths: server.stderr().count("a new encoder is ready") == deaths, "it is back")  # type: ignore[misc]
+            wait_until(lambda deaths=deaths: server.stderr().count("engine 1 is back") == deaths, "it is back")  # type: ignore[misc]
+            server.signal_child("ls-router-1", signal.SIGKILL)
+
+        server.wait_for_output("giving up this engine; 1 of 2 are left")
+        wait_until(lambda: "ls-encoder-1" not in server.children().values(), "its encoder has exited")
+        assert "ls-encoder" in server.children().values()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
 def test_restarts_may_be_switched_off(tmp_path: Path) -> None:
     with start_launcher(tmp_path, "--dp=2", "--restart_worker=off", router=ROUTER) as server:
         server.wait_ready()
@@ -95,10 +114,6 @@ def test_restarts_may_be_switched_off(tmp_path: Path) -> None:
         (("--dp=0",), "dp=0: must be at least 1"),
         (("--dp=65",), "dp=65: must be at most 64"),
         (("--dp=2", "--cluster_policy=best"), "--cluster_policy: invalid choice: 'best'"),
-        (
-            ("--dp=2", "--tp=2", "--ep=2", "--enable_dp_attention"),
-            "--enable_dp_attention cannot be used with --dp 2: a server has attention groups or engines",
-        ),
         (("--cluster_policy=session",), "cluster_policy=session: there is one engine; set --dp to 2 or more"),
     ],
 )

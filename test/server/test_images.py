@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from shutil import copy as copy_file
 from types import SimpleNamespace
 
 import pytest
 
 from lightserve.config.parse import parse_server
 from lightserve.errors import OptionError
+from lightserve.model_files.config.images import read_image_files
+from lightserve.model_files.source import resolve
 from lightserve.server import images
 from lightserve.server.images import with_images
 from test.vision_families import save_family
@@ -70,6 +74,34 @@ def test_files_and_packages_that_are_missing_turn_images_off(
 
     assert "has no preprocessor_config.json; fetch it" in log.text
     assert "the package pillow is missing" in log.text
+
+
+def test_the_file_of_all_processors_is_enough(vision_folder: str, tmp_path: Path) -> None:
+    """As transformers 5 saves them."""
+    folder = Path(vision_folder)
+    copy_file(folder / "config.json", tmp_path / "config.json")
+    values = json.loads((folder / "preprocessor_config.json").read_text())
+    videos = {"size": {"shortest_edge": 999, "longest_edge": 9999}}
+    processors = {"image_processor": values, "video_processor": videos, "processor_class": "Qwen2_5_VLProcessor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(processors))
+
+    files = read_image_files(resolve(str(tmp_path), needs_weights=False))
+
+    assert files.preprocessor == values
+    assert files.video == videos
+    assert limit_of("--model_dir", str(tmp_path)) == 16
+
+
+def test_a_file_of_all_processors_without_that_of_images_is_not(
+    vision_folder: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    copy_file(Path(vision_folder) / "config.json", tmp_path / "config.json")
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
+
+    with log.at_level(logging.WARNING):
+        assert limit_of("--model_dir", str(tmp_path)) == 0
+
+    assert "has no preprocessor_config.json; fetch it" in log.text
 
 
 def test_a_model_whose_images_all_have_more_tokens_than_the_limit_reads_none(

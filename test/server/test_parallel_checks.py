@@ -56,6 +56,7 @@ def test_attention_groups_divide_the_experts_over_all_ranks_and_the_heads_over_t
         ({"pp": 2}, 1, 4, [4]),
         ({"enable_dp_attention": True}, 4, 1, [0, 1, 2, 3]),
         ({"attention_dp": 2}, 2, 2, [0, 2]),
+        ({"attention_dp": 2, "pp": 2}, 2, 2, [2, 6]),
         ({"enable_dp_attention": True, "attention_dp": 2}, 2, 2, [0, 2]),
     ],
 )

@@ -78,7 +78,7 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int]) -> None:
     pixels = torch.from_numpy(resized(image, wanted.height, wanted.width, BICUBIC).copy())
 
     assert expected["image_grid_thw"].tolist() == [[1, 2 * wanted.rows, 2 * wanted.columns]]
-    torch.testing.assert_close(patches_of(pixels, images, 2), expected["pixel_values"], rtol=0, atol=2e-6)
+    torch.testing.assert_close(patches_of([pixels], images, 2), expected["pixel_values"], rtol=0, atol=2e-6)
 
 
 def test_every_size_has_the_tokens_that_transformers_counts() -> None:

@@ -67,7 +67,7 @@ def test_a_step_waits_for_the_tokens_that_end_a_prefix(small_folder: str, monkey
     may_go_on, has_advanced = threading.Event(), threading.Event()
     add, collect_all = GrammarOutput.add, StepCollector.collect_all
 
-    def add_slowly(output: GrammarOutput, token_id: int) -> tuple[bool, str | None]:
+    def add_slowly(output: GrammarOutput, token_id: int) -> bool:
         added = add(output, token_id)
         has_advanced.set()
         assert may_go_on.wait(DEADLINE_S)

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightserve.errors import OptionError
+from lightserve.errors import CheckpointError, OptionError
 from lightserve.offline.llm import LLM
 from lightserve.worker.worker import ModelWorker
+from test.models.architectures.cases import CASES
 from test.small_text import small_backend
 from test.worker.heads import Recorder
-from test.worker.test_mtp import LIKELY, LONG, accepted
-from test.worker.test_ngram import GREEDY, SEEDED, assert_same, params_of, prompts_of, without_costs
+from test.worker.test_mtp import LIKELY, LONG
+from test.worker.test_ngram import GREEDY, assert_same, make, params_of, prompts_of
 
 NUM_DRAFTS = 3
 SHAPE = {
@@ -52,14 +54,6 @@ def config_of(folder: str) -> str:
     return json.dumps({"method": "draft_model", "model": folder, "num_speculative_tokens": NUM_DRAFTS})
 
 
-def make(folder: str, config: str | None, **options: Any) -> LLM:
-    options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
-    llm = LLM(folder, device="cpu", data_type="float32", speculative_config=config, **options)
-    if config is not None:
-        without_costs(llm)
-    return llm
-
-
 @pytest.fixture(scope="module", params=DRAFT_MODELS)
 def draft_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     # the smaller model may have fewer or more rows of padding
@@ -68,34 +62,8 @@ def draft_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def drafting(small_folder: str, draft_folder: str) -> LLM:
-    return make(small_folder, config_of(draft_folder))
-
-
-@pytest.fixture(scope="module")
 def plain(small_folder: str) -> LLM:
     return make(small_folder, None)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
-def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
-    prompts = prompts_of(4)
-    params = [params_of(sampling, LIKELY if index % 2 else {"logprobs": 2}, LONG) for index in range(4)]
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert sum(generation.drafts is not None for generation in drafted) == 4
-
-
-def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
-    params = params_of(SEEDED, {"temperature": 30.0, "max_new_tokens": 25})  # the noise decides, which is the same
-    prompts = prompts_of(4)
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert accepted(drafted) > 20
 
 
 @torch.no_grad()
@@ -187,3 +155,23 @@ def test_a_draft_model_of_shorter_texts_is_refused(small_folder: str, tmp_path: 
 
     with pytest.raises(OptionError, match=r"it takes 100 tokens, and a request may have 128; lower"):
         make(small_folder, config_of(folder))
+
+
+def test_a_draft_model_that_lacks_a_tensor_is_refused_by_its_name(small_folder: str, tmp_path: Path) -> None:
+    folder = save_draft_model(tmp_path, "llama", 128)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CheckpointError, match=r"the draft model of --speculative_config .*lacks .*layers\.1\.mlp\.up"):
+        make(small_folder, config_of(folder))
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(small_folder: str, tmp_path: Path) -> None:
+    case, vocab_size = CASES["qwen3_next"], json.loads((Path(small_folder) / "config.json").read_text())["vocab_size"]
+    config = AutoConfig.for_model(case.model_type, **{**case.fields, "vocab_size": vocab_size})
+    config.architectures = ["Qwen3NextForCausalLM"]
+    config.save_pretrained(tmp_path)
+
+    with pytest.raises(OptionError, match="qwen3_next models cannot draft"):
+        make(small_folder, config_of(str(tmp_path)), load_format="dummy")

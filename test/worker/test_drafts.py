@@ -224,7 +224,7 @@ def test_drafts_have_slots_of_the_windowed_pool_too(
     assert all(watched.counts[count] for count in range(1, NUM_DRAFTS + 2))
 
 
-def test_a_request_without_a_token_after_its_drafts_fails() -> None:
+def test_a_request_without_a_token_after_its_drafts_fails_behind_them() -> None:
     plain = TokenOnlyRows(int64s([0, 2]), int64s([4, 5]), int64s([1, 2]), int64s([40, 50]), drafts=int64s([1, 2]))
     tokens = torch.tensor([7, ops.NO_TOKEN, 8, 9, ops.NO_TOKEN])
     verified = VerifiedCounts(torch.tensor([2, 0, 2, 0, 0]), torch.tensor([1, 0, 2, 0, 0]))
@@ -234,7 +234,7 @@ def test_a_request_without_a_token_after_its_drafts_fails() -> None:
     (update,) = collector.take_updates()
 
     assert [failure.req_id for failure in result.failed] == [40]
-    assert [(out.req_id, out.token.id) for out in result.tokens] == [(50, 8), (50, 9)]
-    assert int32s(result.plain.counts).tolist() == [2]
+    assert [(out.req_id, out.token.id) for out in result.tokens] == [(40, 7), (50, 8), (50, 9)]
+    assert int32s(result.plain.counts).tolist() == [1, 2]
     assert list(result.drafts.rows()) == [(40, 1, 1), (50, 2, 1)]
     assert (update.plain_token_ids.tolist(), update.plain_counts.tolist()) == ([7, 0, 8, 9], [2, 2])

@@ -19,9 +19,11 @@ from lightserve.offline.llm import LLM, Generation
 from lightserve.worker.worker import ModelWorker
 from test.worker.heads import AUX_LAYERS, Recorder, TorchHead, save_head
 from test.worker.test_ngram import (
+    ALWAYS,
     DRAFTED,
     GREEDY,
     SEEDED,
+    SELDOM,
     TOKEN_BY_TOKEN,
     assert_same,
     params_of,
@@ -68,7 +70,7 @@ def accepted(generations: list[Generation]) -> int:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", [*DRAFTED, *TOKEN_BY_TOKEN])
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in SELDOM)])
 def test_no_option_of_a_request_changes_its_text(
     drafting: LLM, plain: LLM, name: str, sampling: dict[str, Any]
 ) -> None:
@@ -86,6 +88,28 @@ def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
         drafted = drafting.generate(prompts, params_of(sampling, LIKELY))
         assert_same(drafted, plain.generate(prompts, params_of(sampling, LIKELY)))
         assert accepted(drafted) > 10
+
+
+def test_a_prediction_is_drafted_from_before_the_head(drafting: LLM, plain: LLM) -> None:
+    prompts, params = prompts_of(4), params_of(SEEDED)
+    expected = plain.generate(prompts, params)
+    wanted = [params, *(params.replace(prediction_ids=tuple(one.token_ids)) for one in expected[1:])]
+
+    drafted = drafting.generate(prompts, wanted)
+
+    assert_same(drafted, expected)
+    assert accepted(drafted[1:]) > 0.5 * sum(len(one.token_ids) for one in expected[1:])
+    assert accepted(drafted[1:]) > 2 * accepted(drafting.generate(prompts[1:], params))
+
+
+def test_the_head_drafts_where_a_prediction_has_no_match(drafting: LLM, plain: LLM) -> None:
+    prompts, params = prompts_of(4), params_of(GREEDY, LIKELY)
+    wrong = params.replace(prediction_ids=tuple(range(60, 110)))
+
+    drafted = drafting.generate(prompts, wrong)
+
+    assert_same(drafted, plain.generate(prompts, params))
+    assert accepted(drafted) > 5
 
 
 def test_drafts_with_the_noise_of_the_request_are_accepted_more_often_than_without(drafting: LLM) -> None:

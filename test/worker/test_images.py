@@ -107,6 +107,17 @@ def test_positions_are_those_of_transformers(vision_model: tuple[str, Any]) -> N
     assert (positions.max() + 1 - tail) == delta.item()
 
 
+def test_the_tokens_of_a_video_have_one_place_and_go_on_in_time() -> None:
+    video = ImageRows(((1, 2), (3, 2), (5, 2)), 1, 2, NO_INT32, times=(0, 4, 8))
+    behind = ImageRows(((8, 2),), 1, 2, NO_INT32)
+
+    time, row, column = positions_of([video, behind]).tolist()
+
+    assert time == [0, 1, 1, 5, 5, 9, 9, 10, 11, 11]
+    assert row == [0, *[1] * 6, 10, 11, 11]
+    assert column == [0, *[1, 2] * 3, 10, 11, 12]
+
+
 @pytest.mark.parametrize("chunk", [500, 7, 1])
 def test_text_after_images_is_that_of_transformers_with_chunks_anywhere(
     vision_model: tuple[str, Any], chunk: int

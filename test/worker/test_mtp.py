@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from lightserve.errors import CheckpointError, OptionError
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
 from test.models.architectures.cases import CASES
 from test.worker.heads import Recorder
-from test.worker.test_ngram import GREEDY, SEEDED, assert_same, params_of, prompts_of, without_costs
+from test.worker.test_ngram import GREEDY, make, params_of, prompts_of
 
 NUM_DRAFTS = 3
 MODELS = ["deepseek_v3", "glm4_moe"]
@@ -50,14 +50,6 @@ def change_config(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | fields))
 
 
-def make(folder: Path, config: str | None, **options: Any) -> LLM:
-    options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
-    llm = LLM(str(folder), device="cpu", data_type="float32", speculative_config=config, **options)
-    if config is not None:
-        without_costs(llm)
-    return llm
-
-
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": NUM_DRAFTS})
 
 
@@ -66,41 +58,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     save_model(folder, request.param)
     return folder
-
-
-@pytest.fixture(scope="module")
-def drafting(folder: Path) -> LLM:
-    return make(folder, MTP)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> LLM:
-    return make(folder, None)
-
-
-def accepted(generations: list[Generation]) -> int:
-    return sum(generation.drafts.accepted for generation in generations if generation.drafts)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
-def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
-    prompts = prompts_of(6)
-    params = [params_of(sampling, LIKELY if index % 2 else {}, LONG) for index in range(6)]
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert sum(generation.drafts is not None for generation in drafted) == 6
-
-
-def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
-    params = params_of(SEEDED, {"temperature": 30.0, "max_new_tokens": 25})  # the noise decides, which is the same
-    prompts = prompts_of(4)
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert accepted(drafted) > 20
 
 
 def mtp_of(folder: Path) -> tuple[Any, Any]:

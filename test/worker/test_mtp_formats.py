@@ -16,11 +16,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import MtpLayer
 
 from lightserve.errors import CheckpointError
-from lightserve.offline.llm import LLM
 from test.models.architectures.cases import CASES
 from test.worker.heads import Recorder
-from test.worker.test_mtp import LIKELY, LONG, MTP, NUM_DRAFTS, accepted, make, summary
-from test.worker.test_ngram import GREEDY, SEEDED, assert_same, params_of, prompts_of
+from test.worker.test_mtp import LIKELY, MTP, NUM_DRAFTS, summary
+from test.worker.test_ngram import GREEDY, make, params_of, prompts_of
 
 QWEN_NAMES = {
     "enorm": "mtp.pre_fc_norm_embedding",
@@ -123,37 +122,6 @@ def folder(mtp: Mtp, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mtp")
     mtp.save(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def drafting(folder: Path) -> LLM:
-    return make(folder, MTP)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> LLM:
-    return make(folder, None)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
-def test_the_text_is_that_without_drafts(drafting: LLM, plain: LLM, sampling: dict[str, Any]) -> None:
-    prompts = prompts_of(4)
-    params = [params_of(sampling, LIKELY if index % 2 else {"logprobs": 2}, LONG) for index in range(4)]
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert sum(generation.drafts is not None for generation in drafted) == 4
-
-
-def test_drafts_are_accepted(drafting: LLM, plain: LLM) -> None:
-    params = params_of(SEEDED, {"temperature": 30.0, "max_new_tokens": 25})  # the noise decides, which is the same
-    prompts = prompts_of(4)
-
-    drafted = drafting.generate(prompts, params)
-
-    assert_same(drafted, plain.generate(prompts, params))
-    assert accepted(drafted) > 20
 
 
 @torch.no_grad()

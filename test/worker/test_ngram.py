@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightserve.messages.params import GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.offline.llm import LLM, Generation
 from lightserve.text.beam_search import BeamParams
-from lightserve.text.grammar.specs import schema_grammar
+from lightserve.text.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 from lightserve.worker.worker import ModelWorker
 from test.lora_files import LLAMA_TARGETS, linear_sizes, write_adapter
 from test.small_text import small_tokenizer
@@ -51,18 +51,34 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "watermark": {"watermark": True},
     "thinking": {"thinking": ThinkingLimit(5, "a", "b", (5, 6, 7), is_begun=True)},
 }
-TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {
-    "switched off": {"speculative": False},
+TAG = {"structures": [{"begin": "b", "schema": SCHEMA, "end": "a"}], "triggers": ["b"]}
+GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"grammar": GrammarSpec("regex", "(ab|[0-9]){2,30}")},
     "json schema": {"grammar": schema_grammar(SCHEMA)},
+    "choice": {"grammar": choice_grammar(["a dead extra text", "a dead extra beat", "beta"])},
+    "forced text": {"grammar": GrammarSpec("regex", "((true, a red bear|a rare dead text)[.,] at [0-9]{2} a year){9}")},
+    "structural tag": {"grammar": structural_tag_grammar(TAG)},
+    "prefix": {"grammar": GrammarSpec("prefix", "a dead bee")},
+    "grammar with logprobs": {"grammar": schema_grammar(SCHEMA), "logprobs": 2},
+    "grammar with rules": {
+        "grammar": GrammarSpec("regex", "[a-e0-9 ]{2,60}"),
+        "frequency_penalty": 0.5,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 12,
+    },
 }
+DRAFTED |= GRAMMARS
+FORCED = ("choice", "forced text")  # the grammar forces nearly all tokens, so few are left to draft
+TOKEN_BY_TOKEN: dict[str, dict[str, Any]] = {"switched off": {"speculative": False}}
+SELDOM = ("choice", "forced text", "structural tag", "prefix", "grammar with rules")  # alone only with --long
+ALWAYS = [name for name in DRAFTED | TOKEN_BY_TOKEN if name not in SELDOM]
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.4, "seed": 7}
 
 
-def make(folder: str, speculative_config: str | None = CONFIG, **options: Any) -> LLM:
+def make(folder: str | Path, speculative_config: str | None = CONFIG, **options: Any) -> LLM:
     options = {"max_total_token_num": 3000, "running_max_req_size": 16} | options
-    llm = LLM(folder, device="cpu", data_type="float32", speculative_config=speculative_config, **options)
+    llm = LLM(str(folder), device="cpu", data_type="float32", speculative_config=speculative_config, **options)
     if speculative_config is not None:
         without_costs(llm)
     return llm
@@ -133,7 +149,7 @@ def num_accepted(generations: list[Generation]) -> int:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("options", [*DRAFTED, *TOKEN_BY_TOKEN])
+@pytest.mark.parametrize("options", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in SELDOM)])
 def test_a_text_is_the_same_with_every_option(
     plain: LLM, drafting: LLM, options: str, sampling: dict[str, Any], depth: int
 ) -> None:
@@ -147,7 +163,7 @@ def test_a_text_is_the_same_with_every_option(
     if options in TOKEN_BY_TOKEN:
         assert all(one.drafts is None for one in drafted)
     else:
-        assert num_accepted(drafted) or params.stopping.max_new_tokens < 3
+        assert num_accepted(drafted) or params.stopping.max_new_tokens < 3 or options in FORCED
 
 
 def test_requests_of_all_kinds_share_steps(plain: LLM, drafting: LLM, depth: int) -> None:

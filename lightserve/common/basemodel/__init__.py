@@ -2,6 +2,7 @@
 
 from lightserve.common.basemodel.alibi import alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, TpPartBaseModel
+from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.infer_struct import (
     InferStateInfo,
     KvGroupInput,
@@ -100,6 +101,7 @@ __all__ = [
     "DecoderLayerWeight",
     "DecoderPreAndPostWeight",
     "ExpertNames",
+    "ExpertRows",
     "ExpertsLayout",
     "ExpertsWeight",
     "FfnWeight",

@@ -23,6 +23,7 @@ from lightserve.common.basemodel.lora import uses_adapters
 from lightserve.common.basemodel.mixers.mixer import state_groups
 from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, states_after
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
+from lightserve.common.basemodel.routed_experts import ExpertsShape, RoutedExperts, routed_experts_shape
 from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
@@ -79,8 +80,15 @@ class TpPartBaseModel(LoadableModel):
         KV groups may have pools of their own.
         """
         self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows)
+        shape = self.routed_experts_shape
+        self.routed_experts = None if shape is None else RoutedExperts(size + 1, shape, self.device)
         if group_sizes:
             self.req_manager.set_num_groups(len(group_sizes))
+
+    @property
+    def routed_experts_shape(self) -> ExpertsShape | None:
+        """None: they are not kept."""
+        return routed_experts_shape(self.layer_specs) if self.args.keeps_routed_experts else None
 
     def add_kv_group(self, group: KvGroup) -> None:
         """Let a draft head keep KV in the slots of the model's tokens. The KV cache is empty afterwards."""
@@ -155,6 +163,7 @@ class TpPartBaseModel(LoadableModel):
         infer_state = self.infer_state_class(step, self.mem_manager)
         infer_state.observer = self.observer
         infer_state.groups = self.args.parallel.dp
+        infer_state.routed_experts = self.routed_experts
         infer_state.init_some_extra_state(self, step.input_ids)
         forward = self._context_forward if step.is_prefill else self._token_forward
         with uses_adapters(self.lora, step.lora):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightserve.common.basemodel.routed_experts import ExpertsWriter
 from lightserve.common.parallel import RankGroup
 
 ONE_GROUP = RankGroup()
@@ -30,6 +31,7 @@ class ExpertRows:
     is_padding: Tensor  # [rows that ``gather`` returns]: rows whose output is not used
     groups: RankGroup = ONE_GROUP  # one rank of each group
     rows_per_group: int = 0  # that are gathered
+    writer: ExpertsWriter | None = None  # keeps which experts are chosen; None: nobody wants to know
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all groups, from those of this one."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from lightserve.common.basemodel.expert_rows import ExpertRows, expert_rows
+from lightserve.common.basemodel.routed_experts import RoutedExperts
 from lightserve.common.basemodel.spec import QueryScale
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles, StateBatch
@@ -76,6 +77,7 @@ class InferStateInfo:
         self.residual: Tensor | None = None  # the hidden states; a layer returns what the next norm adds to them
         self.observer: Observer | None = None
         self.groups = RankGroup()  # attention groups, each with a step of its own
+        self.routed_experts: RoutedExperts | None = None  # by KV slot; None: they are not kept
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * dim]
         self.aux: dict[int, Tensor] = {}  # hidden states that a draft head reads: see TpPartBaseModel.aux_layers
@@ -118,7 +120,10 @@ class InferStateInfo:
     @cached_property
     def expert_rows(self) -> ExpertRows:
         """For layers with experts."""
-        return expert_rows(self.is_padding, self.groups, self.step.group_tokens)
+        rows = expert_rows(self.is_padding, self.groups, self.step.group_tokens)
+        if self.routed_experts is None:
+            return rows
+        return replace(rows, writer=self.routed_experts.writer(self._all_tokens.mem_index))
 
     @property
     def may_fuse_norms(self) -> bool:

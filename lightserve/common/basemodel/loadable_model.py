@@ -57,6 +57,7 @@ class ModelArgs:
     kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
     pooling: PoolingConfig | None = None  # what the model computes instead of text
     lora: LoraArgs | None = None  # None: the model takes no adapters
+    keeps_routed_experts: bool = False  # of every token in the KV cache
     packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
     source: ModelSource | None = None  # the model's files, for a model that does not load them from ``checkpoint``
@@ -311,18 +312,23 @@ class LoadableModel:
         lora, merged_adapter = self.args.lora, self.args.merged_adapter
         if not (lora and lora.checked) and merged_adapter is None:
             return
-        pool = LoraPool(LoraArgs(0, 0), self.args.dtype, torch.device("meta"))
-        layers = self._new_weights(pool.device, pool, of_all_stages=True)
         if merged_adapter is not None:
-            check_merge(self.own_names(merged_adapter), pool.sizes(), self.spec)
+            check_merge(self.own_names(merged_adapter), self._lora_targets[0], self.spec)
         for adapter in lora.checked if lora else ():
-            check_base(self.own_names(adapter), pool.sizes(), _modules(*layers))
+            self.check_adapter(adapter)
 
     def check_adapter(self, adapter: Adapter) -> Adapter:
         """Raise if the adapter does not fit this model; otherwise return it with the names that the weights declare."""
         adapter = self.own_names(adapter)
-        check_base(adapter, self.lora_sizes, _modules(self.pre_post_weight, self.layer_weights))
+        check_base(adapter, *self._lora_targets)
         return adapter
+
+    @cached_property
+    def _lora_targets(self) -> tuple[dict[str, LinearSize], set[str]]:
+        """The linears of all pipeline stages that take adapters, and the names of all modules."""
+        pool = LoraPool(LoraArgs(0, 0), self.args.dtype, torch.device("meta"))
+        layers = self._new_weights(pool.device, pool, of_all_stages=True)
+        return pool.sizes(), _modules(*layers)
 
     def own_names(self, adapter: Adapter) -> Adapter:
         """The adapter with the names that the weights declare."""
@@ -332,11 +338,6 @@ class LoadableModel:
         """The name of a tensor or a module as the weights declare it."""
         name = name if self.config.multimodal_type is None else text_name(name)
         return name.removeprefix(self.spec.names.optional_prefix)
-
-    @cached_property
-    def lora_sizes(self) -> dict[str, LinearSize]:
-        """The linears that take adapters."""
-        return {} if self.lora is None else self.lora.sizes()
 
     def _kv_scales(self) -> KvScales:
         return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")

@@ -126,7 +126,7 @@ class LoraPool:
             for number, linear_part in enumerate(linear.spec.parts):
                 by_name.setdefault(linear_part.prefix, []).append((linear, number))
         for name, module, a, b in read_matrices(adapter):
-            for linear, number in by_name[name]:
+            for linear, number in by_name.get(name, ()):  # none: another pipeline stage has it
                 linear.fill(block, number, module, a, b)
 
     def put(self, slot: int, block: Tensor) -> None:

@@ -45,14 +45,19 @@ class MoeSpec:
     has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
     scales_input: bool = False  # the weight of the only expert of a token multiplies what the expert reads
     is_beside_ffn: bool = False  # the layer has its feed-forward too, and adds what both return
-    has_shared_apart: bool = False  # they are stored in another format than the others
+    has_shared_apart: bool = False  # they are stored in another format than the others, or have adapters
 
     @property
     def num_shared(self) -> int:
         """How many experts of the others' size the shared experts are; 0: they are computed beside the others."""
-        differ = self.has_shared_gate or self.has_shared_apart or self.names.shared_expert is not None
+        differ = self.has_shared_apart or self.names.shared_expert is not None
         is_alike = not (differ or self.latent_size) and self.layout is ExpertsLayout.EACH
-        return self.shared_size // self.intermediate_size if is_alike and self._divides() else 0
+        return self.shared_size // self.intermediate_size if is_alike and self._fits() else 0
+
+    @property
+    def gates_an_expert(self) -> bool:
+        """Whether the router computes the gate of the shared expert, which is one of the experts."""
+        return self.has_shared_gate and self.num_shared > 0
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -71,8 +76,11 @@ class MoeSpec:
         routed = experts * self.intermediate_size * linears * (self.latent_size or hidden_size)
         return routed + (linears * self.shared_size + 2 * self.latent_size) * hidden_size
 
-    def _divides(self) -> bool:
-        return self.shared_size % self.intermediate_size == 0
+    def _fits(self) -> bool:
+        if not self.has_shared_gate:
+            return self.shared_size % self.intermediate_size == 0
+        # one expert more costs little, and saves five launches; a wide one is faster as a linear of its own
+        return self.shared_size == self.intermediate_size and not self.router_bias
 
 
 def num_experts_of(config: ModelConfig) -> int:

@@ -107,6 +107,9 @@ class Graphs(Protocol[Key, Result]):
 
     def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None: ...
 
+    def clear(self) -> None:
+        """Forget what was captured."""
+
     def replay(self, key: Key, inputs: Tensor) -> Result: ...
 
 
@@ -125,6 +128,8 @@ class Device(ABC):
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
+    # returns when the other processes of this server have taken their memory on the device; before ``kv_budget``
+    wait_for_others: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def shown_name(self) -> str:

@@ -49,6 +49,11 @@ class CudaGraphs(Generic[Key, Out]):
             graph.capture_end()
         self._captured[key] = (example, graph, _without_large_memory(out))
 
+    def clear(self) -> None:
+        """Free the memory of all graphs, too."""
+        self._captured.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
     def replay(self, key: Key, inputs: Tensor) -> Out:
         """``inputs`` are in pinned memory, which torch keeps until they are copied."""
         example, graph, out = self._captured[key]

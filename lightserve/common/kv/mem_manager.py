@@ -5,10 +5,11 @@ The router tracks who uses a slot or a row (router/kv/slots.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lightserve.common.kv.layout import KvGroup, KvLayout
 
@@ -93,6 +94,22 @@ class MemoryManager:
     @property
     def group_padding_slots(self) -> tuple[int, ...]:
         return self.group_sizes
+
+    def release(self) -> None:
+        """Free the memory of all pools. Their tensors stay, and may not be used until ``restore``."""
+        for storage, _ in self._storages():
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, at other addresses. The pools hold nothing."""
+        for storage, num_bytes in self._storages():
+            storage.resize_(num_bytes)
+
+    def _storages(self) -> Iterator[tuple[UntypedStorage, int]]:
+        """With their sizes."""
+        states = (tensor for tensors in self.state_buffers for tensor in tensors)
+        for tensor in (*self.buffers, *self.scale_buffers.values(), *states):
+            yield tensor.untyped_storage(), tensor.nbytes
 
     def pool_of(self, layer_num: int) -> int | None:
         """The number of the KV group in whose pool the layer's KV is; None: it is in the pool of all tokens."""

@@ -121,7 +121,7 @@ from lightserve.common.ops.sampling import (
     top_k_top_p_min_p,
     typical_p,
 )
-from lightserve.common.ops.state.batch import NO_ROW, StateBatch
+from lightserve.common.ops.state.batch import NO_ROW, Snapshots, StateBatch
 from lightserve.common.ops.state.causal_conv1d import ConvParams, causal_conv1d
 from lightserve.common.ops.state.gated_delta_rule import DeltaInputs, delta_gates, gated_delta_rule
 from lightserve.common.ops.state.mamba_scan import MambaInputs, MambaParams, mamba_scan

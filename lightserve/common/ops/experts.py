@@ -38,6 +38,7 @@ class RouteSpec:
     renormalize: bool = False  # the weights of a token are divided by their sum
     scale: float = 1.0  # of the weights, after that
     num_shared: int = 0  # experts behind the others that every token uses, with weight 1
+    gates_shared: bool = False  # with the sigmoid of a logit behind those of the others instead
 
     @property
     def experts_per_token(self) -> int:
@@ -127,12 +128,14 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and their weights; of equal experts the one with the lowest id.
 
-    ``logits`` ``[tokens, experts]``; ``bias`` ``[experts]`` is added to the scores for the choice, not to the weights.
+    ``logits`` ``[tokens, experts]``, with ``gates_shared`` one more column; ``bias`` ``[experts]`` is added to the
+    scores for the choice, not to the weights.
     Returns ids ``[tokens, experts_per_token]`` int32, which are ``NO_EXPERT`` where ``is_padding`` ``[tokens]``, and
     weights ``[tokens, experts_per_token]`` float32. The ids of shared experts follow those of the others.
     """
+    logits, gate = logits.float().split_with_sizes([logits.shape[1] - spec.gates_shared, int(spec.gates_shared)], dim=1)
     spec.check(logits.shape[1])
-    scores = logits.float().softmax(-1) if spec.score == "softmax" else sigmoid(logits.float())
+    scores = logits.softmax(-1) if spec.score == "softmax" else sigmoid(logits)
     choice = scores if bias is None else scores + bias.float()
     if spec.groups > 1:
         choice = _within_best_groups(choice, spec)
@@ -144,7 +147,8 @@ def route(
     if spec.num_shared:
         shared = torch.arange(spec.num_shared, device=ids.device) + logits.shape[1]
         ids = torch.cat((ids, shared.expand(len(ids), -1)), dim=1)
-        weights = torch.cat((weights, weights.new_ones(len(ids), spec.num_shared)), dim=1)
+        of_shared = sigmoid(gate) if spec.gates_shared else weights.new_ones(len(ids), 1)
+        weights = torch.cat((weights, of_shared.expand(-1, spec.num_shared)), dim=1)
     if is_padding is not None:
         ids = ids.masked_fill(is_padding[:, None], NO_EXPERT)
         weights = weights.masked_fill(is_padding[:, None], 0.0)

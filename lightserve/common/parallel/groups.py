@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,7 @@ class RankGroup:
     size: int = 1
     process_group: dist.ProcessGroup | None = None
     custom_all_reduce: CustomAllReduce | None = None  # for sums of few rows
+    sums_in_order: bool = False  # the bits of a sum do not depend on its place in ``x``
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @property
@@ -58,6 +59,8 @@ class RankGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks. The sum may be in its place."""
         if self.size > 1:
+            if self._must_order:
+                return _ordered_sum(self.all_gather_rows(x).view(self.size, *x.shape))
             self.traffic.add(x)
             if self.custom_all_reduce is not None and self.custom_all_reduce.takes(x):
                 return self.custom_all_reduce.sum(x)
@@ -86,11 +89,19 @@ class RankGroup:
         """Sum ``x`` over the ranks. Every rank gets as many rows of the sum: the first rank the first ones."""
         if self.size == 1:
             return x
+        if self._must_order:
+            gathered = self.all_gather_rows(x).view(self.size, self.size, len(x) // self.size, *x.shape[1:])
+            return _ordered_sum(gathered[:, self.rank])
         self.traffic.add(x)
         parts = x.contiguous().view(self.size, len(x) // self.size, *x.shape[1:])
         local_rows = torch.empty_like(parts[0])
         dist.reduce_scatter(local_rows, list(parts), group=self._connected())
         return local_rows
+
+    @property
+    def _must_order(self) -> bool:
+        """A ring adds the ranks in an order that depends on the place. Two of them have one order."""
+        return self.sums_in_order and self.size > 2
 
     def send_to_next(self, x: Tensor) -> dist.Work | None:
         """Start to send ``x`` to the next rank. Keep ``x`` as it is until the work is done."""
@@ -115,6 +126,14 @@ class RankGroup:
         return self.process_group
 
 
+def _ordered_sum(parts: Tensor) -> Tensor:
+    """Over the first dimension, which is that of the ranks."""
+    total = parts[0].float()
+    for of_rank in parts[1:]:
+        total = total + of_rank
+    return total.to(parts.dtype)
+
+
 ONE_RANK = RankGroup()
 
 
@@ -135,6 +154,10 @@ class Parallel:
     def rank(self) -> int:
         """Among all ranks: see ParallelSizes."""
         return (self.dp.rank * self.pp.size + self.pp.rank) * self.tp.size + self.tp.rank
+
+    def with_ordered_sums(self) -> Parallel:
+        """For a row's result not to depend on the rows beside it."""
+        return Parallel(*(replace(getattr(self, kind.name), sums_in_order=True) for kind in fields(self)))
 
     def min_of_engine(self, value: int, device: torch.device) -> int:
         """The least of all ranks."""

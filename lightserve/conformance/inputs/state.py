@@ -12,32 +12,46 @@ from lightserve.common import ops
 from lightserve.conformance.inputs.tensors import NAN, ints, randn
 
 NO_ROW = ops.NO_ROW
-Request = tuple[int, int, int]  # tokens, the row that it reads, the row that it writes
+# tokens, the row that it reads, the row that it writes, and perhaps the row of a snapshot and the tokens before that
+Request = tuple[int, ...]
 # New and old ones, in the same row and in another, one whose state is not kept, and two that continue from one row.
 MIXED: list[Request] = [(70, NO_ROW, 3), (1, 1, 1), (33, 0, 0), (5, 6, 4), (2, 6, NO_ROW), (32, NO_ROW, 2), (1, 6, 7)]
 DECODES: list[Request] = [(1, 2, 2), (1, NO_ROW, 4), (1, 0, 1), (1, 6, NO_ROW)]
+# at an end of chunks or not, of a request with few tokens, beside one that has none, whose state is not kept
+SNAPSHOTS: list[Request] = [
+    (70, NO_ROW, 3, 5, 69),
+    (1, 1, 1),
+    (33, 0, 0, 8, 20),
+    (5, 6, 4, 7, 1),
+    (2, 6, NO_ROW, 2, 1),
+    (40, 6, 9, 10, 32),
+    (3, NO_ROW, 11, 12, 2),
+]
 ROWS = 9
 
 
 def state_batch(requests: list[Request], device: str) -> ops.StateBatch:
-    lens = [tokens for tokens, _, _ in requests]
+    lens = [tokens for tokens, *_ in requests]
+    snapshots = [request[3:] or (NO_ROW, 0) for request in requests]
+    columns = [ints([snapshot[i] for snapshot in snapshots], device) for i in range(2)]
     return ops.StateBatch(
         b1_start=ints([sum(lens[:i]) for i in range(len(lens) + 1)], device),
-        b_read_row=ints([read for _, read, _ in requests], device),
-        b_write_row=ints([write for _, _, write in requests], device),
+        b_read_row=ints([read for _, read, *_ in requests], device),
+        b_write_row=ints([write for _, _, write, *_ in requests], device),
         max_tokens=max(lens, default=1),
+        snapshots=ops.Snapshots(*columns) if any(request[3:] for request in requests) else None,
     )
 
 
 def count_tokens(requests: list[Request]) -> int:
-    return sum(tokens for tokens, _, _ in requests)
+    return sum(tokens for tokens, *_ in requests)
 
 
 def states_for(requests: list[Request], *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """A layer of a bigger tensor."""
-    rows = max([ROWS, *(max(read, write) + 1 for _, read, write in requests)])
+    rows = max([ROWS, *(max(request[1:4]) + 1 for request in requests)])
     states = torch.full((rows, 2, *shape), NAN, dtype=dtype, device=device)[:, 1]
-    for row in {read for _, read, _ in requests} - {NO_ROW}:
+    for row in {read for _, read, *_ in requests} - {NO_ROW}:
         states[row] = randn(*shape, dtype=dtype, device=device, seed=100 + row)
     return states
 

@@ -12,10 +12,7 @@ from lightserve.batches.line import LineRequest
 from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.errors import error_object, log_error
 from lightserve.httpserver.http.middleware import RequestThrottle
-from lightserve.messages.params import INT32_MAX
-
-# Requests of clients go first: at the most important 2,000,000 years of waiting count as one step of priority more
-BATCH_PRIORITY = INT32_MAX
+from lightserve.messages.params import BACKGROUND_PRIORITY
 
 
 class LineResponse(NamedTuple):
@@ -33,7 +30,7 @@ class LineRunner:
 
     async def run(self, line: LineRequest, owner: str, request_id: str) -> LineResponse:
         await self._throttle.wait()
-        body = orjson.dumps(line.body | {"priority": BATCH_PRIORITY})
+        body = orjson.dumps(line.body | {"priority": BACKGROUND_PRIORITY})
         record = ResponseRecord("POST", line.url, self._logs_requests)
         state = {"request_id": request_id, "record": record, "owner": owner}
         exchange = _Exchange(body, record, request_id)

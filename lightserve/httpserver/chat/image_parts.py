@@ -9,15 +9,21 @@ from pydantic_core import PydanticCustomError
 from lightserve.media.sources import ImageSource
 
 IMAGE_PARTS = ("image_url", "input_image")
+VIDEO_PARTS = ("video_url", "video")
+MAX_FRAMES = 1024  # of a list; a model takes fewer
+MAX_FPS = 1000
 DETAILS = (None, "auto", "low", "high")
 
 
 def is_image(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in IMAGE_PARTS
+    """Or a video."""
+    return isinstance(value, dict) and value.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS)
 
 
 def image_source(value: dict[str, Any]) -> ImageSource:
     """``image_url`` is an object with a url and a detail, or the url itself."""
+    if value["type"] in VIDEO_PARTS:
+        return _video_source(value)
     image = value.get("image_url")
     url, detail = (image.get("url"), image.get("detail")) if isinstance(image, dict) else (image, value.get("detail"))
     if not isinstance(url, str):
@@ -25,3 +31,18 @@ def image_source(value: dict[str, Any]) -> ImageSource:
     if detail not in DETAILS:
         raise PydanticCustomError("image", "the detail of an image must be auto, low or high")
     return ImageSource(url, detail == "low")
+
+
+def _video_source(value: dict[str, Any]) -> ImageSource:
+    """``video_url`` is an object with a url, or the url itself; ``video`` is that, or a list of the urls of frames."""
+    video = value.get(value["type"])
+    url = video.get("url") if isinstance(video, dict) else video
+    fps = value.get("fps", 2.0)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
+        raise PydanticCustomError("video", "the fps of a video must be a number above 0 and at most 1000")
+    if isinstance(url, str):
+        return ImageSource(url, is_video=True)
+    frames = url if value["type"] == "video" and isinstance(url, list) else []
+    if 0 < len(frames) <= MAX_FRAMES and all(isinstance(frame, str) for frame in frames):
+        return ImageSource("", is_video=True, frames=tuple(frames), fps=float(fps))
+    raise PydanticCustomError("video", "a video part must have a URL, or in video a list of 1 to 1024 URLs of images")

@@ -261,7 +261,9 @@ class Message(Body):
     @property
     def content_parts(self) -> list[dict[str, str]]:
         """For the chat template, if some of them are images."""
-        return [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in self._parts]
+        return [
+            {"type": "text", "text": each} if isinstance(each, str) else {"type": each.kind} for each in self._parts
+        ]
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:
@@ -292,6 +294,7 @@ class ChatBody(GenerationBody, TemplateFields, ImageFields):
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None  # with --speculative_config, drafts come from it too
     _own_template: ChatTemplate | None = PrivateAttr(None)
+    _shows_unused_tools: bool = PrivateAttr(False)
     _read_images: list[ReadImage] = PrivateAttr(default_factory=list)
 
     @property
@@ -301,6 +304,10 @@ class ChatBody(GenerationBody, TemplateFields, ImageFields):
 
     def use_template(self, template: ChatTemplate) -> None:
         self._own_template = template
+
+    def show_unused_tools(self) -> None:
+        """In the prompt, with ``tool_choice: none`` too, as vLLM does: trainers parse the calls themselves."""
+        self._shows_unused_tools = True
 
     @property
     def read_images(self) -> list[ReadImage]:
@@ -329,7 +336,7 @@ class ChatBody(GenerationBody, TemplateFields, ImageFields):
     @property
     def prompt_tools(self) -> list[Tool]:
         """The tools that the chat template shows."""
-        return self.offered_tools
+        return self.tools or [] if self._shows_unused_tools and self.tool_choice == "none" else self.offered_tools
 
     @property
     def forced_tools(self) -> list[Tool]:

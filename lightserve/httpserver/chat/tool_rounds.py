@@ -16,7 +16,7 @@ from lightserve.httpserver.chat.parts import Part, PartsResponse
 from lightserve.httpserver.chat.prepare import PreparedChat
 from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.errors import log_stream_error
-from lightserve.httpserver.http.sse import StreamRecorder, until_disconnect
+from lightserve.httpserver.http.sse import Connection, StreamRecorder, until_disconnect
 from lightserve.mcp.toolbox import Toolbox
 from lightserve.mcp.tools import ToolOutcome
 
@@ -102,6 +102,9 @@ class RoundEvents:
     def record(self, recorder: StreamRecorder | None) -> None:
         if recorder is not None:
             recorder.discard()
+
+    def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
+        """Each round has a generation of its own."""
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)

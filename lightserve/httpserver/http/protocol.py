@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from lightserve.errors import BodyTimeoutError, HeadersTooLargeError, InvalidRequestError, LightserveError
 from lightserve.httpserver.http.access_log import log_refusal
 from lightserve.httpserver.http.errors import error_object
-from lightserve.httpserver.http.sse import HAS_EVENTS
+from lightserve.httpserver.http.sse import CONNECTION, HAS_EVENTS
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser has no limit and takes quadratic time
 HEADER_COST = 32  # counted for each header besides its bytes, as in HTTP/2: it limits many short headers
@@ -82,6 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not before:  # else the head offers an upgrade, and is parsed again
             cycle: Any = self.cycle
             cycle.send = partial(_send, cycle, cycle.send)
+            cycle.scope[CONNECTION] = ResponseConnection(cycle)
 
     def on_body(self, body: bytes) -> None:
         self._gathered_bytes = 0
@@ -148,20 +149,41 @@ def _send(cycle: RequestResponseCycle, send: Send, message: Message) -> Awaitabl
     LightLLM's benchmark client takes an HTTP chunk for one event. A message for each event would take 2 us more.
     """
     body: bytes = message.get("body", b"")
-    has_several = HAS_EVENTS in message and -1 < body.find(END_OF_EVENT) < len(body) - len(END_OF_EVENT)
-    return _send_events(cycle, body) if has_several and cycle.chunked_encoding else send(message)
+    is_split = HAS_EVENTS in message and cycle.chunked_encoding and _has_several(body)
+    return _send_events(cycle, body) if is_split else send(message)
 
 
 async def _send_events(cycle: RequestResponseCycle, events: bytes) -> None:
     if cycle.flow.write_paused and not cycle.disconnected:
         await cycle.flow.drain()
     if not cycle.disconnected:
-        chunks = [
-            b"%x\r\n%b\n\n\r\n" % (len(event) + len(END_OF_EVENT), event)
-            for event in events.split(END_OF_EVENT)
-            if event
-        ]
-        cycle.transport.write(b"".join(chunks))
+        cycle.transport.write(_chunks(events))
+
+
+def _has_several(events: bytes) -> bool:
+    return -1 < events.find(END_OF_EVENT) < len(events) - len(END_OF_EVENT)
+
+
+def _chunks(events: bytes) -> bytes:
+    return b"".join(
+        [b"%x\r\n%b\n\n\r\n" % (len(event) + len(END_OF_EVENT), event) for event in events.split(END_OF_EVENT) if event]
+    )
+
+
+class ResponseConnection:
+    """Writes to the response of a request without awaiting the ASGI layers in between: they only add headers."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def can_write(self) -> bool:
+        cycle = self._cycle
+        is_open = cycle.chunked_encoding and not (cycle.disconnected or cycle.response_complete)
+        return bool(is_open) and not cycle.flow.write_paused
+
+    def write(self, events: bytes) -> None:
+        chunks = _chunks(events) if _has_several(events) else b"%x\r\n%b\r\n" % (len(events), events)
+        self._cycle.transport.write(chunks)
 
 
 def _too_large() -> HeadersTooLargeError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -13,15 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from lightserve.errors import ClientDisconnectedError, LightserveError, UnavailableError
 from lightserve.httpserver.http.errors import log_stream_error
-from lightserve.messages.output import StrOut
+from lightserve.httpserver.http.unread import Outs as Outs, Write
 
 T = TypeVar("T")
-Outs = list[tuple[int, StrOut]]  # tokens, each with the index of its sequence
 
 # what /openapi.json says about a response that may be a stream
 OPENAPI_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold the events back
 HAS_EVENTS = "lightserve.has_events"  # in a message of the body: LimitedProtocol sends every event as an HTTP chunk
+CONNECTION = "lightserve.connection"  # in the scope of a request: its Connection
 RECORDER = "recorder"  # the name of the StreamRecorder in the state of a request
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it
 REPLAYED = 256  # tokens at a time, some milliseconds
@@ -53,7 +54,18 @@ class RecordedGeneration(Protocol):
         """The client has these tokens already; the request came ``age_s`` ago."""
 
 
-class StreamedGeneration(AbstractAsyncContextManager[AsyncIterator[Outs]], RecordedGeneration, Protocol): ...
+class StreamedGeneration(AbstractAsyncContextManager[AsyncIterator[Outs]], RecordedGeneration, Protocol):
+    def write_with(self, write: Write) -> None:
+        """Tokens may be written with this function while a reader waits for them."""
+
+
+class Connection(Protocol):
+    """The client's end of a response."""
+
+    def can_write(self) -> bool:
+        """Whether the response has begun, and the client reads what it gets."""
+
+    def write(self, events: bytes) -> None: ...
 
 
 class StreamRecorder(Protocol):
@@ -92,6 +104,9 @@ class EventSource(Protocol):
 
     def record(self, recorder: StreamRecorder | None) -> None:
         """Give events ids, and keep them; None: do not. It is called before the first event."""
+
+    def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
+        """Further events may be written to the connection instead of being generated."""
 
     async def __anext__(self) -> bytes: ...
 
@@ -146,7 +161,7 @@ class EventStream(Response):
         if not self._first.done():
             await self._send_keep_alive(send)
         async with aclosing(self._events):
-            sending = asyncio.ensure_future(self._send_all(send))
+            sending = asyncio.ensure_future(self._send_all(send, scope.get(CONNECTION)))
             watcher = asyncio.ensure_future(_disconnected(receive))
             try:
                 while not await _wait((sending, watcher), self._seconds_left()):
@@ -159,8 +174,10 @@ class EventStream(Response):
         if not sending.cancelled():
             sending.result()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, connection: Connection | None) -> None:
         await self._send(send, await self._first)
+        if connection is not None:
+            self._events.write_to(connection, self._was_sent)
         async for events in self._events.generator:
             await self._send(send, events)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -169,10 +186,13 @@ class EventStream(Response):
         self._is_sending = True
         await send({"type": "http.response.body", "body": events, "more_body": True, HAS_EVENTS: True})
         self._is_sending = False
+        self._was_sent()
+
+    def _was_sent(self) -> None:
         self._last_s = asyncio.get_running_loop().time()
 
     async def _send_keep_alive(self, send: Send) -> None:
-        self._last_s = asyncio.get_running_loop().time()
+        self._was_sent()
         if not self._is_sending:  # else the client does not read, and has unread events
             await send({"type": "http.response.body", "body": self._events.keep_alive, "more_body": True})
 
@@ -192,12 +212,26 @@ class GenerationEvents:
         self.recorder: StreamRecorder | None = None
         self.generator = self._generate(generation, writer, request_id)
         self._generation = generation
+        self._writer = writer
 
     def record(self, recorder: StreamRecorder | None) -> None:
         if recorder is not None:
             recorder.begin(self._generation, self.keep_alive)
             self.recorder = recorder
             self.generator = _closing(self.generator, recorder)
+
+    def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
+        if self.recorder is None:  # else the events get ids
+            self._generation.write_with(partial(self._write, connection, on_written))
+
+    def _write(self, connection: Connection, on_written: Callable[[], None], outs: Outs) -> bool:
+        if not connection.can_write():
+            return False
+        events = self._writer.write(outs)
+        if events:
+            connection.write(events)
+            on_written()
+        return True
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)

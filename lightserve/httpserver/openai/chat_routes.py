@@ -87,6 +87,8 @@ async def _read_chat(context: ServerContext, request: Request) -> ChatBody:
     context.check_fields(request, body)
     if template is not None:
         body.use_template(await asyncio.to_thread(context.tokenizer.make_template, template))
+    if context.config.enable_rl:
+        body.show_unused_tools()
     body.limit_logprobs(context)
     return body
 

@@ -176,7 +176,7 @@ async def _by_cosine(
     engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
 ) -> list[float]:
     if options.instruction is not None:
-        raise InvalidRequestError("instruction: only a model that answers yes or no reads it", "instruction")
+        raise InvalidRequestError("instruction: only a model with a score template reads it", "instruction")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query occurs in many pairs
     encoded = (engine.encode(text, options.truncation) for text in texts)
     vectors = dict(zip(texts, await engine.run(request, encoded, log, options.scheduling), strict=True))

@@ -12,13 +12,13 @@ import hmac
 import os
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightserve.errors import StreamNotFoundError
-from lightserve.httpserver.http.sse import EventSource, Outs, RecordedGeneration, StreamRecorder
+from lightserve.httpserver.http.sse import Connection, EventSource, Outs, RecordedGeneration, StreamRecorder
 from lightserve.httpserver.resume.records import END_OF_EVENT, new_stream_id, parse_event_id, with_ids
 
 MAX_STREAM_BYTES = 16 * 2**20  # 50,000 tokens; a longer stream cannot be resumed
@@ -141,6 +141,9 @@ class LocalReplay(EventSource):
 
     def record(self, recorder: StreamRecorder | None) -> None:
         """It is recorded already."""
+
+    def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
+        """The events come from a file."""
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from lightserve.errors import StreamGoneError, StreamNotFoundError, UnavailableError
-from lightserve.httpserver.http.sse import StreamRecorder
+from lightserve.httpserver.http.sse import Connection, StreamRecorder
 from lightserve.httpserver.resume.logged_stream import ResumedStream
 from lightserve.httpserver.resume.records import (
     PROCESS_PREFIX,
@@ -76,6 +76,9 @@ class Replay:
 
     def close(self) -> None:
         self._connection.close()
+
+    def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
+        """The events come from the log."""
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)

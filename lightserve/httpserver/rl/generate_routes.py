@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -31,7 +31,9 @@ from lightserve.httpserver.http.sse import (
     until_disconnect,
 )
 from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter
+from lightserve.httpserver.routed_experts import RoutedExperts, experts_shape
 from lightserve.httpserver.weight_versions import WeightVersions
+from lightserve.messages.control import RoutedExpertsShape
 from lightserve.messages.output import StrOut
 from lightserve.text.logprobs import finite_logprob
 
@@ -49,6 +51,8 @@ class TokensBody(Body):
     request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    return_routed_experts: bool | None = Field(None, description="default: if the server keeps them: see docs/rl.md")
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = Field(None, description="from this token on")
     output_mode: Literal["tokens", "text"] | None = Field(None, description="text: with the text of each choice")
 
 
@@ -58,6 +62,7 @@ class TokensRequest:
     n: int
     logprobs: int | None  # alternatives to each token; None: no logprobs
     prompt_logprobs: PromptLogprobsWriter | None
+    experts: RoutedExpertsShape | None  # None: the response does not say which were chosen
     body: TokensBody
 
 
@@ -98,13 +103,18 @@ async def _parse(context: ServerContext, body: TokensBody) -> TokensRequest:
     prompt = None
     if wanted is not None:
         prompt = PromptLogprobsWriter(context.tokenizer, request.prompt_ids, field_k=wanted)
-    return TokensRequest(request, sampling.choices, k, prompt, body)
+    experts = context.manager.limits.routed_experts
+    if body.return_routed_experts is not None:
+        experts = experts_shape(context) if body.return_routed_experts else None
+    request = replace(request, params=request.params.replace(routed_experts=experts is not None))
+    return TokensRequest(request, sampling.choices, k, prompt, experts, body)
 
 
 class TokensWriter(EventWriter):
     def __init__(self, parsed: TokensRequest, log: AccessLog, versions: WeightVersions) -> None:
         self._versions = versions
         self._num_tokens: Counter[int] = Counter()  # of each choice
+        self._experts: defaultdict[int, RoutedExperts] = defaultdict(RoutedExperts)
         self._parsed = parsed
         self._log = log
         self._id = {"request_id": ID_PREFIX + log.request_id}
@@ -141,6 +151,8 @@ class TokensWriter(EventWriter):
         tokens = [out for out in outs if out.has_token]
         end = outs[-1]
         self._num_tokens[index] += len(tokens)
+        for out in tokens:
+            self._experts[index].add(out.token)
         choice: JsonObject = {
             "index": index,
             "token_ids": [out.token.id for out in tokens],
@@ -150,9 +162,16 @@ class TokensWriter(EventWriter):
         }
         if end.finish_reason is not None:
             choice["weight_versions"] = self._versions.json(index, self._num_tokens[index])
+            if self._parsed.experts is not None:
+                choice["routed_experts"] = self._routed_experts(index, self._parsed.experts)
         if self._parsed.body.output_mode == "text":
             choice["text"] = "".join(out.text for out in outs)
         return choice
+
+    def _routed_experts(self, index: int, shape: RoutedExpertsShape) -> str:
+        start = self._parsed.body.routed_experts_prompt_start or 0
+        tokens = len(self._parsed.prompt_request.prompt_ids) + self._num_tokens[index] - 1
+        return self._experts[index].for_vllm(shape, start, tokens)
 
     def _usage(self) -> JsonObject:
         log = self._log

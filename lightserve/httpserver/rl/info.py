@@ -82,5 +82,5 @@ def _of_sglang(context: ServerContext) -> dict[str, Any]:
         "dp_size": settings.dp,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,  # slime compares it with its --offload-rollout
-        "enable_return_routed_experts": False,
+        "enable_return_routed_experts": context.manager.limits.routed_experts is not None,
     }

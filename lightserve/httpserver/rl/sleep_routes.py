@@ -39,9 +39,15 @@ def _add_vllm(router: APIRouter, context: ServerContext) -> None:
         level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Annotated[PauseMode, Query()] = "abort"
     ) -> JSONResponse:
         """Stop the workers. Level 0 only pauses; 1 and 2 free all memory. Requests that come wait."""
-        tags = ["kv_cache"] if level == 0 else []
+        tags = ["cuda_graph"] if level == 0 else []
         reply = await ask(context, partial(Sleep, mode=mode, tags=tags), PAUSE_TIMEOUT_S)
         return JSONResponse({"status": "sleeping", "level": level, "method": reply.method})
+
+    @router.post("/release_kv_cache_memory")
+    async def release_kv_cache_memory(mode: Annotated[PauseMode, Query()] = "abort") -> JSONResponse:
+        """Free the memory of the KV cache only. Requests that come wait for /wake_up."""
+        await ask(context, partial(Sleep, mode=mode, tags=["kv_cache"]), PAUSE_TIMEOUT_S)
+        return JSONResponse({"status": "kv_cache_released"})
 
     @router.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query(max_length=8)] = None) -> JSONResponse:
@@ -58,7 +64,7 @@ def _add_vllm(router: APIRouter, context: ServerContext) -> None:
 
 def _add_sglang(router: APIRouter, context: ServerContext) -> None:
     async def release_memory_occupation(request: Request) -> JSONResponse:
-        """End all requests, and free the memory of the workers. Without the tag weights, nothing is freed."""
+        """End all requests, and free the memory of the workers. Without the tag weights, that of the KV only."""
         tags = await _tags(context, request)
         return _null(await ask(context, partial(Sleep, tags=tags), PAUSE_TIMEOUT_S))
 

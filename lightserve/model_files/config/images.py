@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
@@ -13,6 +13,8 @@ from lightserve.model_files.folder import read_json
 from lightserve.model_files.source import FolderSource, ModelSource
 
 PREPROCESSOR = "preprocessor_config.json"
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # which has the others in newer files of transformers
 
 
 class VisionFamily(NamedTuple):
@@ -25,7 +27,7 @@ class VisionFamily(NamedTuple):
 
 _LLAVA = VisionFamily("lightserve.media.square:LlavaImages", "lightserve.vision.square:LlavaTower")
 _ANYRES = VisionFamily("lightserve.media.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
-_GEMMA3 = VisionFamily("lightserve.media.square:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
+_GEMMA3 = VisionFamily("lightserve.media.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
 _PALIGEMMA = VisionFamily(
     "lightserve.media.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
 )
@@ -57,6 +59,7 @@ class ImageFiles:
     model_type: str  # of the whole model
     preprocessor: Mapping[str, Any]  # preprocessor_config.json
     hf: Mapping[str, Any]  # config.json
+    video: Mapping[str, Any] = field(default_factory=dict)  # video_preprocessor_config.json
 
     @property
     def family(self) -> VisionFamily:
@@ -102,7 +105,22 @@ def sight_of(hf: Mapping[str, Any]) -> Sight:
 
 def read_image_files(source: ModelSource) -> ImageFiles:
     hf = source.hf_config()
-    return ImageFiles(str(hf.get("multimodal_type")), read_json(source.path / PREPROCESSOR), hf)
+    preprocessor = _processor(source, PREPROCESSOR, "image_processor")
+    if not preprocessor:
+        raise ModelFilesError(f"{source.path} has no {PREPROCESSOR}; fetch it")
+    video = _processor(source, VIDEO_PREPROCESSOR, "video_processor")
+    return ImageFiles(str(hf.get("multimodal_type")), preprocessor, hf, video)
+
+
+def _processor(source: ModelSource, name: str, key: str) -> Mapping[str, Any]:
+    """Of a file of its own, or else of the one for all processors; empty: of none."""
+    for file, inside in ((name, None), (PROCESSOR, key)):
+        if (source.path / file).is_file():
+            values = read_json(source.path / file)
+            processor = values if inside is None else values.get(inside)
+            if isinstance(processor, dict) and processor:
+                return processor
+    return {}
 
 
 def placeholder_of(source: ModelSource) -> int:
@@ -112,6 +130,23 @@ def placeholder_of(source: ModelSource) -> int:
     if not isinstance(token_id, int):
         raise ModelFilesError(f"{source.path}: config.json has no image_token_id; fetch it again")
     return token_id
+
+
+class VideoTokens(NamedTuple):
+    """The token ids of a video in a prompt, as the chat template writes it."""
+
+    start: int
+    placeholder: int
+    end: int
+
+
+def video_tokens_of(source: ModelSource) -> VideoTokens | None:
+    """None: the model reads none."""
+    hf, pair = source.hf_config(), pair_around(source)
+    token_id = hf.get("video_token_id")
+    if pair is None or not isinstance(token_id, int):
+        return None
+    return VideoTokens(pair[0], token_id, pair[1])
 
 
 def vectors_per_token(hf: Mapping[str, Any]) -> int:
@@ -132,4 +167,4 @@ def pair_around(source: ModelSource) -> tuple[int, int] | None:
 
 
 def has_image_files(source: ModelSource) -> bool:
-    return isinstance(source, FolderSource) and (source.path / PREPROCESSOR).is_file()
+    return isinstance(source, FolderSource) and bool(_processor(source, PREPROCESSOR, "image_processor"))

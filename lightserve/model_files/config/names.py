@@ -260,6 +260,14 @@ MODELS = {
     "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "granite_swa": ConfigNames(
+        defaults={"num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True},
+        derived=config_derived.cwm,
+    ),
+    "granitemoe_swa": ConfigNames(
+        defaults={"rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
+        derived=config_derived.cwm,
+    ),
     "granitemoehybrid": ConfigNames(
         defaults={
             **_MAMBA2,

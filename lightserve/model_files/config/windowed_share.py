@@ -1,4 +1,4 @@
-"""How large the KV pool of layers with a sliding window is beside that of the others, and whether it saves memory."""
+"""How large the KV pool of layers with a sliding window is beside that of the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,3 @@ MIN_GAIN = 1.2  # a second pool must hold so many times the tokens of a single o
 def windowed_share(retained: int, max_len: int) -> float:
     """Of the windowed pool, in tokens of the other pool. ``retained``: windowed slots that a running request keeps."""
     return max(MIN_SHARE, LENGTHS_PER_CONTEXT * retained / max_len)
-
-
-def may_save_memory(window: int, max_len: int) -> bool:
-    """Whether a second pool is worth it if all layers have this window; with fewer of them it saves less."""
-    return MIN_GAIN * windowed_share(window, max_len) <= 1

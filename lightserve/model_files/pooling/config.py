@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.pooling.head import Head, HeadLayer, classification_head, hidden_size, reward_head
+from lightserve.model_files.pooling.score_templates import ScoreTemplate, read_score_template
 from lightserve.model_files.pooling.sentence_transformers import SentenceTransformer, read_sentence_transformer
 
 Task = Literal["generate", "embed", "classify", "score", "reward"]
@@ -44,7 +45,10 @@ class PoolingConfig:
     size: int  # of the result
     head: tuple[HeadLayer, ...] = ()
     is_causal: bool = True
-    answers: tuple[str, str] | None = None  # score by the logits of these two tokens, the second is the good one
+    answers: tuple[str, ...] | None = None  # score by the logits of these tokens, one or two; the last is the good one
+    template: ScoreTemplate | None = (
+        None  # of a query and a document; None: that of Qwen3-Reranker, if there are answers
+    )
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False  # labels do not exclude each other
     is_regression: bool = False  # the number of the only label is the score, without a sigmoid
@@ -75,9 +79,13 @@ class PoolingConfig:
 
 
 def read_pooling(
-    hf: Mapping[str, Any], folder: Path | None, task: str | None = None, pooling: str | None = None
+    hf: Mapping[str, Any],
+    folder: Path | None,
+    task: str | None = None,
+    pooling: str | None = None,
+    score_template: str | None = None,
 ) -> PoolingConfig | None:
-    """``hf``: config.json. ``folder``: the model's, if it has one. ``task`` and ``pooling`` are the operator's.
+    """``hf``: config.json. ``folder``: the model's, if it has one. The others are the operator's flags.
 
     None: the model generates text.
     """
@@ -86,10 +94,14 @@ def read_pooling(
     chosen = _task_of(hf, extra) if task is None else task
     if chosen not in get_args(Task):
         raise ModelFilesError(f"--task {chosen}: must be one of {', '.join(get_args(Task))}")
+    if chosen == "generate" and task is None and score_template is not None:
+        chosen = "score"
     if chosen == "generate":
-        _check_generates(hf, pooling)
+        _check_generates(hf, pooling, score_template)
         return None
     config = _of_task(chosen, hf, extra)
+    if score_template is not None:
+        config = _with_template(config, hf, score_template)
     return config if pooling is None else _with_pooling(config, pooling)
 
 
@@ -125,7 +137,7 @@ def _of_task(task: str, hf: Mapping[str, Any], extra: SentenceTransformer | None
         config = replace(_with_head(task, hf, head, len(labels)), labels=labels, is_regression=is_regression)
     elif task == "score" and not is_encoder(hf):
         answers = _answers(hf) or ANSWERS
-        config = PoolingConfig("score", "last", size=2, answers=answers, labels=answers)
+        config = _by_answers(answers)
     else:
         raise ModelFilesError(
             f"--task {task}: the model is a {name or 'model without a class'}, which has no such head"
@@ -171,6 +183,20 @@ def _is_regression(hf: Mapping[str, Any]) -> bool:
     return activation == "Identity"
 
 
+def _by_answers(answers: tuple[str, ...]) -> PoolingConfig:
+    return PoolingConfig("score", "last", size=len(answers), answers=answers, labels=answers)
+
+
+def _with_template(config: PoolingConfig, hf: Mapping[str, Any], value: str) -> PoolingConfig:
+    """The tokens of the model's files go before those of the template."""
+    if not config.is_pair_scorer:
+        raise ModelFilesError(f"--score_template: the model does not score pairs of texts ({config}); leave it out")
+    template = read_score_template(value)
+    if config.answers is not None and template.answers and _answers(hf) is None:
+        config = replace(_by_answers(template.answers), is_causal=config.is_causal)
+    return replace(config, template=template)
+
+
 def _with_pooling(config: PoolingConfig, pooling: str) -> PoolingConfig:
     if pooling not in get_args(Pooling):
         raise ModelFilesError(f"--pooling {pooling}: must be one of {', '.join(get_args(Pooling))}")
@@ -179,13 +205,15 @@ def _with_pooling(config: PoolingConfig, pooling: str) -> PoolingConfig:
     return replace(config, pooling=pooling)
 
 
-def _check_generates(hf: Mapping[str, Any], pooling: str | None) -> None:
+def _check_generates(hf: Mapping[str, Any], pooling: str | None, score_template: str | None) -> None:
     if is_encoder(hf):
         raise ModelFilesError(f"--task generate: {hf.get('model_type')} is an encoder, which generates no text")
     if not _is_causal(hf):
         raise ModelFilesError("--task generate: the tokens of this model see later ones, so it generates no text")
     if pooling is not None:
         raise ModelFilesError(f"--pooling {pooling}: this model generates text; set --task embed")
+    if score_template is not None:
+        raise ModelFilesError("--score_template: this model generates text; set --task score")
 
 
 def _is_causal(hf: Mapping[str, Any]) -> bool:
@@ -221,11 +249,11 @@ def _labels(hf: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(2 if count is None else count))
 
 
-def _answers(hf: Mapping[str, Any]) -> tuple[str, str] | None:
-    """vLLM's field for models that score by the logits of two tokens."""
+def _answers(hf: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """vLLM's field for models that score by the logits of one token or two."""
     tokens = hf.get("classifier_from_token")
     if tokens is None:
         return None
-    if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
-        raise ModelFilesError("config.json: classifier_from_token is not a list of two tokens; correct it")
-    return tokens[0], tokens[1]
+    if not isinstance(tokens, list) or len(tokens) not in (1, 2) or not all(isinstance(token, str) for token in tokens):
+        raise ModelFilesError("config.json: classifier_from_token is not a list of one or two tokens; correct it")
+    return tuple(tokens)

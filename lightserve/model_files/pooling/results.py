@@ -53,6 +53,7 @@ def pair_score(config: PoolingConfig, logits: Vector, is_raw: bool = False) -> f
     ``is_raw``: the number before that.
     """
     if config.answers is not None:
-        difference = float(logits[1]) - float(logits[0])  # the softmax of two is a sigmoid
-        return difference if is_raw else float(1 / (1 + np.exp(-difference)))
+        logit = float(logits[-1]) - (float(logits[0]) if len(config.answers) > 1 else 0.0)
+        logit *= 1.0 if config.template is None else config.template.scale
+        return logit if is_raw else float(1 / (1 + np.exp(-logit)))  # the softmax of two is a sigmoid
     return float(logits[0]) if is_raw else float(probabilities(config, logits)[0])

@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 from lightserve.errors import InvalidRequestError
 from lightserve.model_files.pooling.config import PoolingConfig
+from lightserve.model_files.pooling.score_templates import QWEN3_RERANKER, PairPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
-
-# Qwen3-Reranker's, from its model card
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-RERANK_PREFIX = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-RERANK_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class PoolingTexts:
@@ -23,6 +16,8 @@ class PoolingTexts:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._num_ending = _num_ending(tokenizer)
+        template = config.template or (QWEN3_RERANKER if config.answers is not None else None)
+        self._prompts = None if template is None else PairPrompts(template)
 
     def encode(self, text: str, prompt_name: str | None = None) -> list[int]:
         """A text behind the prompt of this name, or behind the model's default prompt."""
@@ -35,10 +30,10 @@ class PoolingTexts:
 
         In models with token types, the ids of the second text are higher by the size of the vocabulary.
         """
-        if self.config.answers is not None:
-            return self._encode_question(query, document, instruction or INSTRUCTION, limit)
+        if self._prompts is not None:
+            return self._encode_question(self._prompts, query, document, instruction, limit)
         if instruction is not None:
-            raise InvalidRequestError("instruction: only a model that answers yes or no reads it", "instruction")
+            raise InvalidRequestError("instruction: only a model with a score template reads it", "instruction")
         pair = self._tokenizer.encode_pair(query, document)
         ids = list(pair.ids)
         if self.config.type_vocab_size > 1:
@@ -47,18 +42,16 @@ class PoolingTexts:
             return ids
         return [ids[position] for position in tokens_to_keep(pair.texts, limit)]
 
-    def _encode_question(self, query: str, document: str, instruction: str, limit: int | None) -> list[int]:
-        """Whether the document answers the query, as a chat. A truncated one still ends where the answer begins."""
-        before = f"{RERANK_PREFIX}<Instruct>: {instruction}\n<Query>: "
-        between = "\n<Document>: "
-        prompt = before + query + between + document + RERANK_SUFFIX
-        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+    def _encode_question(
+        self, prompts: PairPrompts, query: str, document: str, instruction: str | None, limit: int | None
+    ) -> list[int]:
+        """Whether the document answers the query. A truncated prompt still ends where the answer begins."""
+        prompt, spans = prompts.of(instruction).render(query, document)
+        adds_special = prompts.template.adds_special_tokens
+        ids = self._tokenizer.encode(prompt, add_special_tokens=adds_special)
         if limit is None or len(ids) <= limit:
             return ids
-        query_end = len(before) + len(query)
-        document_start = query_end + len(between)
-        spans = (len(before), query_end), (document_start, document_start + len(document))
-        tokens = self._tokenizer.encode_with_offsets(prompt, add_special_tokens=False)
+        tokens = self._tokenizer.encode_with_offsets(prompt, add_special_tokens=adds_special)
         texts = [_text_of(start, stop, spans) for _, start, stop in tokens]
         return [ids[position] for position in tokens_to_keep(texts, limit)]
 

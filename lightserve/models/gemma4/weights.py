@@ -85,9 +85,9 @@ class Gemma4MoeWeight(bm.MoeFfnWeight):
         self.expert_scales = VectorWeight(f"{at}.router.per_expert_scale", moe.num_experts, torch.float32, device)
         self.experts_norm = bm.RmsNormWeight(f"{at}.pre_feedforward_layernorm_2", size, self._eps, context)
 
-    def _routed(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+    def _routed(self, x: Tensor, rows: bm.ExpertRows | None) -> Tensor:
         logits = self.router.mm(ops.rms_norm(x, self.router_scale.tensor, self._eps))
-        ids, weights = ops.route(logits, self._route, None, is_padding)
+        ids, weights = self._choose(logits, None, rows)
         weights = weights * self.expert_scales.tensor[ids.clamp(min=0).long()]  # the weights of padding are 0
         return self.experts.partial_forward(self.experts_norm.norm(x), ids, weights)
 

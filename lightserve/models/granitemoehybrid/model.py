@@ -8,9 +8,8 @@ from lightserve.common import basemodel as bm
 from lightserve.common.ops import RouteSpec
 from lightserve.errors import ModelFilesError
 from lightserve.models.granite.model import GraniteTpPartModel
-from lightserve.models.granitemoe.model import NAMES
+from lightserve.models.granitemoeshared.model import MOE_NAMES
 
-MOE_NAMES = replace(NAMES, shared="shared_mlp", shared_gate_up="input_linear")
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 LAYER_NAMES = bm.LayerNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
 

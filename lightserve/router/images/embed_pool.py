@@ -20,7 +20,7 @@ class EmbeddedImage:
     item: ImageItem
     arena_rows: Int32Array
     is_ready: bool = False  # the encoder has written the rows
-    is_sent: bool = False  # to the present encoder
+    encoder: int | None = None  # that it was sent to, and which may be writing the rows; None: none was
     num_crashes: int = 0  # of encoders that had it
     req_ids: set[int] = field(default_factory=set)  # that hold it
     wait: Wait = field(default_factory=Wait)  # until it is ready

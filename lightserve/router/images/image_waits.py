@@ -7,23 +7,23 @@ at fault, and its requests fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from lightserve.media.tokens import FIRST_ID
 from lightserve.messages.int_arrays import NO_INT32, Int32Array
-from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem, ImageRows, ToEncoder
+from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem, ImageRows
 from lightserve.messages.step import NewReq
 from lightserve.router.images.embed_pool import EmbeddedImage, EmbedPool
+from lightserve.router.images.encoders import Connect, Encoders
 from lightserve.router.kv.source import StepPart
 from lightserve.router.observability.stats import ImageFigures, RouterMetrics
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
 MAX_CRASHES = 2
-Send = Callable[[ToEncoder], None]
 
 
 class ImageFailed(msgspec.Struct, frozen=True):
@@ -35,12 +35,9 @@ class ImageFailed(msgspec.Struct, frozen=True):
 
 
 class ImageWaits(StepPart):
-    def __init__(self, connect: Callable[[int], Send]) -> None:
-        """``connect``: to the encoder of a generation."""
+    def __init__(self, connect: Connect) -> None:
         self.pool = EmbedPool()
-        self._connect = connect
-        self._send: Send | None = None
-        self._generation = -1
+        self._encoders = Encoders(connect)
         self._files: dict[bytes, tuple[bytes, set[int]]] = {}  # by digest: of the requests with these ids
         self._room = Wait()  # until rows are released
         self.hits = {"kv": 0, "embedding": 0, "none": 0}
@@ -106,7 +103,7 @@ class ImageWaits(StepPart):
         if image is None:
             return
         image.req_ids.discard(req_id)
-        if not image.req_ids and not image.is_ready and not image.is_sent:
+        if not image.req_ids and not image.is_ready and image.encoder is None:
             self.pool.remove(image)
 
     def as_new(self, req: Req, new: NewReq) -> NewReq:
@@ -120,17 +117,17 @@ class ImageWaits(StepPart):
         image = self.pool.find(item.digest)
         is_held = image is not None and image.is_ready and req.req_id in image.req_ids
         arena_rows = image.arena_rows if image is not None and is_held else NO_INT32
-        return ImageRows(item.spans, item.rows, item.columns, arena_rows)
+        return ImageRows(item.spans, item.rows, item.columns, arena_rows, item.times)
 
     def start_encoder(self, started: EncoderStarted) -> list[ImageFailed]:
         """A new encoder waits for images. Returns the requests whose images two encoders died of."""
         if not self.pool.num_rows:
             self.pool.set_rows(started.num_rows)
             self._room.end()
-        self._generation, self._send = started.generation, self._connect(started.generation)
-        lost = [image for image in self.pool.pending() if image.is_sent]
+        self._encoders.start(started)
+        lost = [image for image in self.pool.pending() if image.encoder == started.encoder]
         for image in lost:
-            image.is_sent, image.num_crashes = False, image.num_crashes + 1
+            image.encoder, image.num_crashes = None, image.num_crashes + 1
         guilty = [image for image in lost if image.num_crashes >= MAX_CRASHES]
         message = "the encoder crashed twice with an image of this request"
         failed = [self._fail(image, 500, message) for image in guilty]
@@ -143,7 +140,7 @@ class ImageWaits(StepPart):
     def complete(self, done: ImageEncoded) -> ImageFailed | None:
         """Returns the requests that end because their image could not be encoded."""
         image = self.pool.find(done.digest)
-        if done.generation != self._generation or image is None:  # of an encoder that has died
+        if image is None or not self._encoders.is_present(done):  # of an encoder that has died
             return None
         if done.status != 200:
             self.num_refused["decode"] += done.status == 400
@@ -164,19 +161,15 @@ class ImageWaits(StepPart):
         return ImageFailed(frozenset(image.req_ids), status, message)
 
     def _send_pending(self) -> None:
-        """What an encoder died of goes alone, so that the next death shows who is at fault."""
-        if self._send is None:
-            return
         pending = self.pool.pending()
-        under_way = [image for image in pending if image.is_sent]
         for image in pending:
-            runs_alone = image.num_crashes > 0 or any(sent.num_crashes for sent in under_way)
-            if image.is_sent or (runs_alone and under_way):
+            if image.encoder is not None:
                 continue
-            data = self._files[image.item.digest][0]
-            self._send(EncodeImage(image.item.digest, image.item.height, image.item.width, image.arena_rows, data))
-            image.is_sent = True
-            under_way.append(image)
+            image.encoder = self._encoders.best_for(image, pending)
+            if image.encoder is not None:
+                item, data = image.item, self._files[image.item.digest][0]
+                message = EncodeImage(item.digest, item.height, item.width, image.arena_rows, data, item.frames)
+                self._encoders.send(image.encoder, message)
 
     def report(self, metrics: RouterMetrics) -> None:
         pool, waiting = self.pool, self.num_waiting
@@ -188,7 +181,7 @@ class ImageWaits(StepPart):
     def num_waiting(self) -> dict[str, int]:
         """Images that are not encoded, by stage."""
         pending = self.pool.pending()
-        sent = sum(image.is_sent for image in pending)
+        sent = sum(image.encoder is not None for image in pending)
         return {"queue": len(pending) - sent, "encoder": sent}
 
 

@@ -48,6 +48,7 @@ class KvGroupPool(StoredKvGroup):
         self._evicted_before = 0  # the last reset
         self.slots = GroupSlots(size, num_tokens)
         self.writes: Slots = NO_INT32  # slots to which the step writes that is being planned
+        self.snapshots: Int32Array = NO_INT32  # of that step: see Step
         self._clear()
 
     @property
@@ -136,6 +137,9 @@ class KvGroupPool(StoredKvGroup):
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """The step is planned, and its prompts are cached. Requests free what their next tokens do not need."""
 
+    def take_back(self, req: Req) -> None:
+        """A request gives back what it has for tokens after its planned ones."""
+
     @abstractmethod
     def release(self, req: Req) -> None:
         """A request holds nothing any more."""
@@ -147,6 +151,13 @@ class KvGroupPool(StoredKvGroup):
         Those before ``begin`` were cached by others. Those after it may be too: then the request has computed them
         again. ``is_leaving``: the request is released next.
         """
+
+    def sent_slots(self, req: Req, end: int) -> Slots:
+        """The slots of the last ``blocks_before`` blocks before ``end`` tokens of a running request.
+
+        Some first tokens that the next token does not need may have any slot.
+        """
+        raise RuntimeError(f"a role with {self.name} passed the table of combinations")
 
     def remove_cached(self, tokens: Slots) -> None:
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""

@@ -78,10 +78,19 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
             group.writes = group.alloc(rows, counts, chunks)
         return tuple([group.writes for group in self])
 
+    @property
+    def snapshots(self) -> Int32Array:
+        """Of the step that ``alloc`` was called for last: see Step. One group at most has states."""
+        return next((group.snapshots for group in self if len(group.snapshots)), NO_INT32)
+
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         """A step with these decodes and chunks is planned."""
         for group in self:
             group.end_step(rows, chunks)
+
+    def take_back(self, req: Req) -> None:
+        for group in self:
+            group.take_back(req)
 
     def release(self, req: Req) -> None:
         for group in self:
@@ -112,11 +121,17 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
         """Slots for these blocks, which fit."""
         return tuple([group.start_load(len(of_group)) for group, of_group in zip(self, blocks, strict=False)])
 
-    def finish_load(self, blocks: Sequence[Sequence[int]], slots: Sequence[Slots], tokens: Slots) -> None:
+    def blocks_before(self, end: int) -> tuple[tuple[int, ...], ...]:
+        """The blocks that each group needs to continue a prefix behind so many blocks."""
+        return tuple([tuple(range(max(end - group.blocks_before, 0), end)) for group in self])
+
+    def finish_load(
+        self, blocks: Sequence[Sequence[int]], slots: Sequence[Slots], tokens: Slots, was_sent: bool = False
+    ) -> None:
         """``tokens``: of the whole prefix, now cached; empty: what has come is not valid."""
         for group, of_group, group_slots in zip(self, blocks, slots, strict=False):
             loaded = tokens.reshape(-1, BLOCK_TOKENS)[list(of_group)] if len(tokens) else NO_INT32
-            group.finish_load(loaded, group_slots)
+            group.finish_load(loaded, group_slots, was_sent)
 
     def invalidate(self, slots: Sequence[Slots]) -> None:
         """``slots``: by group."""

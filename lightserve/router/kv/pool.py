@@ -63,6 +63,7 @@ class KvPool:
         self._cache = RadixCache()
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
+        self.num_loads = 0  # some have slots of KV groups only
         self.groups.reset()
         for listener in self._listeners:
             listener.on_reset()
@@ -139,21 +140,26 @@ class KvPool:
         node, cached = self._cache.match(ids[:begin], req.salt)
         self._cache.lock(node)
         self.loading_tokens += end - begin
+        self.num_loads += 1
         slots = self.alloc(end - begin)
         return PrefixLoad(req, ids, node, cached, slots, group_blocks, self.groups.start_load(group_blocks))
 
     def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
-        """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
-        if count == len(load.slots):
-            return load
+        """Only the first ``count`` tokens of the part have come, and nothing of groups. Other slots are free."""
+        self.groups.finish_load(load.group_blocks, load.group_slots, NO_INT32)
         self._free(load.slots[count:])
         self.loading_tokens -= len(load.slots) - count
-        return load._replace(ids=load.ids[: len(load.cached) + count], slots=load.slots[:count])
+        ids, slots = load.ids[: len(load.cached) + count], load.slots[:count]
+        return load._replace(ids=ids, slots=slots, group_blocks=(), group_slots=())
 
-    def finish_load(self, load: PrefixLoad, is_valid: bool) -> None:
-        """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it."""
+    def finish_load(self, load: PrefixLoad, is_valid: bool, was_sent: bool = False) -> None:
+        """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it.
+
+        ``was_sent``: by another engine.
+        """
         self._cache.unlock(load.node)
         self.loading_tokens -= len(load.slots)
+        self.num_loads -= 1
         if not is_valid:
             self.groups.finish_load(load.group_blocks, load.group_slots, NO_INT32)
             self._free(load.slots)
@@ -162,7 +168,7 @@ class KvPool:
         _, spare = self._cache.insert(load.ids, slots, load.req.salt)
         if load.group_slots:
             tokens = self._cache.find_slots(load.ids, load.req.salt)
-            self.groups.finish_load(load.group_blocks, load.group_slots, tokens)
+            self.groups.finish_load(load.group_blocks, load.group_slots, tokens, was_sent)
         self._notify_inserted(load.req, load.ids, len(load.cached))
         self.num_cached_chunks += 1
         self._free(spare)
@@ -240,6 +246,11 @@ class KvPool:
                 self._free(self._cache.drop(req.node))
         self.groups.release(req)
         req.clear_slots()
+
+    def take_back(self, req: Req) -> None:
+        """A request gives back the slots behind its planned tokens. No step in flight writes to them."""
+        self.groups.take_back(req)
+        self._free(req.take_spare_slots())
 
     def pin(self, ids: Ids, salt: str) -> int:
         """Never evict what is cached of this prefix. Returns its number of tokens."""

@@ -35,6 +35,10 @@ class PendingTransfer(NamedTuple):
     prefix: PrefixLoad
     wait: Wait  # of its request, and of others with the same prefix
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, (self.prefix.slots, *self.prefix.group_slots))) // BLOCK_TOKENS
+
 
 class _NoReceiver:
     """The workers are lost."""
@@ -141,13 +145,15 @@ class RemoteKvSource(KvSource, PoolListener):
             return
         if self._coming.get(_key_of(pending.prefix)) is pending:
             del self._coming[_key_of(pending.prefix)]
-        prefix = self._pool.shorten_load(pending.prefix, received.num_blocks * BLOCK_TOKENS)
-        self._pool.finish_load(prefix, is_valid=True)
+        prefix = pending.prefix
+        if received.num_blocks < pending.num_blocks:
+            prefix = self._pool.shorten_load(prefix, min(received.num_blocks * BLOCK_TOKENS, len(prefix.slots)))
+        self._pool.finish_load(prefix, is_valid=True, was_sent=True)
         self.num_received += len(prefix.slots)
         missing = len(pending.prefix.slots) - len(prefix.slots)
         if received.transfer_id not in self._declined:
             self.num_given_up += missing
-        if missing and received.transfer_id not in self._cancelled:
+        if received.num_blocks < pending.num_blocks and received.transfer_id not in self._cancelled:
             self._send(KvTransferTimeout(pending.req.req_id, received.transfer_id))
         self._cancelled.discard(received.transfer_id)
         self._declined.discard(received.transfer_id)
@@ -183,7 +189,10 @@ class RemoteKvSource(KvSource, PoolListener):
         if end * BLOCK_TOKENS - cached < params.min_tokens:
             self._decline(req)
             return None
-        if not context.has_room(end * BLOCK_TOKENS):
+        groups = self._pool.groups
+        if not context.has_room(end * BLOCK_TOKENS) or not groups.can_load(
+            groups.blocks_before(end), context.step_tokens
+        ):
             return None  # it does not fit either, most likely, and is asked again
         wait = Wait(context.now_s + params.timeout_s + GRACE_S, self._on_late)
         self._start(req, params, (begin, end), wait)
@@ -191,11 +200,12 @@ class RemoteKvSource(KvSource, PoolListener):
 
     def _start(self, req: Req, params: KvTransferParams, blocks: tuple[int, int], wait: Wait) -> None:
         begin, end = blocks
-        prefix = self._pool.start_load(req, begin * BLOCK_TOKENS, end * BLOCK_TOKENS)
+        of_groups = self._pool.groups.blocks_before(end)
+        prefix = self._pool.start_load(req, begin * BLOCK_TOKENS, end * BLOCK_TOKENS, of_groups)
         req.kv_transfer_params = None
         self._open[params.id] = self._coming[_key_of(prefix)] = PendingTransfer(req, prefix, wait)
         self._transfer_of[req.req_id] = params.id
-        self._recvs.append(KvRecv(params.id, prefix.slots, params.timeout_s))
+        self._recvs.append(KvRecv(params.id, prefix.slots, params.timeout_s, list(prefix.group_slots)))
         self.num_wanted += len(prefix.slots)
         req.timeline.kv("kv_wanted", len(prefix.slots))  # before a prefill engine can begin
         addresses, adapter = self._receiver.addresses, req.lora_digest

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.cluster import KvTarget
 from lightserve.messages.step import KvSend
+from lightserve.router.kv.group_pools import KvGroupPools
 from lightserve.router.kv.source import Activity, KvTransfers, StepPart
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.req import Req
@@ -22,7 +23,8 @@ class PendingSend:
 class KvSends(StepPart):
     """A request with ``target`` sends every block of its prompt with the step that computes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: KvGroupPools) -> None:
+        self._groups = groups
         self.num_sent = 0  # tokens
         self._pending: dict[int, PendingSend] = {}  # by request
 
@@ -56,4 +58,13 @@ class KvSends(StepPart):
         pending.num_blocks = end
         slots = req.slots[begin * BLOCK_TOKENS : end * BLOCK_TOKENS].copy()
         self.num_sent += len(slots)
-        return [KvSend(target.transfer_id, target.addresses, begin - target.first_block, slots)]
+        send = KvSend(target.transfer_id, target.addresses, begin - target.first_block, slots)
+        return [send, *(self._sends_of_groups(req, target) if end * BLOCK_TOKENS == len(req.prompt_ids) else ())]
+
+    def _sends_of_groups(self, req: Req, target: KvTarget) -> list[KvSend]:
+        """What each KV group needs to continue the prompt, all of which is planned."""
+        slots = [group.sent_slots(req, len(req.prompt_ids)) for group in self._groups]
+        return [
+            KvSend(target.transfer_id, target.addresses, 0, of_group, pool=number)
+            for number, of_group in enumerate(slots, 1)
+        ]

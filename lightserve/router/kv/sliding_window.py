@@ -109,6 +109,11 @@ class SlidingWindowPool(KvGroupPool):
         released = [self._leave(req, req.planned_len - self.kept_tokens) for req, _ in chunks]
         self.slots.free(np.concatenate((self._leave_decodes(rows), *released)))
 
+    def take_back(self, req: Req) -> None:
+        held, slots = self._reqs[req], self._flush(req).view
+        held.slots = GrowingArray(slots[: req.planned_len])
+        self.slots.free(slots[req.planned_len :])
+
     def release(self, req: Req) -> None:
         held = self._reqs.get(req)
         if held is None:
@@ -143,12 +148,17 @@ class SlidingWindowPool(KvGroupPool):
         self._num_loading += num_blocks * BLOCK_TOKENS
         return self.slots.alloc(num_blocks * BLOCK_TOKENS)
 
-    def finish_load(self, tokens: Slots, slots: Slots) -> None:
+    def finish_load(self, tokens: Slots, slots: Slots, was_sent: bool = False) -> None:
         self._num_loading -= len(slots)
-        super().finish_load(tokens, slots)
+        super().finish_load(tokens, slots, was_sent)
 
-    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
-        self.slots.add_cached(tokens.flatten(), slots)
+    def _add_loaded(self, tokens: Slots, slots: Slots, was_sent: bool) -> None:
+        begin = max(len(slots) - self._needed, 0) if was_sent else 0
+        self.slots.add_cached(tokens.flatten()[begin:], slots[begin:])
+
+    def sent_slots(self, req: Req, end: int) -> Slots:
+        begin = max(end - self.blocks_before * BLOCK_TOKENS, 0)
+        return np.maximum(self._flush(req).view[begin:end], 0)  # it may not hold the first ones
 
     def _flush(self, req: Req) -> GrowingArray:
         """All slots of a running request."""

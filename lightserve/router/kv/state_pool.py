@@ -1,8 +1,9 @@
 """The states of recurrent layers: one row for each running request, and rows that cached prefixes keep.
 
 A step reads the state of a request from one row and writes it to another one or the same. At the end of a chunk the row
-may stay with the prefix that ends there: then the next step writes to a new row. So nothing is copied, and a cached
-prefix can be continued only where a state was kept. That is
+may stay with the prefix that ends there: then the next step writes to a new row. A chunk may write one more row, of the
+state inside of it: a snapshot. So nothing is copied, and a cached prefix can be continued only where a state was kept.
+That is
 
 - before the last token of a prompt, so that the same prompt finds it, and choices and forks begin there. In a chat it
   is before the tokens that begin the answer: the next turn may begin it in another way, without its reasoning;
@@ -10,11 +11,12 @@ prefix can be continued only where a state was kept. That is
 - every ``INTERVAL`` tokens of a long prompt;
 - where a request ends or is preempted.
 
-A chunk of the prompt ends at each of these places. Kept rows that no request reads are evicted when rows are short, the
-least recently used first, so they never stop a request from running.
+The last of these places in a prompt has a snapshot, unless its chunk ends there or no row is left for it. At each of
+the others a chunk ends. Kept rows that no request reads are evicted when rows are short, the least recently used first,
+so they never stop a request from running.
 
-With --deterministic, a state is kept only where whole blocks of a prompt end: it then has the bits of one that is
-computed again, in whatever steps.
+With --deterministic, a state is kept only where whole blocks of a prompt end, which are chunks: it then has the bits of
+one that is computed again, in whatever steps.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from lightserve.router.kv.slots import Slots
 from lightserve.router.kv.stored_group import Bools
 from lightserve.router.req import Req
 
-# Each place where a state is kept costs a request one more step. A prefix of fewer tokens is computed in about the same
-# time as that step.
+# Each place where a state is kept takes a row, and costs a request one more step if it has no snapshot. A prefix of
+# fewer tokens is computed in about the same time as that step.
 MIN_TOKENS = 32
 INTERVAL = 8_192  # tokens; a state takes the memory of the KV of some thousand tokens
 
@@ -46,6 +48,8 @@ class ReqState:
     is_kept: bool = False  # a cached prefix has the row too: the next step must not write to it
     batch_row: int = NONE  # of the running requests
     ends: set[int] = field(default_factory=set)  # lengths at which its state is kept
+    snapshot_len: int = 0  # the last of them, if no chunk has to end there; 0: there is none
+    snapshot_row: int = NONE  # that the step which is being planned writes
 
     @property
     def needs_row(self) -> bool:
@@ -69,7 +73,8 @@ class StatePool(KvGroupPool):
     def _clear(self) -> None:
         self._reqs: dict[Req, ReqState] = {}
         self._num_needed = 0  # requests whose next steps need new rows
-        self._left = list[int]()  # rows that the step which is being planned reads for the last time
+        # rows that the step which is being planned reads for the last time, or writes for a cached prefix alone
+        self._left = list[int]()
 
     def bind(self, running: RunningReqs) -> None:
         self._running = running
@@ -107,6 +112,10 @@ class StatePool(KvGroupPool):
         ends = [end for end in range(INTERVAL, last, INTERVAL) if end > begin]
         places = min(max(matched_len, req.branch_len), last), before_answer
         ends += [end for end in map(self._rounded, places) if end - begin >= MIN_TOKENS]
+        if ends and self._multiple == 1 and req.boundaries.may_end_at(max(ends)):
+            state.snapshot_len = max(ends)
+            state.ends.add(state.snapshot_len)
+            ends = [end for end in ends if end < state.snapshot_len]
         self._end_chunks_at(req, state, ends)
 
     def _rounded(self, length: int) -> int:
@@ -114,7 +123,7 @@ class StatePool(KvGroupPool):
 
     def keep_at(self, req: Req, length: int) -> int | None:
         state, length = self._reqs.get(req), self._rounded(length)
-        if state is not None and req.planned_len < length < len(req.prompt_ids):
+        if state is not None and req.planned_len < length < len(req.prompt_ids) and length != state.snapshot_len:
             self._end_chunks_at(req, state, [length])
         return length
 
@@ -137,18 +146,32 @@ class StatePool(KvGroupPool):
         return NO_INT32 if row == NONE else int32s([row])
 
     def alloc(self, rows: Int64Array, counts: Int32Array, chunks: Sequence[tuple[Req, int]]) -> Slots:
-        """The row that each request writes. It reads the one that it wrote last."""
+        """The row that each request writes, then those of snapshots. A request reads the one that it wrote last."""
         rows = np.append(rows, np.array([req.row for req, _ in chunks], dtype=np.int64))
         for req in self._running.at(rows[self._needs_row[rows]]):
             state = self._reqs[req]
             self._left += [] if state.row == NONE else [state.row]
             self._set(state, self.slots.alloc(1).item(), is_kept=False)
-        written: Slots = self._row[rows]
-        return written
+        return np.append(self._row[rows], self._alloc_snapshots(chunks, len(rows) - len(chunks)))
+
+    def _alloc_snapshots(self, chunks: Sequence[tuple[Req, int]], first: int) -> Slots:
+        """Rows for the snapshots of chunks, whose first one has this number in the step."""
+        found = []
+        for number, (req, count) in enumerate(chunks, start=first):
+            state = self._reqs[req]
+            before = state.snapshot_len - req.planned_len
+            if 0 < before < count and self._num_needed < self.slots.available:
+                state.snapshot_row = self.slots.alloc(1).item()
+                self._left.append(state.snapshot_row)
+                found.append((number, before, state.snapshot_row))
+        self.snapshots = int32s([value for number, before, _ in found for value in (number, before)])
+        return int32s([row for _, _, row in found])
 
     def end_step(self, rows: Int64Array, chunks: Sequence[tuple[Req, int]]) -> None:
         self.slots.free(int32s(self._left))
         self._left.clear()
+        for req, _ in chunks if len(self.snapshots) else ():
+            self._reqs[req].snapshot_row = NONE  # its prompt may not have been cached
 
     def release(self, req: Req) -> None:
         state = self._reqs.pop(req, None)
@@ -164,6 +187,9 @@ class StatePool(KvGroupPool):
         With drafts in flight, only the workers know which tokens the state has seen.
         """
         state = self._reqs[req]
+        if state.snapshot_row != NONE and len(tokens) >= state.snapshot_len:
+            self.slots.add_cached(tokens[state.snapshot_len - 1 : state.snapshot_len], int32s([state.snapshot_row]))
+            state.snapshot_row = NONE
         is_exact = len(tokens) == req.planned_len and not req.has_drafted
         if not is_exact or not len(tokens) or state.needs_row:
             return
@@ -198,7 +224,7 @@ class StatePool(KvGroupPool):
     def start_load(self, num_blocks: int) -> Slots:
         return self.slots.alloc(num_blocks)
 
-    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+    def _add_loaded(self, tokens: Slots, slots: Slots, was_sent: bool) -> None:
         self.slots.add_cached(tokens[:, -1], slots)
 
     def _set(self, state: ReqState, row: int, is_kept: bool) -> None:

@@ -42,12 +42,15 @@ class StoredKvGroup(ABC):
     def start_load(self, num_blocks: int) -> Slots:
         """Slots for the stored part of so many blocks, which fit. They are taken until ``finish_load``."""
 
-    def finish_load(self, tokens: Slots, slots: Slots) -> None:
-        """These slots hold what was stored of cached tokens ``[blocks, tokens]``; without tokens, they hold nothing."""
+    def finish_load(self, tokens: Slots, slots: Slots, was_sent: bool = False) -> None:
+        """These slots hold what was stored of cached tokens ``[blocks, tokens]``; without tokens, they hold nothing.
+
+        ``was_sent``: by another engine, as ``KvGroupPool.sent_slots`` says.
+        """
         if len(tokens):
-            self._add_loaded(tokens, slots)
+            self._add_loaded(tokens, slots, was_sent)
         self.slots.free(slots)
 
     @abstractmethod
-    def _add_loaded(self, tokens: Slots, slots: Slots) -> None:
+    def _add_loaded(self, tokens: Slots, slots: Slots, was_sent: bool) -> None:
         """The cached tokens of these blocks get the slots."""

@@ -34,8 +34,9 @@ class _Entry:
 class AdapterLoader:
     def __init__(self, scheduler: Scheduler, capacity: int, on_failed: OnFailed) -> None:
         self._scheduler = scheduler
-        self._slots = scheduler.only_group.loras
-        self._slots.on_leave = self.release
+        self._slots = [group.loras for group in scheduler.groups]
+        for slots in self._slots:
+            slots.on_leave = self.release
         self._capacity = capacity
         self._on_failed = on_failed
         self._workers: WorkerCaller | None = None
@@ -64,7 +65,8 @@ class AdapterLoader:
         """New workers have no adapters: load all that requests need again."""
         self._workers = workers
         self._loading = None
-        self._slots.loaded.clear()
+        for slots in self._slots:
+            slots.loaded.clear()
         self._entries = {lora_id: entry for lora_id, entry in self._entries.items() if entry.users}
         for entry in self._entries.values():
             entry.is_loaded = False
@@ -110,7 +112,8 @@ class AdapterLoader:
             return None
         for lora_id in dropped:
             del self._entries[lora_id]
-            self._slots.loaded.discard(lora_id)
+            for slots in self._slots:
+                slots.loaded.discard(lora_id)
         return dropped
 
     def _on_reply(self, workers: WorkerCaller, entry: _Entry, reply: LoraLoaded | None) -> None:
@@ -122,7 +125,8 @@ class AdapterLoader:
             self._fail(entry, error)
         else:
             entry.adapter.digest, entry.is_loaded = reply.digest, True
-            self._slots.loaded.add(entry.adapter.lora_id)
+            for slots in self._slots:
+                slots.loaded.add(entry.adapter.lora_id)
             logger.info("the adapter %r is loaded from %s", entry.adapter.name, entry.adapter.folder)
             entry.loaded.set_result("")
         self._load_next()

@@ -2,7 +2,8 @@
 
     Sleep ─▶ pause ─▶ StopWorkers to the launcher ─▶ WorkersStopped        WakeUp ─▶ StartWorkers ─▶ NewWorkers
 
-Requests that come meanwhile wait in the queue.
+Requests that come meanwhile wait in the queue. Without the tag ``weights``, the workers stay: they free the memory of
+their KV cache.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from lightserve.errors import ConflictError
+from lightserve.errors import ConflictError, ServerError
+from lightserve.ipc.worker_calls import SET_KV_MEMORY
 from lightserve.messages.control import StartWorkers, StopWorkers
 from lightserve.messages.rl import MEMORY_TAGS, PauseGeneration, RlReply, Sleep, WakeUp
+from lightserve.messages.worker_calls import KvMemory
 from lightserve.router.rl.pause import PauseControl
 from lightserve.router.step_loop import StepLoop
 from lightserve.utils.logger import init_logger
@@ -21,7 +24,10 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 _SLEEP = "sleep"
-STOPPED, KEPT = "workers_stopped", "memory_kept"
+GRAPHS = "cuda_graph"
+STOPPED, FREED, KEPT = "workers_stopped", "kv_freed", "memory_kept"
+KV = "kv_cache"
+KV_TIMEOUT_S = 600.0  # steps are captured again
 
 
 class SleepControl:
@@ -30,6 +36,7 @@ class SleepControl:
         self._steps = steps
         self._pause = pause
         self._released: set[str] = set()  # tags; no step runs until all of them are resumed
+        self._is_kv_freed = False  # by workers that stay
         self._send: Callable[[StopWorkers | StartWorkers], None] | None = None
         self._done: asyncio.Future[None] | None = None  # what the launcher was asked for
         self._lock = asyncio.Lock()
@@ -48,7 +55,7 @@ class SleepControl:
             self._done.set_result(None)
 
     async def sleep(self, message: Sleep) -> RlReply:
-        """Without the tag ``weights``, the workers stay, and so does their memory."""
+        """Without the tag ``weights``, the workers stay, with their weights."""
         async with self._lock:
             tags = set(message.tags or MEMORY_TAGS)
             if tags <= self._released:
@@ -57,25 +64,43 @@ class SleepControl:
             self._released |= tags
             if "weights" in tags and not self.is_asleep:
                 await self._stop()
+            elif KV in tags and not self.is_asleep:
+                await self._set_kv_memory(is_released=True)
             return RlReply(0, method=self._method, count=self._pause.num_open)
 
     async def wake(self, message: WakeUp) -> RlReply:
-        """The reply comes when new workers have loaded the model. Steps run when all tags are resumed."""
+        """The reply comes when new workers have loaded the model. Steps run when weights and KV are resumed.
+
+        Workers come with their graphs, and many trainers do not know a tag for those.
+        """
         async with self._lock:
-            since_s, was_asleep = time.monotonic(), self.is_asleep
-            if was_asleep:
+            since_s, method = time.monotonic(), self._method
+            if self.is_asleep:
                 await self._start()
+            elif KV in (message.tags or MEMORY_TAGS) and self._is_kv_freed:
+                await self._set_kv_memory(is_released=False)
             self._released -= set(message.tags or MEMORY_TAGS)
-            if not self._released:
+            if self._released <= {GRAPHS}:
+                self._released.clear()
                 self._steps.release(_SLEEP)
             seconds = time.monotonic() - since_s
-            if was_asleep:
+            if method == STOPPED:
                 logger.info("awake after %.2f s: %d requests go on", seconds, self._pause.num_open)
-            return RlReply(0, method=STOPPED if was_asleep else KEPT, seconds=seconds)
+            return RlReply(0, method=method, seconds=seconds)
 
     @property
     def _method(self) -> str:
-        return STOPPED if self.is_asleep else KEPT
+        if self.is_asleep:
+            return STOPPED
+        return FREED if self._is_kv_freed else KEPT
+
+    async def _set_kv_memory(self, *, is_released: bool) -> None:
+        """New workers have all of it."""
+        async with asyncio.timeout(KV_TIMEOUT_S):
+            reply = await self._steps.call_workers(SET_KV_MEMORY, KvMemory(is_released))
+        if reply is not None and reply.error:
+            raise ServerError(f"the memory of the KV cache could not be changed: {reply.error}")
+        self._is_kv_freed = is_released and reply is not None
 
     async def _pause_for_sleep(self, message: Sleep) -> None:
         was_paused = self._pause.is_paused
@@ -88,7 +113,7 @@ class SleepControl:
     async def _stop(self) -> None:
         if not self._steps.has_workers:
             raise ConflictError("the workers are being replaced; retry in a few seconds")
-        self.is_asleep = True
+        self.is_asleep, self._is_kv_freed = True, False
         self._steps.suspend_workers()
         await self._ask_launcher(StopWorkers())
         self._steps.close_workers()

@@ -55,6 +55,7 @@ class AdmissionControl:
         self._adapters = AdapterWaits(batch.loras, queue)
         self.prefixes = PrefixWaits(batch)
         self._head: HeadOfLine | None = None
+        self.client_lacks_room = False  # the last time, though it need not: background requests run
         self._prefetched_at = 0, 0, 0
         self._sources = sources
         self.further_waits: list[Callable[[Req], Wait | None]] = []  # what a request must have besides KV
@@ -70,17 +71,27 @@ class AdmissionControl:
         return admitted
 
     def _admit(self, now_s: float) -> list[Req]:
-        if not len(self._queue) or self._is_full or self._batch.isolation.isolated or self.has_no_room:
+        self.client_lacks_room = False
+        if not len(self._queue) or self._batch.isolation.isolated:
             return []  # most steps end here, without ordering the queue
-        unplanned = self._batch.unplanned()
-        prefilling = self._batch.at(self._batch.rows[unplanned > 1])
-        decodes = Decodes(self._batch.rows[unplanned == 1])  # the drafts are planned after admission
+        if self._is_full or self.has_no_room:
+            self._note_lack_of_room()
+            return []
+        rows = self._batch.rows
+        if self._queue.num_of_clients:  # their prompts do not wait for those of background requests
+            rows = self._batch.rows_of_clients(rows)
+        unplanned = self._batch.columns.unplanned(rows)
+        prefilling = self._batch.at(rows[unplanned > 1])
+        decodes = Decodes(rows[unplanned == 1])  # the drafts are planned after admission
         budget = self._chunking.budget(prefilling, decodes, len(self._queue))
         reserved = self._chunking.reserved(budget)
         budget -= int(np.minimum(unplanned[unplanned > 1], reserved).sum())
         if budget <= 0:
             return []
         return self._admit_candidates(prefilling, budget, reserved, now_s)
+
+    def _note_lack_of_room(self) -> None:
+        self.client_lacks_room = bool(self._batch.num_background and self._queue.num_of_clients)
 
     def wake(self, now_s: float) -> None:
         """Let blocked requests come back to the queue that have nothing to wait for any more."""
@@ -112,7 +123,7 @@ class AdmissionControl:
         admitted: list[Req] = []
         is_first = True  # no request was passed over that may be admitted at any time
         for req in self._queue.candidates(self._pool.cached_len):
-            if self._is_full or budget <= 0 or isolation.isolated:
+            if budget <= 0 or self._must_stay(req, prefilling):
                 break
             if req.in_flight:
                 is_first = False
@@ -127,6 +138,7 @@ class AdmissionControl:
             if not self._fits(req):
                 if not is_first:
                     self._head = None
+                self._note_lack_of_room()
                 break
             self._start(req, now_s)
             admitted.append(req)
@@ -136,6 +148,14 @@ class AdmissionControl:
             if runs_alone:
                 isolation.isolated = req
         return admitted
+
+    def _must_stay(self, req: Req, prefilling: list[Req]) -> bool:
+        """Whether no request may start now from this one on, whatever memory there is."""
+        if self._batch.isolation.isolated or (req.is_background and has_client(prefilling)):
+            return True
+        if self._is_full:
+            self._note_lack_of_room()
+        return self._is_full
 
     @property
     def may_prefetch(self) -> bool:
@@ -211,7 +231,7 @@ class AdmissionControl:
         pool = self._pool
         used, shared_tokens = pool.used, pool.shared_tokens
         pool.attach_prefix(req)
-        if not len(self._batch) and not pool.loading_tokens:
+        if not len(self._batch) and not pool.num_loads:
             return True
         longest = len(req.prompt_ids) + req.max_new_tokens
         fits_all = self._fits_at_longest(longest) or self._fits_at_peak(req, req.shared_len, used)
@@ -273,3 +293,7 @@ class AdmissionControl:
             req.cached_len = req.planned_len
         req.timeline.admitted(now_s, req.planned_len)
         self._batch.add(req)
+
+
+def has_client(reqs: list[Req]) -> bool:
+    return any(not req.is_background for req in reqs)

@@ -31,6 +31,7 @@ class RunningBatch:
         self.columns = ReqColumns(max_running)
         self.rows: Int64Array = NO_INT64
         self.max_tokens = 0  # prompts and longest outputs of all requests
+        self.num_background = 0  # requests that nobody waits for
         self.num_changes = 0  # how often a request has entered or left
         self._num_admitted = 0
         self._eos_ids: set[int] = set()  # of all requests so far: the model has few
@@ -72,14 +73,20 @@ class RunningBatch:
         """Req.unplanned of each request."""
         return self.columns.unplanned(self.rows)
 
+    def rows_of_clients(self, rows: Int64Array) -> Int64Array:
+        """Those of these rows whose requests are not background requests."""
+        return rows[self.columns.is_background[rows] == 0] if self.num_background else rows
+
     def has_in_flight(self) -> bool:
-        """Whether a step in flight will return a token of some request."""
-        return bool((self.columns.in_flight(self.rows) > 0).any())
+        """Whether a step in flight will return a token of some request, or has drafts of it."""
+        columns = self.columns
+        return bool(((columns.in_flight(self.rows) > 0) | (columns.planned_drafts[self.rows] > 0)).any())
 
     def add(self, req: Req) -> None:
         row = self._free_rows.pop()
         req.move_to(self.columns, row)
         self.num_changes += 1
+        self.num_background += req.is_background
         self._num_admitted += 1
         self.columns.admission[row] = self._num_admitted
         self._at[row] = self._reqs[req.req_id] = req
@@ -134,7 +141,7 @@ class RunningBatch:
         columns = self.columns
         self._append(columns.outputs, rows, token_ids, counts)
         if len(counts):
-            columns.accept(rows, (counts - 1) * columns.has_drafted[rows])
+            columns.accept(rows)
         columns.output_len[rows] += counts if len(counts) else 1
         columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
 
@@ -167,6 +174,7 @@ class RunningBatch:
 
     def _remove(self, req: Req) -> None:
         self.num_changes += 1
+        self.num_background -= req.is_background
         row = req.row
         del self._reqs[req.req_id], self._row_of[req.req_id]
         self.columns.admission[row] = 0

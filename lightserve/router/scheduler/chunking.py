@@ -69,9 +69,12 @@ class Chunking:
         """How much of the budget one prompt is sure to get, so that admission counts it as taken."""
         return budget if self._limits.chunk_size is None else math.ceil(budget * SHARE_OF_OLDEST)
 
-    def divide(self, prompts: list[Req], decodes: Decodes, num_waiting: int, available: int) -> list[Chunk]:
-        """``available``: slots of the KV pool for these prompts."""
-        budget = self.budget(prompts, decodes, num_waiting)
+    def divide(
+        self, prompts: list[Req], decodes: Decodes, num_waiting: int, available: int, most: int | None = None
+    ) -> list[Chunk]:
+        """``available``: slots of the KV pool for these prompts. ``most``: tokens, if not the budget of the step."""
+        most = self._limits.batch_max_tokens if most is None else most
+        budget = min(self.budget(prompts, decodes, num_waiting), most)
         if self._limits.chunk_size is None:
             return self._whole_prompts(prompts, budget, available)
         chunks = self._divide_by_need(prompts, budget, available)
@@ -79,7 +82,8 @@ class Chunking:
         context = sum(count * req.planned_len for req, count in chunks) / max(tokens, 1)
         if not context:
             return chunks
-        return self._divide_by_need(prompts, self.budget(prompts, decodes, num_waiting, context), available)
+        budget = min(self.budget(prompts, decodes, num_waiting, context), most)
+        return self._divide_by_need(prompts, budget, available)
 
     def _divide_by_need(self, prompts: list[Req], budget: int, available: int) -> list[Chunk]:
         """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
-from lightserve.router.req_columns import MAY_DRAFT_IF_FEW, ReqColumns
+from lightserve.router.req_columns import MAY_DRAFT_BY_GRAMMAR, MAY_DRAFT_IF_FEW, ReqColumns
 from lightserve.router.scheduler.draft_policy import draft_cost, drafts_worth
 from lightserve.router.scheduler.limits import SchedulerLimits
 
@@ -43,7 +43,9 @@ def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, 
     most = min(limits.num_drafts, limits.batch_max_tokens // len(rows) - 1)
     draft_counts = columns.max_drafts(rows, max(most, 0))
     if limits.weight_read_tokens and len(rows) > FEW_DECODES:
-        draft_counts[columns.may_draft[rows] == MAY_DRAFT_IF_FEW] = 0
+        draft_counts[columns.may_draft[rows] >= MAY_DRAFT_IF_FEW] = 0
+    if limits.has_synthetic_drafts:
+        draft_counts[columns.may_draft[rows] == MAY_DRAFT_BY_GRAMMAR] = 0
     if draft_counts.any():
         cost = draft_cost(len(rows), limits.weight_read_tokens)
         draft_counts = drafts_worth(columns, rows, draft_counts, cost)

@@ -1,9 +1,10 @@
 """How many drafts the requests of a step get: those with which it gives the most tokens in its time.
 
-The j-th draft counts only if all before it are accepted too. If a share ``a`` of the drafts that were reached is
-accepted, the chance of that is a ** j. Whether it is accepted or not, it makes the step longer: see ``draft_cost``. So
-a step gets drafts in the order of their chances, as long as expected tokens over expected time grow. A draft of one
-request is then worth as much as one of another, and a step whose drafts are worth nothing has none.
+The j-th draft counts only if all before it are accepted too. Its chance is the product of theirs: of each, the
+acceptance of its request, which is the share of the drafts that were reached, times what DraftRates knows of its place.
+Whether it is accepted or not, it makes the step longer: see ``draft_cost``. So a step gets drafts in the order of their
+chances, as long as expected tokens over expected time grow. A draft of one request is then worth as much as one of
+another, and a step whose drafts are worth nothing has none.
 
 A request without drafts in this order tries one after a pause. The pause doubles each time that this one is refused. So
 a request that never repeats itself loses little.
@@ -43,17 +44,21 @@ def drafts_worth(columns: ReqColumns, rows: Int64Array, allowed: Int64Array, cos
         return allowed
     is_paused = columns.draft_pause[rows] > 0
     columns.draft_pause[rows] -= is_paused
-    counts = _most_productive(columns.acceptance[rows], np.where(is_paused, 0, allowed), cost)
+    chances = columns.acceptance[rows, None] * columns.draft_rates.factors(int(allowed.max()))
+    counts = _most_productive(chances, np.where(is_paused, 0, allowed), cost)
     is_tried = (counts == 0) & (allowed > 0) & ~is_paused
     columns.draft_pause[rows[is_tried]] = np.maximum(columns.last_pause[rows[is_tried]], FIRST_PAUSE)
     return np.where(is_tried, 1, counts)
 
 
 def _most_productive(acceptance: npt.NDArray[np.float64], allowed: Int64Array, cost: float) -> Int64Array:
-    """The drafts of each request with which a step gives the most tokens in its time."""
-    numbers = np.arange(1, int(allowed.max()) + 1)
+    """The drafts of each request with which a step gives the most tokens in its time.
+
+    ``acceptance``: ``[requests, drafts]``, of each draft if all before it are accepted.
+    """
+    numbers = np.arange(1, acceptance.shape[1] + 1)
     is_allowed = numbers <= allowed[:, None]
-    chances = np.clip(acceptance, LEAST_ACCEPTANCE, MOST_ACCEPTANCE)[:, None] ** numbers
+    chances = np.clip(acceptance, LEAST_ACCEPTANCE, MOST_ACCEPTANCE).cumprod(-1)
     ordered = np.sort(chances[is_allowed])[::-1]
     if not len(ordered):
         return allowed
@@ -68,9 +73,10 @@ def _most_productive(acceptance: npt.NDArray[np.float64], allowed: Int64Array, c
 
 def observe_drafts(columns: ReqColumns, rows: Int64Array, drafts: DraftColumns, cost: float) -> None:
     """Learn from the drafts of a step. ``rows``: of their requests, in the same order."""
-    proposed, accepted = int32s(drafts.proposed), int32s(drafts.accepted)
+    proposed, accepted = (int32s(counts).astype(np.int64) for counts in (drafts.proposed, drafts.accepted))
     # those after the first refused one were not reached; a step without a proposal counts as one refused draft
     reached = np.maximum(np.minimum(accepted + 1, proposed), 1)
+    columns.draft_rates.observe(columns.acceptance[rows], reached, accepted)
     keep = (1 - WEIGHT) ** reached
     columns.acceptance[rows] = keep * columns.acceptance[rows] + (1 - keep) * accepted / reached
     is_worth_none = (accepted == 0) & (columns.acceptance[rows] < cost)

@@ -62,7 +62,7 @@ class GroupScheduler:
         self.num_forced = 0  # tokens that followed a sampled one in the same result, and were not drafts
         self.fork_points = ForkPoints()
         self.past_outputs = PastOutputs(limits.past_outputs)
-        self.sends = KvSends()
+        self.sends = KvSends(pool.groups)
         self.sources: list[KvSource] = []  # of KV, besides the workers' computing it
         self.parts: list[StepPart] = [self.sends]  # of steps
         self.images: ImageWaits | None = None  # None: this server reads none
@@ -85,9 +85,11 @@ class GroupScheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
         admitted = {req: self._as_new(req) for req in self._admit(now_s)}
+        if self.queue.num_of_clients or len(self.batch) > self.batch.num_background:
+            self.planner.background.on_client(now_s)
         for step_part in self.parts:
             step_part.begin_step()
-        planned = self.planner.plan()
+        planned = self.planner.plan(now_s)
         self.admission.prefixes.wake()  # what is planned now can be used by the next step
         computes = bool(len(planned.rows)) or any(req in self.batch for req in admitted)
         for step_part in self.parts:
@@ -98,6 +100,9 @@ class GroupScheduler:
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
+        while self.admission.client_lacks_room and self.preemption.preempt_background():
+            admitted += self.admission.admit(now_s)
+        admitted = [req for req in admitted if req in self.batch]
         for req in admitted:
             for step_part in self.parts:
                 step_part.on_admitted(req)
@@ -127,6 +132,7 @@ class GroupScheduler:
             retain=retain,
             release=release,
             group_slots=planned.group_slots,
+            snapshots=planned.snapshots,
             decode_ids=planned.req_ids[: planned.num_decodes],
             decode_slots=planned.slots[: planned.decodes.num_slots],
             slot_counts=planned.decodes.slot_counts,
@@ -149,6 +155,8 @@ class GroupScheduler:
         """The step is back: the KV that it computed is certain. ``seconds``: how long it took, if that is known."""
         if seconds is not None and len(step.counts) > step.num_decodes:
             self.chunking.cost.observe(*step.work(), seconds)
+        if seconds is not None and len(step.counts):
+            self.planner.background.on_step(step.num_background, seconds)
         columns = self.batch.columns
         is_still_running = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[is_still_running]] = step.planned_len[is_still_running]
@@ -178,15 +186,20 @@ class GroupScheduler:
         if len(counts):
             is_known &= counts <= BLOCK
         known, rows = (tokens, rows) if is_known.all() else (tokens.where(is_known), rows[is_known])
-        self.batch.add_outputs(rows, known.token_ids, known.counts)
         if len(counts):
-            self.num_forced += int((known.counts - 1)[columns.has_drafted[rows] == 0].sum())
+            self.num_forced += int((known.counts - 1 - columns.num_accepted[rows]).sum())
+        self.batch.add_outputs(rows, known.token_ids, known.counts)
         return is_known
 
     def observe_drafts(self, drafts: DraftColumns) -> None:
-        """Learn how many drafts its requests should have."""
-        rows = self.batch.rows_of(int64s(drafts.req_ids))
+        """Learn how many drafts its requests should have, and how many of their next tokens are drafts."""
+        req_ids = int64s(drafts.req_ids)
+        rows = self.batch.rows_of(req_ids)
         is_here = rows >= 0
+        self.batch.columns.num_accepted[rows[is_here]] = int32s(drafts.accepted)[is_here]
+        for index in np.flatnonzero(~is_here).tolist():
+            if (req := self.queue.find_preempted(int(req_ids[index]))) is not None:
+                req.num_accepted = int(drafts.accepted[index])
         cost = draft_cost(len(self.batch), self.limits.weight_read_tokens)
         observe_drafts(self.batch.columns, rows[is_here], drafts.where(is_here), cost)
 

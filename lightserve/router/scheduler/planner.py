@@ -14,6 +14,7 @@ from lightserve.router.kv.source import KvTransfers
 from lightserve.router.observability.timeline import Timeline
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue, Wait
+from lightserve.router.scheduler.background import BackgroundLimit
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.decodes import Decodes, plan_drafts
@@ -35,11 +36,13 @@ class PlannedStep:
     planned_len: Int64Array  # after the step, at least
     slots: Slots  # of all tokens, without those that requests have already
     group_slots: tuple[Slots, ...] = ()  # by KV group: see KvGroupPool.alloc
+    snapshots: Int32Array = field(default_factory=lambda: NO_INT32)  # see Step
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
     drafts_follow: bool = False  # see Step
     loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
     transfers: KvTransfers = field(default_factory=KvTransfers)
+    num_background: int = 0  # tokens of background requests
     completed: Wait = field(default_factory=Wait)  # of requests with the ids of dropped ones, whose tokens it brings
 
     @property
@@ -74,6 +77,7 @@ class StepPlanner:
         limits: SchedulerLimits,
     ) -> None:
         self.num_planned = 0  # steps so far
+        self.background = BackgroundLimit(limits.batch_max_tokens)
         self._queue = queue
         self._batch = batch
         self._pool = batch.pool
@@ -81,12 +85,12 @@ class StepPlanner:
         self._preemption = preemption
         self._limits = limits
 
-    def plan(self) -> PlannedStep:
+    def plan(self, now_s: float = 0.0) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
-        decodes, chunks = self._chunks()
+        decodes, chunks = self._chunks(now_s)
         while not (len(decodes.rows) or chunks) and self._preemption.is_stuck():
             self._preemption.preempt_newest()
-            decodes, chunks = self._chunks()
+            decodes, chunks = self._chunks(now_s)
         batch, columns, begin = self._batch, self._batch.columns, decodes.num_slots
         slots = self._pool.alloc(begin + sum(count for _, count in chunks))
         of_prompts = batch.at(decodes.rows[columns.planned_len[decodes.rows] < columns.prompt_len[decodes.rows]])
@@ -115,9 +119,11 @@ class StepPlanner:
             columns.planned_len[rows],
             slots,
             group_slots,
+            self._pool.groups.snapshots,
             prefills + _recomputed_outputs(chunks),
             self._token_ids(decodes.rows, chunks),
             self._limits.num_drafts > 0 and (bool(chunks) or columns.may_draft_soon(decodes.rows)),
+            num_background=int(counts[columns.is_background[rows] > 0].sum()) if batch.num_background else 0,
         )
 
     def _token_ids(self, decodes: Int64Array, chunks: list[Chunk]) -> Int32Array:
@@ -137,22 +143,59 @@ class StepPlanner:
         self._pool.cache_prompt(req)
         return req.timeline, count
 
-    def _chunks(self) -> tuple[Decodes, list[Chunk]]:
+    def _chunks(self, now_s: float) -> tuple[Decodes, list[Chunk]]:
         """The requests of which the next step computes the next token, and the chunks of prompts."""
         isolated = self._batch.isolation.isolated
         rows = np.array([isolated.row], dtype=np.int64) if isolated else self._batch.rows
-        rows = self._without_in_flight(rows)
+        rows = self._without_background(self._without_in_flight(rows))
         unplanned = self._batch.columns.unplanned(rows)
         decoding = self._share_of_step(rows[unplanned == 1])
-        prompts = self._batch.at(rows[unplanned > 1])
+        prompts = self._beyond_drafts(rows[unplanned > 1])
+        decoding, most = self._limit_background(decoding, prompts, now_s)
         if self._pool.loading_tokens:  # loads hold slots that no preemption frees
             missing = self._batch.columns.missing_slots(decoding, np.zeros_like(decoding))
             decoding = decoding[np.cumsum(missing) <= self._pool.available]
         decodes = plan_drafts(decoding, self._batch.columns, self._limits, self._pool.available)
-        if not prompts:
+        if not prompts or most == 0:
             return decodes, []
         available = self._pool.available - decodes.num_slots
-        return decodes, self._chunking.divide(prompts, decodes, len(self._queue), available)
+        return decodes, self._chunking.divide(prompts, decodes, len(self._queue), available, most)
+
+    def _without_background(self, rows: Int64Array) -> Int64Array:
+        """While the prompt of a client's request is computed, requests that nobody waits for are left out."""
+        if not self._batch.num_background:
+            return rows
+        of_clients = self._batch.rows_of_clients(rows)
+        return of_clients if (self._batch.columns.unplanned(of_clients) > 1).any() else rows
+
+    def _limit_background(
+        self, decoding: Int64Array, prompts: list[Req], now_s: float
+    ) -> tuple[Int64Array, int | None]:
+        """The requests that decode, without background requests beyond the limit, and the most prompt tokens.
+
+        Prompts are either all of clients or all of background requests. Those that have waited longest decode first.
+        """
+        limit = self.background.tokens(now_s) if self._batch.num_background else None
+        if limit is None:
+            return decoding, None
+        is_background = self._batch.columns.is_background[decoding] > 0
+        background = self._longest_waiting(decoding[is_background], limit)
+        if len(background) < is_background.sum():
+            decoding = decoding[~is_background | np.isin(decoding, background)]
+        return decoding, limit - len(background) if prompts and prompts[0].is_background else None
+
+    def _beyond_drafts(self, rows: Int64Array) -> list[Req]:
+        """Of these requests, which compute several known tokens next, those without drafts in flight.
+
+        A grammar has forced tokens where there were drafts. The slots of rejected drafts are free again: a chunk gets
+        new ones for all its tokens.
+        """
+        columns = self._batch.columns
+        reqs = self._batch.at(rows[columns.planned_drafts[rows] == 0])
+        for req in reqs:
+            if req.spare_slots:
+                self._pool.take_back(req)
+        return reqs
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.
@@ -167,9 +210,13 @@ class StepPlanner:
         Those that have waited longest go first.
         """
         share = -(-len(self._batch) // self._limits.num_stages)
-        if len(decodes) <= share:
+        return self._longest_waiting(decodes, share)
+
+    def _longest_waiting(self, decodes: Int64Array, count: int) -> Int64Array:
+        """Of these requests, those whose last steps were first, in the same order."""
+        if len(decodes) <= count:
             return decodes
-        oldest = np.argsort(self._batch.columns.planned_step[decodes], kind="stable")[:share]
+        oldest = np.argsort(self._batch.columns.planned_step[decodes], kind="stable")[:count]
         return decodes[np.sort(oldest)]
 
 

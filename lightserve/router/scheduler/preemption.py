@@ -40,10 +40,21 @@ class Preemption:
 
     def preempt_newest(self) -> None:
         """Preempt the request with the lowest priority; of these the latest arrival."""
-        self.preempt(max(self._batch, key=lambda req: (self._policy.priority(req), req.arrived_s, req.req_id)))
+        self.preempt(max(self._batch, key=self._need))
+
+    def _need(self, req: Req) -> tuple[bool, int, float, int]:
+        """The highest leaves first."""
+        return req.is_background, self._policy.priority(req), req.arrived_s, req.req_id
+
+    def preempt_background(self) -> bool:
+        """Preempt the latest background request. False: none runs."""
+        background = [req for req in self._batch if req.is_background]
+        if background:
+            self.preempt(max(background, key=lambda req: (req.arrived_s, req.req_id)))
+        return bool(background)
 
     def preempt(self, req: Req) -> None:
-        """The request is admitted again before all requests that have not begun."""
+        """The request is admitted again before all requests of its kind that have not begun."""
         self._batch.release(req)
         self._queue.add_preempted(req)
         self.count += 1

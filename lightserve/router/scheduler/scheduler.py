@@ -56,6 +56,11 @@ class Scheduler:
         return sum(len(group.queue) for group in self.groups)
 
     @property
+    def has_waiting_client(self) -> bool:
+        """Whether a request that is not a background request waits for room."""
+        return any(group.queue.num_of_clients for group in self.groups)
+
+    @property
     def num_blocked(self) -> int:
         """Requests that wait for an event: for KV, an adapter, a prefix, or to be released."""
         return sum(group.queue.num_blocked for group in self.groups)
@@ -86,6 +91,12 @@ class Scheduler:
         group = self._choose_group(req)
         group.fork_points.give_keys(req)
         group.queue.defer(req)
+
+    def isolate(self, req: Req) -> None:
+        """A waiting request may have crashed the workers of another engine: it runs alone until its next token."""
+        for group in self.groups:
+            if group.find(req.req_id) is not None:
+                group.isolation.require(req)
 
     def make_ready(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
@@ -174,7 +185,7 @@ class Scheduler:
         return is_known
 
     def observe_drafts(self, drafts: DraftColumns) -> None:
-        """Learn from the drafts of a step how many the requests should have. Call it before their tokens end them."""
+        """Learn from the drafts of a step how many the requests should have. Call it before they get its tokens."""
         if len(drafts):
             for group in self.groups:
                 group.observe_drafts(drafts)
@@ -191,14 +202,21 @@ class Scheduler:
         for group in self.groups:
             if (req := group.find_in_flight(outs[0].req_id)) is None:
                 continue
+            num_accepted = req.num_accepted
             added = req.add_tokens(outs)
-            group.num_forced += 0 if req.has_drafted else len(added) - 1
+            group.num_forced += max(len(added) - 1 - num_accepted, 0)
             if group.isolation.is_active:
                 group.isolation.clear(req)
             if req.finish_reason is not None:
                 group.finish(req)
             return ReqTokens(req, added)
         return None
+
+    def observe_first_token(self, req: Req, seconds: float) -> None:
+        """A request has got its first token so long after its admission."""
+        if not req.is_background:
+            for group in self.groups:
+                group.planner.background.on_first_token(seconds)
 
     def process_embedding(self, req_id: int) -> Req | None:
         """The result of a pooling request is back, which ends it. None if it has ended before."""

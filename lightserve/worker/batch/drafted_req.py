@@ -7,19 +7,22 @@ import numpy as np
 from lightserve.messages.int_arrays import Int32Array
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.req_columns import ReqColumns
+from lightserve.worker.sampling.grammar import ReqGrammar
 
 
 class DraftedReq(InferReq):
     """A request that has drafts as its last tokens, for the row of logits after them. It is good for one step."""
 
-    def __init__(self, req: InferReq, draft_ids: Int32Array) -> None:
-        """``req``: all its tokens are known. It must not change while this is used."""
+    def __init__(self, req: InferReq, draft_ids: Int32Array, grammar: ReqGrammar | None) -> None:
+        """``req``: all its tokens are known. It must not change while this is used. ``grammar``: after the drafts."""
         self.__dict__.update(req.__dict__)
         self.columns, self.columns_row = ReqColumns(1), 0
         self.columns.copy_row(0, req.columns, req.columns_row)
         for column in (self.columns.cache_len, self.columns.known_len, self.columns.total_len):
             column[0] += len(draft_ids)
         self.draft_ids = draft_ids.tolist()
+        self.grammar = grammar
+        self.is_constrained = grammar is not None and not grammar.is_unconstrained
         self._certain_ids = req.token_ids
 
     @property

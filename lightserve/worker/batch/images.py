@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import StepImages, TpPartBaseModel
-from lightserve.common.device import to_device
+from lightserve.common.device import host_memory, to_device
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.messages.media import ImageRows, Sight
 from lightserve.model_files.config.images import sight_of, vectors_per_token
@@ -58,18 +58,21 @@ class ReqImages:
 def positions_of(images: Sequence[ImageRows]) -> Int64Array:
     """By axis, of all tokens up to the end of the last image."""
     parts: list[Int64Array] = []
-    length = position = 0
+    length = position = first = 0
     for image in images:
-        for start, count in image.spans:
+        for number, (start, count) in enumerate(image.spans):
             if not image.rows:
                 start += count  # its tokens have positions as text has
             text = np.arange(start - length) + position
             parts.append(np.stack((text, text, text)))
             length, position = start, position + len(text)
             if image.rows:
+                if number == 0 or not image.times:
+                    first = position
+                time = image.times[number] if image.times else 0
                 rows, columns = np.divmod(np.arange(count), image.columns)
-                parts.append(np.stack((np.zeros_like(rows), rows, columns)) + position)
-                length, position = start + count, position + max(image.rows, image.columns)
+                parts.append(np.stack((np.full_like(rows, time), rows, columns)) + first)
+                length, position = start + count, first + max(time + 1, image.rows, image.columns)
     return np.concatenate(parts, axis=1)
 
 
@@ -177,11 +180,13 @@ class BatchImages:
 
     def of_step(self, packed: PackedImages, rotary_positions: Tensor | None) -> StepImages:
         """``rotary_positions``: those after images, of all tokens of the step. Drafts make them known here only."""
-        embeddings = self._arena.index_select(0, torch.from_numpy(packed.arena_rows.astype(np.int64)))
+        embeddings = host_memory((len(packed.arena_rows), *self._arena.shape[1:]), self._arena.dtype, self._device)
+        torch.index_select(self._arena, 0, torch.from_numpy(packed.arena_rows.astype(np.int64)), out=embeddings)
         positions = to_device(packed.positions, self._device)
         if rotary_positions is not None:
             positions = torch.where(positions == AFTER_IMAGES, rotary_positions.long(), positions)
-        return StepImages(to_device(packed.tokens, self._device), embeddings.to(self._device), positions)
+        vectors = embeddings.to(self._device, non_blocking=True)
+        return StepImages(to_device(packed.tokens, self._device), vectors, positions)
 
 
 def _encoded(arena_rows: Int32Array) -> Int32Array:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
@@ -29,9 +30,10 @@ from lightserve.worker.batch.images import BatchImages, PackedImages
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.retained_reqs import RetainedReqs
+from lightserve.worker.batch.routed_experts import NO_EXPERTS, ExpertsReader
 from lightserve.worker.batch.sampled import Sampled, SampledRow, StepUpdates, TokenOnlyRows
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
-from lightserve.worker.batch.state_rows import StateRows
+from lightserve.worker.batch.state_rows import StateRows, WrittenRows
 from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack, padded_input
 from lightserve.worker.batch.step_rows import StepRows
 from lightserve.worker.lora import write_groups
@@ -120,9 +122,17 @@ class InferBatch:
         self.lora_slots = 0  # on the device
         self.states: StateRows | None = None  # None: no layer is recurrent
         self.images: BatchImages | None = None  # None: requests have none
+        self.experts: ExpertsReader | None = None  # None: they are not kept
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
         self.lengths = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int32, device=device)  # the same
+
+    def use_slots_of(self, model: TpPartBaseModel) -> None:
+        """Its KV pool has another size."""
+        self.padding_slot = model.mem_manager.padding_slot
+        self.group_padding_slots = model.mem_manager.group_padding_slots
+        experts = model.routed_experts
+        self.experts = None if experts is None else ExpertsReader(experts.table, self.req_to_token)
 
     def enable_states(self) -> None:
         """The model has recurrent layers: the last KV group of every step has the rows of their states."""
@@ -225,14 +235,16 @@ class InferBatch:
         indices = np.flatnonzero(is_plain)
         plain_rows = rows[indices]
         columns.total_len[plain_rows] += 1
-        with_details = [
-            SampledRow(index, packed.reqs[index], packed.reqs[index].add_sampled())
-            for index in np.flatnonzero(is_sampled & ~is_plain).tolist()
-        ]
+        detailed = np.flatnonzero(is_sampled & ~is_plain).tolist()
+        experts = NO_EXPERTS if self.experts is None else self.experts.read([packed.reqs[index] for index in detailed])
+        with_details = [SampledRow(index, packed.reqs[index], packed.reqs[index].add_sampled()) for index in detailed]
         plain = TokenOnlyRows(indices, plain_rows, columns.entry[plain_rows], columns.req_id[plain_rows])
         if packed.drafts is None:
-            return Sampled(with_details, plain)
+            return Sampled(with_details, plain, experts)
         first, drafts = packed.drafts.first_rows, packed.drafts.drafts
+        columns.drafts_in_flight[rows] -= np.where(
+            is_sampled, 0, drafts
+        )  # of those with forced tokens none is accepted
         with_rows = [
             SampledRow(int(first[index]), req, chunks, int(drafts[index])) for index, req, chunks, _ in with_details
         ]
@@ -308,7 +320,7 @@ class InferBatch:
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
         for view, slots in zip(columns.group_slots, step_rows.group_slots, strict=True):
             view[:count] = slots
-        if self.states is not None and columns.states is not None:
+        if self.states is not None and columns.states is not None and step_rows.state_rows is not None:
             self.states.pack(columns.states, rows, q_len, step_rows.state_rows)
 
         drafts = None if step_rows.counts is None else DraftInput.planned(step_rows.counts, rows, q_len, self.columns)
@@ -323,9 +335,11 @@ class InferBatch:
         q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
         slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
         group_slots = [int32s(of_group) for of_group in step.group_slots]
-        state_rows = NO_INT32
+        state_rows = None
         if self.states is not None:
-            *group_slots, state_rows = group_slots
+            *group_slots, written = group_slots
+            state_rows = WrittenRows.of_step(written, int32s(step.snapshots), len(rows))
+        self.columns.spare_slots[rows[len(req_ids) - len(chunks) :]] = 0  # the router has taken them back
         counts = draft_counts(step, rows, self.columns)
         if counts is not None:
             q_len += counts.drafts

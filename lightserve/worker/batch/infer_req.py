@@ -43,6 +43,7 @@ class InferReq(ReqLengths):
     temperature: float = field(init=False)  # by which the step itself samples; 0: greedily
     rules: ReqRules = field(init=False)
     is_plain: bool = field(init=False)  # its tokens are returned without details
+    returned_experts: int = field(init=False)  # tokens whose experts were returned, if they are wanted
     prompt_chunks: list[PromptChunk] | None = field(init=False)  # None: the prompt's logprobs are not wanted, or done
 
     def __post_init__(self) -> None:
@@ -50,9 +51,10 @@ class InferReq(ReqLengths):
         self.columns, self.columns_row = ReqColumns(1), 0
         self.known_len = self.total_len = len(self.known)
         self.is_constrained = self.grammar is not None
-        self.is_plain = self.output is None and self.sampling.logprobs is None
+        self.is_plain = self.output is None and self.sampling.logprobs is None and not self.sampling.routed_experts
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
         has_first_token = self.output_len > 0  # the prompt's logprobs came with it
+        self.returned_experts = self.total_len - 1 if has_first_token else 0  # those of a preempted request came too
         is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
         self.prompt_chunks = [] if is_wanted else None
         # the step's own token is not used if Sampler samples the request, so no noise is computed for it

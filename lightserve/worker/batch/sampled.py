@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.batch.routed_experts import NO_EXPERTS, StepExperts
 from lightserve.worker.sampling.logprobs import PromptChunk
 
 
@@ -43,6 +44,7 @@ class Sampled(NamedTuple):
 
     with_details: Sequence[SampledRow]
     plain: TokenOnlyRows = NO_TOKEN_ONLY_ROWS
+    experts: StepExperts = NO_EXPERTS
 
 
 class StepUpdates(NamedTuple):

@@ -19,6 +19,27 @@ class StateColumns(NamedTuple):
     start: Any  # [requests + 1]
     read_row: Any  # [requests]
     write_row: Any  # [requests]
+    snapshot_row: Any  # [requests]
+    snapshot_len: Any  # [requests]
+
+
+class WrittenRows(NamedTuple):
+    """Of the requests of a step. Snapshots are those of ops.Snapshots."""
+
+    rows: Int32Array
+    snapshot_rows: Int32Array
+    snapshot_lens: Int32Array
+
+    @classmethod
+    def of_step(cls, written: Int32Array, snapshots: Int32Array, num_reqs: int) -> WrittenRows:
+        """``written``: the rows of the requests, then those of snapshots. ``snapshots``: see Step."""
+        rows = np.full(num_reqs, ops.NO_ROW, dtype=np.int32)
+        lens = np.zeros(num_reqs, dtype=np.int32)
+        rows[snapshots[::2]], lens[snapshots[::2]] = written[num_reqs:], snapshots[1::2]
+        return cls(written[:num_reqs], rows, lens)
+
+    def arranged(self, order: Int64Array) -> WrittenRows:
+        return WrittenRows(*(column[order] for column in self))
 
 
 class StateRows:
@@ -29,11 +50,12 @@ class StateRows:
         """A request enters the batch. ``held``: the row that it reads first; empty: it begins without a state."""
         self._row[row] = held[0] if len(held) else ops.NO_ROW
 
-    def pack(self, columns: StateColumns, rows: Int64Array, q_len: Int64Array, written: Int32Array) -> None:
+    def pack(self, columns: StateColumns, rows: Int64Array, q_len: Int64Array, written: WrittenRows) -> None:
         """Requests compute ``q_len`` tokens, and write these rows. The rest stays padding."""
         count = len(rows)
         columns.start[1 : count + 1] = ends = np.cumsum(q_len)
         # padding has no tokens of its own in a step with prompts: see step_input.py
         columns.start[count + 1 :] = np.maximum(columns.start[count + 1 :], ends[-1])
         columns.read_row[:count] = self._row[rows]
-        columns.write_row[:count] = self._row[rows] = written
+        columns.write_row[:count] = self._row[rows] = written.rows
+        columns.snapshot_row[:count], columns.snapshot_len[:count] = written.snapshot_rows, written.snapshot_lens

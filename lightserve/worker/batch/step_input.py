@@ -23,6 +23,7 @@ from lightserve.worker.batch.state_rows import StateColumns
 GROUP_FIELDS = 4  # of int32: see ops.AttnBatch.shared_prefixes
 ALIGNED = 4  # every column begins at a multiple of 16 bytes: Triton compiles a kernel again for one that does not
 WORD_BYTES = 4
+STATE_REQ_COLUMNS = len(StateColumns._fields) - 1  # all but the first tokens of requests
 
 Values = Sequence[float] | np.ndarray
 
@@ -111,9 +112,10 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape, has_states: bool =
     states = None
     if has_states:
         starts, width = _aligned(shape.requests + 1), _aligned(shape.requests)
-        begins = [(first, shape.requests + 1), *((first + starts + i * width, shape.requests) for i in range(2))]
+        in_reqs = range(first + starts, first + starts + STATE_REQ_COLUMNS * width, width)
+        begins = [(first, shape.requests + 1), *((begin, shape.requests) for begin in in_reqs)]
         states = StateColumns(*(inputs[begin : begin + count] for begin, count in begins))
-        first += starts + 2 * width
+        first += starts + STATE_REQ_COLUMNS * width
     group_slots = tuple(
         [inputs[begin : begin + shape.tokens] for begin in range(first, len(inputs), _aligned(shape.tokens))]
     )
@@ -123,15 +125,15 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape, has_states: bool =
 def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
     """The input of a step that computes only padding, and its columns, where values can be written."""
     in_groups = len(padding.group_slots) * _aligned(shape.tokens)
-    in_states = _aligned(shape.requests + 1) + 2 * _aligned(shape.requests) if padding.has_states else 0
-    inputs = np.zeros(_input_size(shape) + in_states + in_groups, dtype=np.int32)
+    in_states = _aligned(shape.requests + 1) + STATE_REQ_COLUMNS * _aligned(shape.requests)
+    inputs = np.zeros(_input_size(shape) + in_states * padding.has_states + in_groups, dtype=np.int32)
     columns = columns_of(inputs, shape, padding.has_states)
     for slots, slot in zip(columns.group_slots, padding.group_slots, strict=True):
         slots[:] = slot
     if columns.lora_groups is not None:
         columns.lora_groups[0] = ops.NO_LORA
     if columns.states is not None:
-        columns.states.read_row[:] = columns.states.write_row[:] = ops.NO_ROW
+        columns.states.read_row[:] = columns.states.write_row[:] = columns.states.snapshot_row[:] = ops.NO_ROW
         if not shape.has_prompts:  # padding requests have one token each; otherwise none
             columns.states.start[:] = np.arange(shape.requests + 1)
     for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):

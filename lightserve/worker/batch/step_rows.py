@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
+from lightserve.messages.int_arrays import Int32Array, Int64Array
+from lightserve.worker.batch.state_rows import WrittenRows
 from lightserve.worker.batch.step_input import StepShape
 from lightserve.worker.speculation.draft_input import DraftCounts
 
@@ -21,7 +22,7 @@ class StepRows(NamedTuple):
     group_slots: tuple[Int32Array, ...]  # the same in each KV group that has a pool of tokens
     token_ids: Int32Array  # the same, if the router knows them; otherwise empty
     counts: DraftCounts | None = None  # if the step has drafts
-    state_rows: Int32Array = NO_INT32  # that the requests write, if the model has recurrent layers
+    state_rows: WrittenRows | None = None  # if the model has recurrent layers
 
     def draft_shape(self, shape: StepShape, captured_shape: Callable[[StepShape], StepShape]) -> StepShape:
         """The shape of a step with drafts, padded to a captured one if there is one."""
@@ -39,7 +40,7 @@ class StepRows(NamedTuple):
         tokens = np.concatenate((first_tokens, np.flatnonzero(np.repeat(is_other, self.q_len))))
         group_slots = tuple([slots[tokens] for slots in self.group_slots])
         token_ids = self.token_ids[tokens] if len(self.token_ids) else self.token_ids
-        state_rows = self.state_rows[order] if len(self.state_rows) else self.state_rows
+        state_rows = None if self.state_rows is None else self.state_rows.arranged(order)
         return StepRows(
             self.rows[order], self.q_len[order], self.slots[tokens], group_slots, token_ids, state_rows=state_rows
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from msgspec.structs import replace
+
 from lightserve import __version__
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.config import WorkerConfig
@@ -26,6 +28,11 @@ def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str
         _digest(model.model_kv_layout, BLOCK_TOKENS, *_draft_head(config)),
         config.deterministic,
     )
+
+
+def exchanged_identity(identity: KvIdentity, num_groups: int) -> KvIdentity:
+    """For engines that send each other KV: blocks of KV groups with pools of their own are sent apart."""
+    return replace(identity, layout=f"{identity.layout} in {1 + num_groups} pools") if num_groups else identity
 
 
 def _draft_head(config: WorkerConfig) -> tuple[str, ...]:

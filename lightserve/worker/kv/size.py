@@ -41,7 +41,7 @@ def kv_size(
     if config.max_total_token_num is not None:
         tokens = config.max_total_token_num
         sizes = KvSizes(tokens) if sizing is None else sizing.for_tokens(tokens)
-        memory = platform.kv_budget(model.device, config.mem_fraction)
+        memory = _free_memory(config, model, platform)
         return sizes._replace(state_rows=state_rows(config, model, memory))
     largest_step = partial(_largest_step, config, model, platform)
 
@@ -53,11 +53,13 @@ def kv_size(
     peak = platform.peak_bytes(model.device, largest_step)
     logits = COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size
     peak += logits if peak and model.spec.has_lm_head and model.pp.is_last else 0
-    budget = max(platform.kv_budget(model.device, config.mem_fraction) - peak, 0)
+    budget = max(_free_memory(config, model, platform) - peak, 0)
     rows = state_rows(config, model, budget)
     budget = max(budget - rows * model.kv_layout.bytes_per_state_row, 0)
     if sizing is None:
-        fits = model.args.parallel.min_of_engine(tokens_in(budget, model.kv_layout.bytes_per_token), model.device)
+        experts = model.routed_experts
+        bytes_per_token = model.kv_layout.bytes_per_token + (0 if experts is None else experts.bytes_per_slot)
+        fits = model.args.parallel.min_of_engine(tokens_in(budget, bytes_per_token), model.device)
         sizes = KvSizes(min(fits, MAX_SLOTS))
     else:
         sizes = sizing.for_budget(budget, MAX_SLOTS)
@@ -70,6 +72,11 @@ def kv_size(
             f"{remedy}"
         )
     return sizes._replace(state_rows=rows)
+
+
+def _free_memory(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> int:
+    platform.wait_for_others()
+    return platform.kv_budget(model.device, config.mem_fraction)
 
 
 def _windowed_sizing(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> WindowedSizing | None:

@@ -78,6 +78,23 @@ class ReqGrammar:
         """Whether the output is complete and no token may follow."""
         return self._matcher is not None and self.error is None and self._matcher.is_stopped()
 
+    def copy(self) -> ReqGrammar:
+        """One that can go ahead of the request. It shares the lexer only."""
+        matcher = self.matcher
+        copied = ReqGrammar(self._compiled, self._is_prefix, self.lexer_id)
+        copied._matcher = None if matcher is None else matcher.deep_copy()
+        copied.error, copied.is_unconstrained = self.error, self.is_unconstrained
+        return copied
+
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may follow."""
+        if self.is_unconstrained:
+            return True
+        matcher = self.matcher
+        if matcher is None or token_id < 0 or matcher.is_stopped():
+            return False
+        return matcher.validate_tokens([token_id]) == 1
+
     def forced(self) -> list[int]:
         """The tokens of the only text that may follow. Empty if several may."""
         matcher = self.matcher
@@ -123,11 +140,16 @@ class GrammarOutput:
         """Whether any token may follow."""
         return self._grammar.is_unconstrained
 
-    def add(self, token_id: int) -> tuple[bool, str | None]:
-        """Append a sampled token. Returns whether it completes the grammar, and why it is not allowed, if so."""
+    @property
+    def error(self) -> str | None:
+        """Why the last token is not allowed, if so."""
+        return self._grammar.error
+
+    def add(self, token_id: int) -> bool:
+        """Append a sampled token. Returns whether it completes the grammar."""
         self._grammar.advance(token_id)
         self._tokens.extend((token_id,))
-        return self._grammar.is_complete, self._grammar.error
+        return self._grammar.is_complete
 
     def forced(self) -> Iterator[tuple[int, bool]]:
         """Append the tokens of the only text that may follow. Yields each, and whether it completes the grammar.
@@ -137,7 +159,7 @@ class GrammarOutput:
         for token_id in self._grammar.forced() if self._may_force else ():
             if self.is_unconstrained or not self._rules.permits(token_id, self._tokens.view):
                 break
-            is_complete, _ = self.add(token_id)
+            is_complete = self.add(token_id)
             yield token_id, is_complete
             if is_complete:
                 break

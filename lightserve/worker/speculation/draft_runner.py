@@ -6,6 +6,7 @@ temperature to be sampled, its drafts are verified again after that, and the hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from lightserve.common.basemodel import KvGroupInput, ModelInput, TpPartBaseMode
 from lightserve.common.device import to_device
 from lightserve.common.ops.step import COUNTED
 from lightserve.config.speculation import SpeculativeConfig
-from lightserve.messages.int_arrays import Int64Array, int32s, int64s
+from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import Step
 from lightserve.worker.batch.drafted_req import DraftedReq
 from lightserve.worker.batch.images import PackedImages
@@ -38,6 +39,8 @@ from lightserve.worker.speculation.draft_input import (
     packed_size,
     ready_len,
 )
+from lightserve.worker.speculation.first_match import FirstMatch, OfPredictions
+from lightserve.worker.speculation.grammar_drafts import GrammarDrafts
 from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
@@ -81,17 +84,17 @@ class DraftRunner:
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
         self._synthetic: SyntheticAcceptance | None = None
         self._table: TokenTable | None = None
-        self._ngram: NgramProposer | None = None  # that says before a step which drafts it has
+        self._leaves_out = False  # drafts without a proposal are left out of a step, as the proposer may have none
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
+        self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
         self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
-        if self._head is not None:
-            self.proposer = self._head
-        elif config is not None:
-            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
-            self.proposer = ngram = NgramProposer(config, self._table)
-            self._ngram = ngram if may_leave_out and not config.is_synthetic else None
         if config is not None:
+            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
+            self.proposer = NgramProposer(config, self._table)
+            if self._head is not None:
+                self.proposer = FirstMatch(OfPredictions(self.proposer), self._head)
+            self._leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
             most = runner.capture_drafts(self.num_drafts, self._compute_captured)
@@ -116,11 +119,11 @@ class DraftRunner:
         """
         self._found = None
         counts = int32s(step.draft_counts).astype(np.int64)
-        if self._ngram is None or not counts.any():
+        if not self._leaves_out or not counts.any():
             return step
         reqs = self._batch.reqs_of(int64s(step.decode_ids))
         rows = np.array([req.row for req in reqs], dtype=np.int64)
-        drafts = self._ngram.propose(reqs, counts, self._ready_len(rows, ready_len(rows, self._batch.columns)))
+        drafts = self._propose(reqs, counts, rows, ready_len(rows, self._batch.columns))
         is_proposed = (drafts != NO_DRAFT).cpu().numpy()
         ends = np.cumsum(counts)
         total = np.concatenate(([0], np.cumsum(is_proposed)))
@@ -171,11 +174,24 @@ class DraftRunner:
         token_ids, self._found = self._found, None
         if len(places := drafts.draft_tokens):
             if token_ids is None:
-                token_ids = self.proposer.propose(
-                    packed.reqs, drafts.drafts, self._ready_len(packed.rows, drafts.ready_len)
-                )
+                token_ids = self._propose(packed.reqs, drafts.drafts, packed.rows, drafts.ready_len)
             draft_ids.index_copy_(0, to_device(places, draft_ids.device), token_ids)
         return draft_ids
+
+    def _propose(self, reqs: Sequence[InferReq], counts: Int64Array, rows: Int64Array, known: Int64Array) -> Tensor:
+        """Drafts that grammars allow. ``known``: computed tokens of each request as far as the host knows, or COUNTED.
+
+        All tokens of a request with a grammar are known.
+        """
+        constrained = [(req, computed) for req, computed in zip(reqs, known.tolist(), strict=True) if req.grammar]
+        if self._table is not None:
+            for req, computed in constrained:
+                self._table.catch_up(req, computed)
+        drafts = self.proposer.propose(reqs, counts, self._ready_len(rows, known))
+        self._grammars = GrammarDrafts()
+        if not constrained or not counts.any():
+            return drafts
+        return to_device(self._grammars.allowed(reqs, counts, known, drafts.cpu().numpy()), drafts.device)
 
     def logit_reqs(self, packed: PackedStep, draft_ids: Tensor) -> list[InferReq]:
         """The request of each row of logits, as its rules see it: with the drafts before the row."""
@@ -188,8 +204,12 @@ class DraftRunner:
         for req, count, end in zip(packed.reqs, drafts.drafts.tolist(), np.cumsum(drafts.q_len).tolist(), strict=True):
             before = on_host[end - count : end]
             reqs.append(req)
-            reqs += [DraftedReq(req, before[: n + 1]) for n in range(count)] if req.reads_tokens else [req] * count
+            reqs += self._after_drafts(req, before) if req.reads_tokens else [req] * count
         return reqs
+
+    def _after_drafts(self, req: InferReq, draft_ids: Int32Array) -> list[DraftedReq]:
+        ends = range(1, len(draft_ids) + 1)
+        return [DraftedReq(req, draft_ids[:end], self._grammars.after(req, end)) for end in ends]
 
     @torch.inference_mode()
     def run(

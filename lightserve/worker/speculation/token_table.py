@@ -25,6 +25,7 @@ class TokenTable:
         self.token_ids = torch.zeros(shape, dtype=torch.int32, device=device)
         self.token_ids[:, self.text_begin - 1] = NO_DRAFT
         self.begins = torch.full((max_reqs + 1,), self.text_begin, dtype=torch.int32, device=device)  # by row
+        self._written_len = np.zeros(max_reqs + 1, dtype=np.int64)  # by row: see ``catch_up``
         self._entered_len = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)  # by row
 
     def add(self, req: InferReq) -> None:
@@ -38,6 +39,20 @@ class TokenTable:
         row[begin : begin + len(token_ids)] = to_device(token_ids.astype(np.int32), device)
         self.begins[req.row].fill_(begin if len(prediction) else self.text_begin)
         self._entered_len[req.row].fill_(len(known))
+        self._written_len[req.row] = len(known)
+
+    def catch_up(self, req: InferReq, computed: int) -> None:
+        """Write the tokens of a request that no step has sampled: a grammar has forced them. All tokens are known.
+
+        A step that computes one of them before the last samples something else after it, and records that. So those
+        after the ``computed`` ones are written again the next time.
+        """
+        known = req.token_ids[: self._unused - self.text_begin]  # tokens may be forced beyond the longest text
+        begin = self._written_len.item(req.row)
+        if begin < len(known):
+            row, first = self.token_ids[req.row], self.text_begin + begin
+            row[first : first + len(known) - begin] = to_device(known[begin:], row.device)
+        self._written_len[req.row] = min(computed + 1, len(known))
 
     def first_column(self, reqs: list[InferReq]) -> int:
         """Of the tokens of these requests."""

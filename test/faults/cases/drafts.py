@@ -1,23 +1,55 @@
-"""A rank that dies or hangs while steps compute drafts, and a full pool. The server has two ranks."""
+"""A rank that dies or hangs while steps compute drafts, and a full pool. The server has two ranks.
+
+All cases run with each drafter: without a model, with a draft head, and with a draft model.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmark.models import TINY, save_model
 from test.faults.case import Case
 from test.faults.cases.scheduling import PREEMPTED_THEN_COMPLETED, SMALL_POOL, fill_the_pool
 from test.faults.cases.stages import rank_case
 
-CONFIG = '{"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+
+def _suffix(base: Path) -> dict[str, Any]:
+    return {"method": "suffix", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-def worker_flags(base: Path) -> tuple[str, ...]:
-    """Write a model below ``base``; returns the flags of a server with it."""
+def _eagle3(base: Path) -> dict[str, Any]:
+    head = base / "head"
+    head.mkdir()
+    config = json.loads((base / "config.json").read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    config |= {"num_hidden_layers": 1, "draft_vocab_size": 500, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    (head / "config.json").write_text(json.dumps(config))
+    return {"method": "eagle3", "model": str(head)}
+
+
+def _draft_model(base: Path) -> dict[str, Any]:
+    smaller = base / "smaller"
+    smaller.mkdir()
+    save_model(smaller, None, {**TINY, "intermediate_size": 64})
+    return {"method": "draft_model", "model": str(smaller)}
+
+
+DRAFTERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "suffix": _suffix,
+    "eagle3": _eagle3,
+    "draft_model": _draft_model,
+}
+
+
+def worker_flags(base: Path, drafter: str) -> tuple[str, ...]:
+    """Write a model below ``base``, and what drafts for it; returns the flags of a server with both."""
     save_model(base, None, TINY)
+    config = DRAFTERS[drafter](base) | {"num_speculative_tokens": 3}
     model = ("--model_dir", str(base), "--load_format", "dummy", "--deterministic", "--device", "cpu")
-    return (*model, "--tp", "2", "--speculative_config", CONFIG)
+    return (*model, "--tp", "2", "--speculative_config", json.dumps(config))
 
 
 CASES = [

@@ -35,6 +35,12 @@ def ask(server: ServerProcess, data: bytes) -> tuple[int, Any]:
     return ask_url(server, "data:;base64," + base64.b64encode(data).decode())
 
 
+def ask_video(server: ServerProcess, data: bytes) -> tuple[int, Any]:
+    url = "data:;base64," + base64.b64encode(data).decode()
+    messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]
+    return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+
+
 def ask_url(server: ServerProcess, url: str) -> tuple[int, Any]:
     part = {"type": "image_url", "image_url": {"url": url}}
     body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -69,6 +75,24 @@ def encoders_of(server: ServerProcess) -> dict[str, list[int]]:
     return {name: [process.pid for process in found[name]] for name in found if name.startswith("ls-encoder")}
 
 
+def kill_one_of_two_encoders(start: Start) -> None:
+    """All requests get the text that they get without a fault, and the other encoder goes on."""
+    server = launch(start, "--visual_dp", "2")
+    before = encoders_of(server)
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        texts = [threads.submit(text_of, server, seed) for seed in range(REQUESTS)]
+        os.kill(before["ls-encoder-1"][0], signal.SIGKILL)
+        found = [text.result() for text in texts]
+    server.wait_for_log("a new encoder is ready")
+
+    assert [text_of(server, seed) for seed in range(REQUESTS)] == found
+    assert len(set(found)) > 1
+    after = encoders_of(server)
+    assert after["ls-encoder"] == before["ls-encoder"]
+    assert after["ls-encoder-1"] != before["ls-encoder-1"]
+    assert server.stop() == 0
+
+
 def kill_router(start: Start) -> None:
     """Of one of two engines. Its encoder is replaced too, because rows that it writes are given to other images."""
     server = launch(start, "--dp", "2")
@@ -96,7 +120,9 @@ def send_damaged_files(start: Start) -> None:
     unusual = [ask(server, data)[0] for data in unusual_files()]
     assert set(damaged) == {400}, damaged
     assert set(unusual) == {200}, unusual
+    assert {ask_video(server, data)[0] for data in damaged_files()} == {400}
     flipped = {ask(server, data)[0] for data in flipped_files()}
+    flipped |= {ask_video(server, data)[0] for data in flipped_files()}
     assert flipped <= {200, 400}
     text_of(server, 1)
 
@@ -133,6 +159,7 @@ START_CASES = [
         f"it is killed after --process_timeout; {WAIT}",
         60.0,
     ),
+    StartCase("kill -9 ls-encoder-1, images, --visual_dp 2", kill_one_of_two_encoders, WAIT, 60.0),
     StartCase("damaged image files", send_damaged_files, "400 each, and no process ends", 60.0),
     StartCase(
         "kill -9 ls-router, images, --dp 2",

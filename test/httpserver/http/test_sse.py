@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.http.sse import KEEP_ALIVE, EventStream, EventWriter, GenerationEvents, Outs
+from lightserve.httpserver.http.unread import Write
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
 from test.waiting import until
@@ -32,6 +33,9 @@ class Generation:
 
     def continue_after(self, outs: Outs, age_s: float) -> None:
         raise NotImplementedError
+
+    def write_with(self, write: Write) -> None:
+        raise NotImplementedError  # no test has a connection
 
     async def __aenter__(self) -> Self:
         return self

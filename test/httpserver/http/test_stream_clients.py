@@ -14,6 +14,7 @@ from huggingface_hub import InferenceClient
 from starlette.types import Send
 from text_generation import Client as TgiClient
 
+from lightserve.httpserver.http.protocol import ResponseConnection
 from lightserve.httpserver.http.sse import EventStream
 from test.httpserver.fake_engine import FakeEngine, spell
 from test.httpserver.generate_server import Served, serve
@@ -81,6 +82,41 @@ def test_a_client_skips_keep_alives(
     serve(scenario, tmp_path, spell(TEXT))
 
     assert len(keep_alives) >= 2
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # of TGI's client
+@pytest.mark.parametrize("client", [chat, completions, responses, messages, tgi, hugging_face])
+def test_tokens_between_the_first_and_the_last_are_written_as_they_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: Callable[[str], str]
+) -> None:
+    written: list[bytes] = []
+    engines: list[FakeEngine] = []
+    quiet: list[EventStream] = []
+    write, send_keep_alive = ResponseConnection.write, EventStream._send_keep_alive
+
+    def record(connection: ResponseConnection, events: bytes) -> None:
+        written.append(events)
+        write(connection, events)
+
+    async def release(stream: EventStream, send: Send) -> None:
+        """The first token was sent a while ago, so the reader waits for the next one."""
+        await send_keep_alive(stream, send)
+        if stream._first.done() and not stream._is_sending:
+            quiet.append(stream)
+        if len(quiet) == 2:
+            engines[0].hold.set()
+
+    async def scenario(served: Served) -> None:
+        engines.append(served.fake)
+        served.fake.hold.clear()
+        assert await asyncio.to_thread(client, served.url) == TEXT
+
+    monkeypatch.setattr(EventStream, "keep_alive_s", 0.01)
+    monkeypatch.setattr(EventStream, "_send_keep_alive", release)
+    monkeypatch.setattr(ResponseConnection, "write", record)
+    serve(scenario, tmp_path, spell(TEXT))
+
+    assert len(written) == len(TEXT) - 2
 
 
 def test_every_event_is_an_http_chunk_of_its_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from test.httpserver.fake_engine import Script
 from test.httpserver.openai.test_responses import SHOW, create, refused, stream
 from test.httpserver.openai_server import Server, named_events, rows, running, with_template
 from test.mcp.real_server import RealServer, real_mcp_server
+from test.media.fetch.image_host import answer, image_host_in_thread
 from test.waiting import wait_until
 
 CONFIG = HttpConfig(mcp_private_hosts=["127.0.0.1"], allow_http_mcp=True, max_tool_rounds=3)
@@ -345,3 +347,44 @@ def test_an_error_after_a_call_fails_the_response(server: Server, mcp: RealServe
 
     assert events[-1]["type"] == "response.failed"
     assert kinds(events[-1]["response"]) == ["mcp_list_tools", "mcp_call"]
+
+
+def mcp_answer(request_id: int, value: Any, *headers: str) -> bytes:
+    body = json.dumps({"jsonrpc": "2.0", "id": request_id, "result": value}).encode()
+    return answer(body, "Content-Type: application/json", *headers)
+
+
+BEFORE_CALL = (
+    mcp_answer(1, {"protocolVersion": "2025-06-18", "capabilities": {}}),
+    answer(b"", status=202),
+    mcp_answer(2, {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}),
+)
+
+
+@pytest.mark.parametrize(
+    ("of_call", "problem"),
+    [
+        (None, "did not answer within 1 s"),
+        (b"", "broken or incomplete"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", "broken or incomplete"),
+        (mcp_answer(3, {"content": [{"type": "text", "text": "x" * 10 * 2**20}]}), "more than 4 MiB"),
+        (answer(b"", "Location: http://169.254.169.254/", status=307), "status 307"),
+    ],
+    ids=["hangs", "dies", "dies in its answer", "answers 10 MB", "redirects to a private address"],
+)
+def test_a_server_that_fails_in_a_call_fails_its_item_only(tmp_path: Path, of_call: bytes | None, problem: str) -> None:
+    left = [*BEFORE_CALL, of_call]
+    config = HttpConfig(mcp_private_hosts=["127.0.0.1"], allow_http_mcp=True, mcp_timeout=1)
+    with (
+        image_host_in_thread(lambda _: left.pop(0) if left else answer(b"", status=404), is_tls=False) as host,
+        running(tmp_path, with_template(SHOW), config) as server,
+    ):
+        server.engine.script = rounds(ADD, "It is 5.")
+        given = {"type": "mcp", "server_label": "calc", "server_url": host.url("/mcp", "127.0.0.1", "http")}
+
+        response = create(server, tools=[given | {"require_approval": "never"}])
+
+    _, call, said = response["output"]
+    assert (response["status"], said["type"]) == ("completed", "message")
+    assert (call["status"], call["output"]) == ("failed", None)
+    assert problem in str(call["error"]), call["error"]

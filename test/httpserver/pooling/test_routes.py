@@ -24,6 +24,7 @@ from lightserve.messages.output import Admission, EmbeddingOut
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import ReqFailed
 from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.pooling.score_templates import read_score_template
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine
@@ -90,6 +91,19 @@ def posted(tmp_path: Path, pooling: PoolingConfig | None, path: str, body: dict[
 def unit(*values: float) -> list[float]:
     vector = np.array(values, dtype=np.float32)
     return [float(one) for one in vector / np.linalg.norm(vector)]
+
+
+def test_rerank_reads_the_pair_by_the_score_template(tmp_path: Path) -> None:
+    template = read_score_template("{{ query }} w9 {{ document }}")._replace(scale=0.5)
+    pooling = PoolingConfig("score", "last", 1, answers=("yes",), template=template)
+
+    async def check(post: Post, fake: FakeEngine) -> None:
+        answer = (await post("/v1/rerank", json={"query": "w5", "documents": ["w6", "w7 w8"]})).json()
+
+        assert [req.prompt_ids for req in fake.received] == [[CLS, 5, 9, 6, SEP], [CLS, 5, 9, 7, 8, SEP]]
+        assert answer["results"][0]["relevance_score"] == pytest.approx(1 / (1 + np.exp(-0.5 * 0.5)))
+
+    with_pooling(tmp_path, pooling, check)
 
 
 BODIES: dict[str, dict[str, Any]] = {  # a request to every endpoint
@@ -457,7 +471,7 @@ class LeavingClient:
         (EMBED, "/v1/embeddings", {"input": "w5", "prompt_name": "nope"}, "the model has query"),
         (EMBED, "/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 0}, "0 is not allowed"),
         (EMBED, "/score", {"text_1": ["w5", "w6"], "text_2": ["w5"] * 3}, "as many"),
-        (EMBED, "/score", {"text_1": "w5", "text_2": "w6", "instruction": "x"}, "answers yes or no"),
+        (EMBED, "/score", {"text_1": "w5", "text_2": "w6", "instruction": "x"}, "a score template reads it"),
         (EMBED, "/rerank", {"query": "w5", "documents": []}, "documents"),
         (EMBED, "/rerank", {"query": "w5", "documents": [{"title": "x"}]}, "documents"),
     ],

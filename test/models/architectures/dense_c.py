@@ -96,6 +96,21 @@ CASES = {
     ),
     "apertus": Case("apertus", {**APERTUS, "rope_parameters": LLAMA3}, _near_zero, _with_limit_near_zero),
     "apertus-biased": Case("apertus", {**APERTUS, "attention_bias": True}, _older_apertus, _with_limit_near_zero),
+    "granite_swa": Case(
+        "granite_swa",
+        {
+            **SMALL,
+            **FACTORS,
+            "num_hidden_layers": 5,
+            "sliding_window": WINDOW,
+            "layer_rope_theta": [0, 1e4, 3e4, 0, 2e5],
+        },
+    ),
+    "granite_swa-without": Case(
+        "granite_swa",
+        {**SMALL, **FACTORS, "num_hidden_layers": 2, "sliding_window": WINDOW, "tie_word_embeddings": False},
+        without("layer_types", "layer_rope_theta"),
+    ),
     "minicpm3": Case(
         "minicpm3",
         {**LATENT, "num_hidden_layers": 2, "scale_emb": 3.0, "scale_depth": 0.9, "dim_model_base": 20},

@@ -24,6 +24,7 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 SHARED = {**{key: QWEN[key] for key in QWEN.keys() - SMALL.keys()}, "shared_expert_intermediate_size": 44}
+AS_EXPERT = {**SHARED, "shared_expert_intermediate_size": SHARED["moe_intermediate_size"]}  # as the published ones
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
 
 # attention in two of four layers
@@ -345,8 +346,8 @@ CASES = {
     "qwen3_5_text": Case("qwen3_5_text", {**SMALL, **DELTA, **ONE_KEY_HEAD, "rope_parameters": ROPE}),
     "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**NO_INTERMEDIATE, **SHARED, **DELTA, "tie_word_embeddings": True}),
     "qwen3_5": _multimodal("qwen3_5", {**SMALL, **DELTA}),
-    "qwen3_5_moe": _multimodal("qwen3_5_moe", {**NO_INTERMEDIATE, **SHARED, **DELTA}),
-    "qwen3_next": Case("qwen3_next", {**SMALL, **SHARED, **DELTA, "rope_parameters": ROPE}),
+    "qwen3_5_moe": _multimodal("qwen3_5_moe", {**NO_INTERMEDIATE, **AS_EXPERT, **DELTA}),
+    "qwen3_next": Case("qwen3_next", {**SMALL, **AS_EXPERT, **DELTA, "rope_parameters": ROPE}),
     "qwen3_next-dense": Case(
         "qwen3_next",
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from test.models.architectures import converted
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors, without
-from test.models.architectures.dense_c import FIXED_NTK
+from test.models.architectures.dense_c import FACTORS, FIXED_NTK
 
 SMALL = {**SMALL_LLAMA, "num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = 24
@@ -18,6 +18,7 @@ ROUTED = {
     "norm_topk_prob": True,
 }
 ERNIE = {**SMALL, "moe_k": 3, "moe_num_experts": 10, "moe_intermediate_size": 28, "tie_word_embeddings": False}
+GRANITE = {**SMALL, **FACTORS, "num_local_experts": 8, "num_experts_per_tok": 3}
 MIMO = {
     **SMALL,
     **EXPERTS,
@@ -74,6 +75,18 @@ CASES = {
         "dots1",
         {**ROUTED, "attention_bias": True, "norm_topk_prob": False, "sliding_window": WINDOW, "max_window_layers": 1},
         without("layer_types"),
+    ),
+    "granitemoeshared": Case("granitemoeshared", {**GRANITE, "shared_intermediate_size": 44}),
+    "granitemoeshared-none": Case("granitemoeshared", {**GRANITE, "shared_intermediate_size": 0}),
+    "granitemoe_swa": Case(
+        "granitemoe_swa",
+        {
+            **GRANITE,
+            "shared_intermediate_size": 44,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "layer_rope_theta": [0, 5000.0],
+        },
     ),
     "solar_open": Case("solar_open", {**ROUTED, "head_dim": 16, "attention_bias": True}),
     "flex_olmo": Case("flex_olmo", {**SMALL, "num_experts": 7, "num_experts_per_tok": 3}),

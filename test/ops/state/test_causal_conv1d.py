@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.conformance.inputs.state import DECODES, MIXED, NO_ROW, ROWS, Request, conv_args, state_batch
+from lightserve.conformance.inputs.state import DECODES, MIXED, NO_ROW, ROWS, SNAPSHOTS, Request, conv_args, state_batch
 from test.ops.cases import TOLERANCE, assert_close, device_of, each_backend_and_dtype, randn, wide
 
 CLOSE = TOLERANCE[torch.float32]
@@ -37,7 +37,7 @@ def test_a_request_may_be_cut_anywhere(cut: int) -> None:
 
 
 @each_backend_and_dtype(ops.causal_conv1d)
-@pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("requests", [MIXED, DECODES, SNAPSHOTS], ids=["mixed", "decodes", "snapshots"])
 @pytest.mark.parametrize(("channels", "width", "has_silu"), [(33, 4, True), (600, 3, False)])
 def test_causal_conv1d_matches_its_definition(
     backend: str, dtype: torch.dtype, requests: list[Request], channels: int, width: int, has_silu: bool

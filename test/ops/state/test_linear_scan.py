@@ -19,6 +19,7 @@ from lightserve.conformance.inputs.state import (
     NO_ROW,
     SMALL_DELTA,
     SMALL_MAMBA,
+    SNAPSHOTS,
     DeltaShape,
     MambaShape,
     Request,
@@ -30,7 +31,8 @@ from test.ops.cases import TOLERANCE, assert_close, device_of, each_backend_and_
 
 CLOSE = TOLERANCE[torch.float32]
 ONE: list[Request] = [(37, 0, 1)]
-each_batch = pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
+BATCHES = {"mixed": MIXED, "decodes": DECODES, "snapshots": SNAPSHOTS}
+each_batch = pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 
 
 def wide_inputs(inputs: Any) -> Any:
@@ -164,6 +166,18 @@ def test_a_request_may_be_cut_anywhere(backend: str, cut: int, by_channel: bool)
 
     torch.testing.assert_close(torch.cat((first, second)), whole, **CLOSE)
     torch.testing.assert_close(states[2], states[1], **CLOSE)
+
+
+@pytest.mark.parametrize("count", [1, 5, 36])
+def test_a_snapshot_is_the_state_after_the_tokens_before_it(count: int) -> None:
+    inputs, states, batch = delta_args([(37, 0, 1)], SMALL_DELTA, torch.float32, "cpu")
+    whole = ops.gated_delta_rule(inputs, states, batch)
+    ops.gated_delta_rule(slice_of(inputs, slice(count)), states, state_batch([(count, 0, 2)], "cpu"))
+
+    out = ops.gated_delta_rule(inputs, states, state_batch([(37, 0, 3, 4, count)], "cpu"))
+
+    torch.testing.assert_close(out, whole, **CLOSE)
+    torch.testing.assert_close(states[3:5], states[1:3], **CLOSE)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -21,26 +22,37 @@ PLACEHOLDER = 5
 
 
 class Encoder:
-    """Holds the images that it was sent, until the test completes them."""
+    """Or several: they hold the images that they were sent, until the test completes them."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, count: int = 1) -> None:
         self.sent: list[EncodeImage] = []
-        self.generation = 0
-        self.waits = ImageWaits(lambda generation: self._receive)
-        self.waits.start_encoder(EncoderStarted(0, rows))
+        self.numbers: dict[bytes, int] = {}  # by digest: to which encoder it was sent
+        self.generations = [0] * count
+        self.waits = ImageWaits(lambda encoder, generation: partial(self._receive, encoder))
+        for number in range(count):
+            self.waits.start_encoder(EncoderStarted(0, rows, number))
 
-    def _receive(self, message: EncodeImage) -> None:
+    def _receive(self, number: int, message: EncodeImage) -> None:
         self.sent.append(message)
+        self.numbers[message.digest] = number
+
+    def sent_to(self, number: int) -> list[bytes]:
+        """The files."""
+        return [message.data for message in self.sent if self.numbers[message.digest] == number]
 
     def complete(self, status: int = 200) -> frozenset[int]:
         """The first image. Returns the requests that fail."""
-        failed = self.waits.complete(ImageEncoded(self.generation, self.sent.pop(0).digest, status, "damaged"))
+        digest = self.sent.pop(0).digest
+        number = self.numbers.pop(digest)
+        done = ImageEncoded(self.generations[number], digest, status, "damaged", encoder=number)
+        failed = self.waits.complete(done)
         return frozenset() if failed is None else failed.req_ids
 
-    def crash(self) -> set[int]:
+    def crash(self, number: int = 0) -> set[int]:
         """Returns the requests that fail."""
-        self.sent, self.generation = [], self.generation + 1
-        failed = self.waits.start_encoder(EncoderStarted(self.generation, 0))
+        self.sent = [message for message in self.sent if self.numbers[message.digest] != number]
+        self.generations[number] += 1
+        failed = self.waits.start_encoder(EncoderStarted(self.generations[number], 0, number))
         return {req_id for each in failed for req_id in each.req_ids}
 
 
@@ -163,11 +175,47 @@ def test_after_a_crash_images_go_one_at_a_time_until_the_guilty_one_is_known() -
     assert encoder.waits.pool.used_rows == 8
 
 
-@pytest.mark.parametrize("number", range(5))
+def test_an_image_goes_to_the_encoder_with_the_fewest_tokens() -> None:
+    encoder = Encoder(100, count=2)
+    for req_id, (name, tokens) in enumerate([("a", 8), ("b", 4), ("c", 4), ("d", 2)]):
+        encoder.waits.enter(request(req_id, name, tokens=tokens), 0)
+
+    assert encoder.sent_to(0) == [b"a", b"d"]
+    assert encoder.sent_to(1) == [b"b", b"c"]
+
+
+def test_the_images_of_an_encoder_that_died_are_sent_again_and_those_of_the_other_are_not() -> None:
+    encoder = Encoder(100, count=2)
+    for req_id, name in enumerate("abcd"):
+        encoder.waits.enter(request(req_id, name), 0)
+    assert encoder.sent_to(1) == [b"b", b"d"]
+
+    assert encoder.crash(0) == set()
+    assert encoder.sent_to(1) == [b"b", b"d"]
+    assert encoder.sent_to(0) == [b"a"]  # alone: it may be at fault
+    assert encoder.crash(0) == {0}
+    assert encoder.sent_to(0) == [b"c"]
+    for _ in range(3):
+        encoder.complete()
+    assert encoder.waits.pool.used_rows == 12
+
+
+def test_an_encoder_that_was_replaced_is_not_believed() -> None:
+    encoder = Encoder(100, count=2)
+    encoder.waits.enter(request(1, "a"), 0)
+    late = ImageEncoded(0, encoder.sent[0].digest)
+    encoder.crash(0)
+
+    encoder.waits.complete(late)
+
+    assert encoder.waits.wait_of(request(1, "a"), 0) is not None
+
+
+@pytest.mark.parametrize("number", range(6))
 def test_rows_are_never_shared_and_none_is_lost(number: int) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # shown if it fails
-    generator, encoder = random.Random(seed), Encoder(20)
+    generator, encoder = random.Random(seed), Encoder(20, count=1 + number % 3)
     reqs: dict[int, Req] = {}
     for req_id in range(300):
         if generator.random() < 0.4:
@@ -198,7 +246,7 @@ def _happen(encoder: Encoder, generator: random.Random, reqs: dict[int, Req]) ->
     if event < 0.4 and encoder.sent:
         return {*encoder.complete(status=generator.choice((200, 200, 200, 400)))}
     if event < 0.5:
-        return encoder.crash()
+        return encoder.crash(generator.randrange(len(encoder.generations)))
     return {generator.choice(list(reqs))} if reqs else set()
 
 

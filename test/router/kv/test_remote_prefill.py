@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from lightserve.messages.cluster import KvCancel, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
+from lightserve.messages.control import SlidingWindowKv
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.worker_calls import KvReceived
+from lightserve.router.crash_isolation import CrashIsolation
+from lightserve.router.kv.group_pool import KvGroupPool
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.kv.remote_prefill import GRACE_S, RemoteKvSource
+from lightserve.router.kv.sliding_window import SlidingWindowPool
 from lightserve.router.kv.source import Activity, KvTransfers, LoadContext
 from lightserve.router.policy import Fifo
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
+from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.lora_slots import LoraSlots
 
 POOL = 1024
 TIMEOUT_S = 10.0
@@ -32,8 +40,9 @@ class FakeReceiver:
 class Decode:
     """The router of a decode engine, without its workers."""
 
-    def __init__(self) -> None:
-        self.pool, self.sent, self.receiver = KvPool(POOL), [], FakeReceiver()  # type: ignore[var-annotated]
+    def __init__(self, groups: Sequence[KvGroupPool] = ()) -> None:
+        self.pool, self.sent, self.receiver = KvPool(POOL, groups), [], FakeReceiver()  # type: ignore[var-annotated]
+        RunningBatch(self.pool, CrashIsolation(), LoraSlots(0), 4)  # groups look at it
         self.remote_kv = RemoteKvSource(self.pool, self.sent.append)
         self.remote_kv.use_receiver(self.receiver)  # type: ignore[arg-type]
         self.queue = ReqQueue(Fifo())
@@ -106,6 +115,51 @@ def test_tokens_of_a_cancelled_transfer_are_given_up_only_if_a_prefill_engine_ha
     assert not decode.must_wait(req)
     assert decode.remote_kv.num_given_up == (256 if was_started else 0)
     assert KvTransferTimeout(1, 7) not in decode.sent
+
+
+def windowed() -> tuple[Decode, SlidingWindowPool]:
+    group = SlidingWindowPool(SlidingWindowKv(400, window=100, kept_tokens=163), POOL)
+    return Decode([group]), group
+
+
+def test_a_window_comes_with_the_last_blocks_of_a_prompt_except_for_what_the_next_token_does_not_reach() -> None:
+    decode, group = windowed()
+    req = decode.offer(1, 7)
+    assert decode.must_wait(req)
+    decode.remote_kv.take(transfers := KvTransfers(), Activity.WAITING)
+    (recv,) = transfers.recvs
+    assert [len(slots) for slots in (recv.slots, *recv.group_slots)] == [256, 128]
+    assert group.used == 128
+
+    decode.remote_kv.finish(KvReceived(7, 6))
+
+    prefix = decode.pool.cached_prefix(req)
+    assert prefix.usable_len == 256
+    assert group.slots.has_slot(prefix.slots).tolist() == [False] * 157 + [True] * 99
+    assert group.slots.slots_of(prefix.slots)[157:].tolist() == recv.group_slots[0][29:].tolist()
+    assert group.used == decode.pool.used == 0
+
+
+def test_without_its_window_a_prompt_is_computed_and_its_slots_are_freed() -> None:
+    decode, group = windowed()
+    req = decode.offer(1, 7)
+    decode.must_wait(req)
+
+    decode.remote_kv.finish(KvReceived(7, 5))  # the last block of the window is missing
+
+    assert decode.pool.cached_len(req) == 0
+    assert group.used == decode.pool.used == 0
+    assert group.slots.available == 400
+    assert decode.sent[-1] == KvTransferTimeout(1, 7)
+
+
+def test_a_transfer_waits_until_its_window_has_room() -> None:
+    decode, group = windowed()
+    group.slots.alloc(300)
+
+    assert not decode.must_wait(decode.offer(1, 7))
+
+    assert decode.sent == []
 
 
 def test_nothing_is_reserved_without_room_and_nothing_is_asked_for_if_little_is_missing(decode: Decode) -> None:

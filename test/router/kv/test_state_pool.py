@@ -96,6 +96,25 @@ def test_a_short_prompt_takes_one_step() -> None:
     assert sum(map(bool, server.steps)) == 1
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_state_before_the_last_token_of_a_prompt_takes_no_step(depth: int) -> None:
+    server = server_of(state_rows=20, depth=depth)
+
+    server.run([make_req(0, prompt(100), 1)])
+
+    assert sum(map(bool, server.steps)) == 4  # chunks of 32 tokens
+    assert server.scheduler.only_group.pool.cached_len(make_req(1, prompt(100), 1)) == 99
+
+
+def test_a_prompt_whose_snapshot_has_no_row_is_computed_all_the_same() -> None:
+    server = server_of(state_rows=2)
+
+    server.run([req := make_req(0, prompt(40), 5), other := make_req(1, prompt(40, 2000), 5)])
+
+    assert [one.output_ids for one in (req, other)] == [truth(one.prompt_ids, one.seed, 5) for one in (req, other)]
+    server.assert_idle()
+
+
 def test_kept_states_leave_room_for_all_running_requests() -> None:
     """As many requests run at once as there are rows, also if each would keep the row that it writes next to."""
     server = server_of(state_rows=6)

@@ -37,6 +37,7 @@ class CheckedHistory(History):
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind, seed)
         self.queue = self.scheduler.only_group.queue
+        self.batch = self.scheduler.only_group.batch
         self.admission = self.scheduler.only_group.admission
         self.admit = self.admission.admit
         self.admission.admit = self.checked_admit  # type: ignore[method-assign]
@@ -61,6 +62,8 @@ class CheckedHistory(History):
 
     def could_run(self, req: Req) -> bool:
         """A request that need not wait, or that may and does not: then it only lacks room, and is the next."""
+        if req.is_background and any(not req.is_background and req.is_prefilling for req in self.batch):
+            return False
         return not self.may_wait(req) or (self.queue.is_ready(req) and not req.in_flight)
 
     def fits(self, req: Req) -> bool:
@@ -71,9 +74,9 @@ class CheckedHistory(History):
         return True
 
     def place(self, req: Req) -> tuple[float, ...]:
-        if req.num_admissions > (req in self.scheduler.only_group.batch):  # it was preempted
-            return 0, req.arrived_s
-        return 1, self.queue._policy.rank(req), req.req_id
+        if req.num_admissions > (req in self.batch):  # it was preempted
+            return req.is_background, 0, req.arrived_s
+        return req.is_background, 1, self.queue._policy.rank(req), req.req_id
 
     def may_wait(self, req: Req) -> bool:
         if req in self.held or req.in_flight:

@@ -77,10 +77,42 @@ def test_all_drafts_come_back_when_a_request_begins_to_repeat_itself(cost: float
 
 def test_a_cheap_draft_is_worth_more_than_an_expensive_one() -> None:
     columns = ReqColumns(4)
-    for _ in range(20):
-        observe(columns, 2, 1, 0.03)  # half of those that are reached
+    columns.acceptance[:] = 0.52
 
     assert [worth(columns, cost) for cost in (0.03, 0.2, 0.6)] == [4, 2, 1]
+
+
+def test_a_draft_that_is_never_accepted_is_not_tried_though_those_before_it_are_good() -> None:
+    columns = ReqColumns(4)
+
+    counts = []
+    for _ in range(400):
+        counts.append(worth(columns, 0.1))
+        observe(columns, counts[-1], min(counts[-1], 2), 0.1)
+
+    assert counts[20:].count(2) > 0.95 * len(counts[20:])
+
+
+def test_what_is_no_longer_tried_is_tried_again_some_day() -> None:
+    columns = ReqColumns(4)
+    for _ in range(30):
+        observe(columns, MOST, 2, 0.1)
+
+    counts = []
+    for _ in range(600):
+        counts.append(worth(columns, 0.1))
+        observe(columns, counts[-1], counts[-1], 0.1)
+
+    assert counts[0] == 2
+    assert counts[-1] == MOST
+
+
+def test_requests_that_are_never_drafted_well_say_nothing_of_the_others() -> None:
+    columns, rows = ReqColumns(4), np.array([0, 1])
+    for _ in range(200):
+        observe_drafts(columns, rows, DraftColumns(int64s([7, 8]), int32s([4, 4]), int32s([4, 0])), 0.1)
+
+    assert drafts_worth(columns, rows, np.array([4, 4]), 0.1)[0] == 4
 
 
 @pytest.mark.parametrize("seed", range(20))

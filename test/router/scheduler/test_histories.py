@@ -20,8 +20,8 @@ from hypothesis import Phase, given, settings, strategies as st
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferParams, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.control import CpuGroupSize, CpuKvSize, SlidingWindowKv, StateKv
-from lightserve.messages.params import GrammarSpec
-from lightserve.messages.step import ReqFailed, Step, TokenOut
+from lightserve.messages.params import BACKGROUND_PRIORITY, GrammarSpec
+from lightserve.messages.step import ReqFailed, Step
 from lightserve.messages.worker_calls import KvLoaded, KvReceived
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
@@ -34,7 +34,7 @@ from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, Sc
 from test.fuzz.profile import FUZZ
 from test.router.engine_worker import EngineWorker, Prefixes, prefixes_of, root_of, stored
 from test.router.kv.tiers.test_tiers import Disk, FakeStorageClient
-from test.router.processing import process_tokens
+from test.router.processing import StepOuts, process_tokens
 from test.router.scheduler.test_scheduler import make_req, truth
 
 EVENTS = 400
@@ -148,7 +148,7 @@ class History:
         self.held: list[Req] = []
         self.parents: dict[int, Req] = {}  # ended requests that others may continue
         self.blocks: dict[bytes, Prefixes] = {}  # what a stored block of each key must hold
-        self.in_flight: deque[tuple[Step, list[TokenOut]]] = deque()
+        self.in_flight: deque[tuple[Step, StepOuts]] = deque()
         self.coming: dict[int, Prefixes] = {}  # by transfer: the prompt that a prefill engine would compute
         self.first_block: dict[int, int] = {}  # by transfer that was opened
         self.disk = Disk(rng, damaged=0.05)
@@ -188,7 +188,7 @@ class History:
     def add(self, ids: list[int], max_new_tokens: int, **fields: Any) -> None:
         number, rng = next(self.numbers), self.rng
         deadline_s = self.now_s + rng.choice([0.5, 200.0]) if rng.random() < 0.1 else None
-        fields |= {"priority": rng.choice([0, 1]), "deadline_s": deadline_s}
+        fields |= {"priority": rng.choice([0, 0, 1, 1, BACKGROUND_PRIORITY]), "deadline_s": deadline_s}
         if self.traits.forces and rng.random() < 0.5:
             fields["grammar"] = GrammarSpec("regex", "a")
         req = make_req(number, ids, max_new_tokens, **fields)

@@ -33,7 +33,7 @@ from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimi
 from lightserve.router.scheduler.chunking import SHORT_PROMPT, prompt_tokens
 from lightserve.router.token_budget import MIN_HISTORY
 from test.router.group_memory import memory_of
-from test.router.processing import process_tokens
+from test.router.processing import StepOuts, drafts_result, process_tokens
 
 EOS = 7
 ROOT = 0
@@ -75,7 +75,7 @@ Written = list[list[int]]  # slots to which a step writes: of the pool of all to
 
 class InFlight(NamedTuple):
     step: Step
-    outs: list[TokenOut]
+    outs: StepOuts
     written: Written
 
 
@@ -115,7 +115,8 @@ class KvWorker:
     """Runs steps like a model worker, and checks every slot of a request whenever it computes a token of it.
 
     With ``forces`` it sometimes returns several tokens of a request at once, like a grammar. It accepts a random number
-    of the drafts that a step computes. The slots of the others hold something else.
+    of the drafts that a step computes, and none before tokens that are forced already. The slots of the others hold
+    something else.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class KvWorker:
         self._kv: list[int | None] = [None] * group.pool.size
         self._groups = [memory_of(pool) for pool in group.pool.groups]
 
-    def run(self, step: Step) -> list[TokenOut]:
+    def run(self, step: Step) -> StepOuts:
         assert set(step.retain) <= set(step.free), "a request is kept that does not leave"
         self.retained.update({req_id: self.reqs[req_id] for req_id in step.retain})
         for req_id in step.free:
@@ -151,8 +152,11 @@ class KvWorker:
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
         self._check_token_ids(step)
+        for req in (self.reqs[row.req_id] for row in step.chunks):
+            assert self._drafts or len(req.slots) == req.computed
+            del req.slots[req.computed :]  # the router took back those of rejected drafts
         for group, of_group in zip(self._groups, step.group_slots, strict=True):
-            group.begin_step(step.rows, self.reqs, of_group.tolist())
+            group.begin_step(step.rows, self.reqs, of_group.tolist(), step.snapshots.tolist())
         for row in step.rows:
             self.reqs[row.req_id].slots.extend(row.slots)
         counts = counts_of(step)
@@ -160,19 +164,27 @@ class KvWorker:
         for slots in self.written:
             assert len(set(slots)) == len(slots), "a slot is written twice in a step"
         before = {req_id: self.reqs[req_id].computed for req_id in counts}
-        drafts = drafts_of(step)
-        outs: list[TokenOut] = []
-        for req_id, count in counts.items():
-            outs += self._draft(req_id, count) if drafts.get(req_id) else self._compute(req_id, count)
+        outs = self._results(counts, drafts_of(step))
         for req_id, begin in before.items():  # all rows of a step are written before one is read
             self._check_read(req_id, self.reqs[req_id].computed - begin)
+        return outs
+
+    def _results(self, counts: dict[int, int], drafts: dict[int, int]) -> StepOuts:
+        outs, accepted = StepOuts(), dict[int, int]()
+        for req_id, count in counts.items():
+            if drafts.get(req_id):
+                accepted[req_id] = self._accept(req_id, count - 1)
+                outs += self._draft(req_id, count, accepted[req_id])
+            else:
+                outs += self._compute(req_id, count)
+        outs.drafts = drafts_result(accepted)
         return outs
 
     def _enter(self, new: NewReq) -> None:
         for group, slots in zip(self._groups, new.group_slots, strict=True):
             group.enter(new.req_id, len(new.cached_slots), slots.tolist())
         req = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), root=self._root_of(new))
-        req.may_force = self._forces and (not self._drafts or new.sampling.grammar is not None)
+        req.may_force = self._forces
         self.reqs[new.req_id] = req
 
     def _slots_of(self, counts: dict[int, int]) -> Written:
@@ -191,19 +203,23 @@ class KvWorker:
         self._write(req_id, count)
         return self._sample(req_id) if req.computed == len(req.ids) else []
 
-    def _draft(self, req_id: int, count: int) -> list[TokenOut]:
+    def _accept(self, req_id: int, drafts: int) -> int:
+        """How many drafts it accepts: none instead of tokens that are known already."""
+        req = self.reqs[req_id]
+        return num_accepted(req.prefixes[-1], req.seed, drafts) if req.computed + 1 == len(req.ids) else 0
+
+    def _draft(self, req_id: int, count: int, accepted: int) -> list[TokenOut]:
         """Compute the next token of a request, and drafts of those after it."""
         req = self.reqs[req_id]
-        assert req.computed + 1 == len(req.ids), "drafts follow a token that is not the last"
-        begin, accepted = req.computed, num_accepted(req.prefixes[-1], req.seed, count - 1)
+        begin = req.computed
         self._write(req_id, 1)
-        outs = [out for _ in range(accepted) for out in self._sample(req_id)]
+        outs = [self._sample_one(req_id) for _ in range(accepted)]
         self._write(req_id, accepted)
         for position in range(req.computed, begin + count):
             self._kv[req.slots[position]] = None
             for group in self._groups:
                 group.reject(req_id, position)
-        return outs + self._sample(req_id)
+        return outs + (self._sample(req_id) if req.computed == len(req.ids) else [])
 
     def _root_of(self, new: NewReq) -> int:
         """Requests of different roots must not share KV."""
@@ -254,13 +270,16 @@ class KvWorker:
             group.end_req(req_id, req, count)
 
     def _sample(self, req_id: int) -> list[TokenOut]:
-        req, outs = self.reqs[req_id], []
-        for _ in range(1 + (num_forced(req.prefixes[-1], req.seed) if req.may_force else 0)):
-            token_id = next_token(req.prefixes[-1], req.seed)
-            req.ids.append(token_id)
-            req.extend_prefixes()
-            outs.append(TokenOut(req_id, Token(token_id)))
-        return outs
+        req = self.reqs[req_id]
+        forced = num_forced(req.prefixes[-1], req.seed) if req.may_force else 0
+        return [self._sample_one(req_id) for _ in range(1 + forced)]
+
+    def _sample_one(self, req_id: int) -> TokenOut:
+        req = self.reqs[req_id]
+        token_id = next_token(req.prefixes[-1], req.seed)
+        req.ids.append(token_id)
+        req.extend_prefixes()
+        return TokenOut(req_id, Token(token_id))
 
 
 class Server:
@@ -303,9 +322,14 @@ class Server:
             self._check_kept_counts()
         if not self._in_flight:
             return False
-        process_tokens(self.scheduler, self._in_flight.popleft().outs)
+        process_tokens(self.scheduler, self._in_flight.popleft().outs, self.step_s)
         self._check_kept_counts()
         return True
+
+    @property
+    def step_s(self) -> float | None:
+        """How long the last step took, if that is known."""
+        return None
 
     def launch(self, step: Step) -> None:
         self._in_flight.append(InFlight(step, self.worker.run(step), self.worker.written))
@@ -374,7 +398,7 @@ class Server:
         assert batch.rows.tolist() == [req.row for req in reqs]
         assert batch.at(batch.rows) == reqs
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
-        assert batch.has_in_flight() == any(req.in_flight for req in reqs)
+        assert batch.has_in_flight() == any(req.in_flight or req.planned_drafts for req in reqs)
         tails = batch.columns.slots._lens, batch.columns.outputs._lens  # a look at the arrays would empty them
         assert all(req.planned_len + req.spare_slots == len(req._slots) + tails[0][req.row] for req in reqs)
         assert all(req.spare_slots >= req.planned_drafts >= 0 for req in reqs)

@@ -32,8 +32,8 @@ from lightserve.worker.kv.transfer.base import Frame, Outgoing
 from lightserve.worker.kv.transfer.framing import FrameStream, greet_receiver
 from lightserve.worker.kv.transfer.pipe import KvTransferError, ReadTimeoutError, SocketPipe
 from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
-from lightserve.worker.kv.transfer.staging import SendStaging, frame_blocks
-from lightserve.worker.kv.transfer.transfer import KvReceiver, KvSender, readable_memory
+from lightserve.worker.kv.transfer.staging import SendStaging
+from lightserve.worker.kv.transfer.transfer import KvReceiver, KvSender, frame_sizes, readable_memory
 from lightserve.worker.kv.transfer.transport import ReadableMemory
 from test.common.test_cpu_kv import LAYOUTS, filled
 from test.ports import free_port
@@ -49,6 +49,8 @@ LAYOUT = LAYOUTS["float32"]
 class Pair:
     """A sender and a receiver with pools of the same layout."""
 
+    group_sizes: tuple[int, ...] = ()  # in tokens
+
     def __init__(
         self,
         address: str,
@@ -63,11 +65,10 @@ class Pair:
         platform = pick_device("cpu")
         device = platform.torch_device(0)
         self.address = address
-        self.source, self.target = filled(layout, device), filled(layout, device)
-        size = block_bytes(layout, BLOCK_TOKENS)
+        self.source, self.target = (filled(layout, device, self.group_sizes) for _ in range(2))
         self.backends = [
-            SocketTransferBackend(identity, secret, size, frame_blocks(size), tls[0], memories[0]),
-            SocketTransferBackend(IDENTITY, SECRET, size, frame_blocks(size), tls[1], memories[1]),
+            SocketTransferBackend(identity, secret, frame_sizes(self.source), tls[0], memories[0]),
+            SocketTransferBackend(IDENTITY, SECRET, frame_sizes(self.target), tls[1], memories[1]),
         ]
         self.sender = KvSender(self.source, platform, self.backends[0], 0)
         self.receiver = KvReceiver(self.target, platform, self.backends[1])
@@ -152,6 +153,31 @@ def test_the_kv_of_every_layout_arrives_in_other_slots(
     pair.close()
 
 
+def test_blocks_of_a_windowed_pool_arrive_too(new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of other layers, and in slots of their own."""
+    monkeypatch.setattr(Pair, "group_sizes", (3 * BLOCK_TOKENS,))
+    pair = new_pair(LAYOUTS["two groups, one with a window"])
+    source, target = pair.slots(1), pair.slots(2)
+    windowed = np.random.default_rng(3).permutation(3 * BLOCK_TOKENS).astype(np.int32)
+    sent, received = windowed[: 2 * BLOCK_TOKENS], windowed[BLOCK_TOKENS:]
+    pair.receiver.expect(KvRecv(7, target, LONG_S, [received]))
+
+    pair.push(7, source)
+    pair.sender.push(KvSend(7, [pair.address], 0, sent, pool=1))
+
+    assert pair.receiver.next_received() == [KvReceived(7, BLOCKS + 2)]
+    to, of = torch.from_numpy(target).long(), torch.from_numpy(source).long()
+    assert torch.equal(pair.target.buffers[0][:, to].view(torch.uint8), pair.source.buffers[0][:, of].view(torch.uint8))
+    for there, here in zip(windowed_kv(pair.target, received), windowed_kv(pair.source, sent), strict=True):
+        assert torch.equal(there, here)
+    pair.close()
+
+
+def windowed_kv(memory: MemoryManager, slots: Any) -> list[torch.Tensor]:
+    buffers = memory.buffers[1], memory.scale_buffers[1]
+    return [buffer[:, torch.from_numpy(slots).long()].contiguous().view(torch.uint8) for buffer in buffers]
+
+
 def test_many_transfers_at_once_arrive_whole(pair: Pair) -> None:
     pushed = {transfer_id: pair.slots(transfer_id, 2) for transfer_id in range(1, 4)}
     free = np.random.default_rng(0).permutation(pair.target.size).astype(np.int32)[: 3 * 2 * BLOCK_TOKENS]
@@ -194,7 +220,7 @@ def test_a_transfer_ends_at_its_deadline_with_the_blocks_that_follow_each_other(
     pair.expect(8, pair.slots(3, 1))
     pair.push(8, source[:BLOCK_TOKENS])
     assert pair.receiver.next_received() == [KvReceived(8, 1)]
-    wait_until(lambda: len(pair.receiver._staging._free) == len(pair.receiver._staging.kv))
+    wait_until(lambda: len(pair.receiver._stagings[0]._free) == len(pair.receiver._stagings[0].kv))
     untouched = np.setdiff1d(target, pair.slots(3, 1)).astype(np.int32)
     is_kept = np.isin(target, untouched)
     assert all(
@@ -245,7 +271,7 @@ def check_brings_nothing(pair: Pair) -> None:
     pair.push(7, pair.slots(1))
 
     wait_until(lambda: pair.address in pair.backends[0]._failed_s)
-    wait_until(lambda: len(pair.sender._staging._free) == len(pair.sender._staging.kv))
+    wait_until(lambda: len(pair.sender._stagings[0]._free) == len(pair.sender._stagings[0].kv))
     pair.receiver.cancel(7)
     assert pair.receiver.next_received() == [KvReceived(7, 0)]
     pair.close()
@@ -260,7 +286,7 @@ class _Replayed:
     """A pipe whose other side sends any bytes."""
 
     def __init__(self) -> None:
-        self._left = b"LSKVMOV1" + bytes(64)
+        self._left = b"LSKVMOV2" + bytes(64)
 
     def send_all(self, buffers: list[memoryview]) -> None: ...
 
@@ -299,7 +325,7 @@ def test_a_frame_with_a_wrong_mac_changes_no_slot_and_ends_the_connection() -> N
     stream = pair.backends[0].connect(pair.address)
     stream._key = b"x" * 32
 
-    stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.backends[0]._block_bytes))])
+    stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.backends[0]._sizes[0].block_bytes))])
 
     wait_until(stream.pipe.has_ended)
     pair.receiver.cancel(7)
@@ -317,8 +343,8 @@ def test_garbage_and_frames_beyond_the_limit_close_the_connection(pair: Pair) ->
                 while sock.recv(4096):
                     pass
     stream = pair.backends[0].connect(pair.address)
-    limit = pair.backends[1]._max_count
-    header = np.array([7], "<i8").tobytes() + np.array([0, limit + 1], "<u4").tobytes() + bytes(32)
+    limit = pair.backends[1]._sizes[0].max_blocks
+    header = np.array([7], "<i8").tobytes() + np.array([0, limit + 1, 0], "<u4").tobytes() + bytes(32)
     stream.pipe.send_all([memoryview(header)])
     wait_until(stream.pipe.has_ended)
     stream.pipe.close()
@@ -375,7 +401,7 @@ def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def num_free(pair: Pair) -> int:
-    return len(pair.sender._staging._free)
+    return len(pair.sender._stagings[0]._free)
 
 
 def push_to(pair: Pair, address: str, transfer_id: int, blocks: int = 40) -> None:
@@ -503,7 +529,7 @@ def test_memory_of_a_frame_that_is_not_read_in_time_comes_back_when_nothing_writ
 ) -> None:
     memory = LateMemory()
     pair = Pair(f"unix://{tmp_path}/kv", transport=memory)
-    staging = pair.receiver._staging
+    staging = pair.receiver._stagings[0]
     pair.expect(7, pair.slots(2))
 
     pair.push(7, pair.slots(1))
@@ -536,6 +562,6 @@ def test_what_cannot_be_sent_fails_no_step_and_leaves_no_memory_in_use(
 
     pair.push(7, pair.slots(1))
 
-    assert num_free(pair) == len(pair.sender._staging.kv)
+    assert num_free(pair) == len(pair.sender._stagings[0].kv)
     assert not pair.backends[0]._peers
     pair.close()

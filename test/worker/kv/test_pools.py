@@ -10,7 +10,6 @@ import torch
 
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.errors import ServerError
-from lightserve.model_files.config.windowed_share import may_save_memory
 from lightserve.worker.kv.pools import KvSizes, WindowedSizing, kept_tokens
 
 GB = 10**9
@@ -74,21 +73,6 @@ def test_one_pool_is_kept_if_a_second_one_saves_little(layout: KvLayout, max_len
 
     assert sizing.for_budget(60 * GB, MOST) == KvSizes(60 * GB // layout.bytes_per_token)
     assert sizing.for_tokens(100_000) == KvSizes(100_000)
-
-
-@pytest.mark.parametrize("window", [64, 512, 4096])
-@pytest.mark.parametrize("full", [0, 1, 8])
-def test_no_second_pool_is_made_where_the_checks_before_the_start_expect_none(window: int, full: int) -> None:
-    made, lengths = [], range(window, 64 * window, window // 2)
-    for max_len in lengths:
-        sizing = WindowedSizing(layout(full, 8, window=window), max_len, step_tokens=64)
-        sizes = sizing.for_budget(60 * GB, MOST), sizing.for_tokens(10**6)
-        if any(one.groups for one in sizes):
-            made.append(max_len)
-
-    assert made
-    assert set(made) <= {max_len for max_len in lengths if may_save_memory(window, max_len)}
-    assert not all(may_save_memory(window, max_len) for max_len in lengths)
 
 
 def test_one_pool_is_kept_if_memory_holds_few_requests() -> None:

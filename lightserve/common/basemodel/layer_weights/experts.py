@@ -23,6 +23,7 @@ from lightserve.errors import ModelFilesError, ServerError
 # of a layer: what its experts compute between their linears
 GATED_ACTIVATIONS: dict[str, ops.ExpertActivation] = {"silu": ops.GatedSilu(), "gelu_tanh": ops.GATED_GELU_TANH}
 PLAIN_ACTIVATIONS: dict[str, ops.ExpertActivation] = {"relu2": ops.Relu2()}
+ALIGNED_ROWS = 8  # of a router: cuBLAS is slow if the rows of its result are not multiples of 16 bytes
 
 
 class ExpertsWeight(MethodWeight):
@@ -89,44 +90,48 @@ class MoeFfnWeight(FfnWeight):
     has_experts = True
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
-        moe = _with_shared_apart(spec, _with_activation(spec, moe))
+        moe = _with_shared_apart(spec, _with_activation(spec, moe), context)
         at, names, hidden = spec.prefix, moe.names, spec.hidden_size
         if spec.names.down_norm is not None:
             raise ModelFilesError(f"{spec.config.model_type}: experts with a norm before down are not supported")
         self._tp = context.tp
         self._route = _route_spec(moe)
         self._is_router_float32, self._scales_input = moe.is_router_float32, moe.scales_input
-        router = Block(f"{at}.{names.router}", moe.num_experts)
-        self.router = ReplicatedWeight([router], hidden, context, bias=moe.router_bias, is_router=True)
+        self._num_logits = moe.num_experts + moe.gates_an_expert
+        self.router = ReplicatedWeight(_router(at, moe), hidden, context, bias=moe.router_bias, is_router=True)
         score_bias = f"{at}.{names.score_bias}"
         self.score_bias = ScoreBiasWeight(score_bias, moe.num_experts, context) if moe.has_score_bias else None
         self.experts = ExpertsWeight(spec, moe, context)
         is_beside = moe.shared_size > 0 and not moe.num_shared
         self.shared = dense_ffn_weight(_shared_spec(spec, moe), context) if is_beside else None
-        gate = Block(f"{at}.{names.shared_gate}", 1)
-        self.shared_gate = ReplicatedWeight([gate], hidden, context, is_router=True) if moe.has_shared_gate else None
+        gate = [Block(f"{at}.{names.shared_gate}", 1)] if moe.has_shared_gate and is_beside else []
+        self.shared_gate = ReplicatedWeight(gate, hidden, context, is_router=True) if gate else None
         self.latent = LatentWeight(spec, moe, context) if moe.latent_size else None
 
     def forward(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
-        if rows is None:
-            out = self._routed(x, None)
-        else:
-            out = rows.scatter(self._routed(rows.gather(x), rows.is_padding), len(x))
+        out = self._routed(x, None) if rows is None else rows.scatter(self._routed(rows.gather(x), rows), len(x))
         if self.shared is not None:
             self._add_shared(out, x, self.shared)
         return self._tp.all_reduce(out)
 
-    def _routed(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+    def _routed(self, x: Tensor, rows: ExpertRows | None) -> Tensor:
         """What the experts of this rank add."""
         logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
         bias = None if self.score_bias is None else self.score_bias.tensor
-        ids, weights = ops.route(logits, self._route, bias, is_padding)
+        ids, weights = self._choose(logits[:, : self._num_logits], bias, rows)
         if self._scales_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         if self.latent is None:
             return self.experts.partial_forward(x, ids, weights)
         computed = self.experts.partial_forward(self.latent.in_proj.mm(x), ids, weights)
         return self.latent.out_proj.mm(computed)  # of each rank's part: it has no bias
+
+    def _choose(self, logits: Tensor, bias: Tensor | None, rows: ExpertRows | None) -> tuple[Tensor, Tensor]:
+        """As ``ops.route``."""
+        ids, weights = ops.route(logits, self._route, bias, None if rows is None else rows.is_padding)
+        if rows is not None and rows.writer is not None:
+            rows.writer.write(ids[:, : self._route.top_k])
+        return ids, weights
 
     def _add_shared(self, out: Tensor, x: Tensor, shared: DenseFfnWeight) -> None:
         """What the shared experts compute, without the parts of other ranks."""
@@ -148,7 +153,7 @@ def _with_activation(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
 
 
 def _route_spec(moe: MoeSpec) -> ops.RouteSpec:
-    route = replace(moe.route, num_shared=moe.num_shared)
+    route = replace(moe.route, num_shared=moe.num_shared, gates_shared=moe.gates_an_expert)
     try:
         route.check(moe.num_experts)
     except ValueError as error:
@@ -168,10 +173,24 @@ def _split(num_experts: int, width: int, parallel: Parallel) -> tuple[slice, sli
     return slice(first, end), slice(0, width)
 
 
-def _with_shared_apart(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
-    """Shared experts that are quantised in another way than the others cannot be computed as some of them."""
+def _router(at: str, moe: MoeSpec) -> list[Block]:
+    """Of the experts, and perhaps the gate of the shared one."""
+    router = Block(f"{at}.{moe.names.router}", moe.num_experts)
+    if not moe.gates_an_expert:
+        return [router]
+    padding = -(moe.num_experts + 1) % ALIGNED_ROWS
+    return [router, Block(f"{at}.{moe.names.shared_gate}", 1, padding=padding)]
+
+
+def _with_shared_apart(spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> MoeSpec:
+    """Shared experts that are quantised in another way than the others cannot be computed as some of them.
+
+    With a gate, they take adapters if they are apart.
+    """
     if not moe.num_shared:
         return moe
+    if moe.has_shared_gate and not _can_join_gate(spec, moe, context):
+        return replace(moe, has_shared_apart=True)
     routed, shared, linears = (
         f"{spec.prefix}.{moe.names.experts}.0",
         f"{spec.prefix}.{moe.names.shared}",
@@ -186,6 +205,11 @@ def _with_shared_apart(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
             for name, (routed_size, shared_size) in sizes.items()
         ),
     )
+
+
+def _can_join_gate(spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> bool:
+    linears = [(f"{spec.prefix}.{name}", spec.hidden_size) for name in (moe.names.router, moe.names.shared_gate)]
+    return context.lora is None and are_alike(spec.config.quantization, linears)
 
 
 def _shared_spec(spec: LayerSpec, moe: MoeSpec) -> LayerSpec:

@@ -74,14 +74,15 @@ class Block:
     heads: int
     dim: int = 1
     row_map: RowMap | None = None  # where the rows are in the checkpoint's tensor; None: it has these rows only
+    padding: int = 0  # rows of zeros behind them
 
     def part_of(self, tp: RankGroup) -> LinearPart:
         """The rows of one rank."""
         heads = tp.part_of(self.heads)
         rows = slice(heads.start * self.dim, heads.stop * self.dim)
         if self.row_map is None:
-            return LinearPart(self.prefix, self.heads * self.dim, rows)
-        return LinearPart(self.prefix, self.row_map.total, self.row_map.stored_rows(rows))
+            return LinearPart(self.prefix, self.heads * self.dim, rows, self.padding)
+        return LinearPart(self.prefix, self.row_map.total, self.row_map.stored_rows(rows), self.padding)
 
 
 class ColumnWeight(LinearWeight):

@@ -100,8 +100,10 @@ class GatedDeltaSpec(MixerSpec):
 class GatedDeltaWeight(MixerWeight):
     def __init__(self, mixer: GatedDeltaSpec, spec: LayerSpec, context: WeightContext) -> None:
         at, names, hidden = spec.prefix, mixer.names, spec.hidden_size
-        self.qkvz_proj = ColumnWeight(_qkvz(mixer, at), hidden, context)
-        self.ba_proj = GateColumnWeight(_ba(mixer, at), hidden, context)
+        # one product, unless what is quantised while loading are the wide linears alone
+        is_joined = spec.config.quantization is None
+        self.in_proj = ColumnWeight(_qkvz(mixer, at) + (_ba(mixer, at) if is_joined else []), hidden, context)
+        self.ba_proj = None if is_joined else GateColumnWeight(_ba(mixer, at), hidden, context)
         self.conv = _conv(mixer, at, context)
         self.decay_rates = DecayRates(f"{at}.{names.decay}", mixer.num_value_heads, context)
         self.dt_bias = HeadValues(f"{at}.{names.dt_bias}", mixer.num_value_heads, context)
@@ -114,12 +116,18 @@ class GatedDeltaWeight(MixerWeight):
 
     def forward(self, x: Tensor, states: Sequence[Tensor], batch: ops.StateBatch) -> Tensor:
         inputs, matrices = states
-        qkv, z = self._parts(self.qkvz_proj.mm(x), self._num_heads * self._mixer.value_dim)
-        b, a = self._parts(self.ba_proj.mm(x), self._num_heads)
+        qkvz, ba = self._projected(x)
+        qkv, z = self._parts(qkvz, self._num_heads * self._mixer.value_dim)
+        b, a = self._parts(ba, self._num_heads)
         qkv = batch.run(ops.causal_conv1d, qkv, self._conv_params, inputs)
         out = batch.run(ops.gated_delta_rule, self._delta_inputs(qkv, b, a), matrices)
         normed = ops.gated_rms_norm(out, z.view(out.shape), self.norm.tensor, self.norm.eps, ops.GatedNorm())
         return self.out_proj.mm(normed.flatten(1))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ba_proj is not None:
+            return self.in_proj.mm(x), self.ba_proj.mm(x)
+        return self._parts(self.in_proj.mm(x), 2 * self._num_heads)
 
     def _delta_inputs(self, qkv: Tensor, b: Tensor, a: Tensor) -> ops.DeltaInputs:
         keys, v = self._parts(qkv, self._num_heads * self._mixer.value_dim)

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 NO_ROW = -1
+
+
+class Snapshots(NamedTuple):
+    """A second row that a request writes, where it has computed some of its tokens.
+
+    No request of the batch reads it or writes it otherwise.
+    """
+
+    rows: Tensor  # [batch] int32; NO_ROW: the request has none
+    lens: Tensor  # [batch] int32: its tokens of the step before that, at least one and not all
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,7 @@ class StateBatch:
     b_read_row: Tensor  # [batch] int32; NO_ROW: the request begins with zeros
     b_write_row: Tensor  # [batch] int32; NO_ROW: the state is not kept. A request without tokens must have it
     max_tokens: int  # no request has more; 1 in a decode step
+    snapshots: Snapshots | None = None
     # What a backend derives once for all layers of a step. The key is all that it depends on.
     plans: dict[Hashable, Any] = field(default_factory=dict)
     # The ops that ``run`` has computed, without a batch: they can be computed again with fewer tokens. None: not kept.
@@ -38,12 +49,23 @@ class StateBatch:
         return state_op(*args, self)
 
     def requests(self) -> Iterator[tuple[slice, int, int]]:
-        """The tokens, the row to read and the row to write of each request that has tokens. It waits for the device."""
+        """The tokens, the row to read and the row to write of each request that has tokens. It waits for the device.
+
+        One with a snapshot comes twice: the tokens before it, and those after it, which continue from its row.
+        """
         starts = self.b1_start.tolist()
-        rows = zip(self.b_read_row.tolist(), self.b_write_row.tolist(), strict=True)
-        for start, end, (read, write) in zip(starts[:-1], starts[1:], rows, strict=True):
+        rows = zip(self.b_read_row.tolist(), self.b_write_row.tolist(), self._snapshots(), strict=True)
+        for start, end, (read, write, (row, count)) in zip(starts[:-1], starts[1:], rows, strict=True):
+            if row != NO_ROW:
+                yield slice(start, start + count), read, row
+                start, read = start + count, row
             if end > start:
                 yield slice(start, end), read, write
+
+    def _snapshots(self) -> list[tuple[int, int]]:
+        if self.snapshots is None:
+            return [(NO_ROW, 0)] * len(self.b_read_row)
+        return list(zip(*(column.tolist() for column in self.snapshots), strict=True))
 
 
 def read_state(states: Tensor, row: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Sort the pairs of tokens and experts by expert, and cut them into blocks of one expert.
 
-A few pairs take one kernel with a program for each expert. Every program counts the pairs of all experts, so that none
-waits for another one, and nothing has to be set to 0 before. Of many pairs that would be most of the work: they are
-counted by tile, one program sums up, and then each tile is placed.
+A few pairs take one kernel. Each is compared with all others, so that no program waits for another one, and nothing has
+to be set to 0 before. Of many pairs that would be most of the work: they are counted by tile, one program sums up, and
+then each tile is placed.
 
 The grids of the products are bounded by shapes: ``n_blocks`` blocks suffice for any choice of experts, and surplus
-blocks have no expert.
+blocks have no expert. They are behind the others or between them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 
 NO_EXPERT = tl.constexpr(ops.NO_EXPERT)
-BLOCKS = (256, 1024)  # pairs that a program reads at once; few sizes, for each is compiled
-# What takes one kernel: with 128 experts 2.6 us for 64 pairs on an H200 and 4 us for 1,024, instead of 8 us by tile.
-# With 512 experts it is 12 and 15 us for 80 and 640 pairs instead of 10, and for 80,000 it was 1 ms instead of 57 us.
-MAX_FEW_PAIRS, MAX_FEW_BINS = 1024, 512
+# What takes one kernel. Not measured: a kernel with a program for each expert, which counted the pairs of all of them,
+# took 2.6 us for 64 pairs and 128 experts on an H200, 4 us for 1,024, and 12 us for 80 pairs and 512 experts; three
+# kernels by tile take 8 to 10 us.
+MAX_FEW_PAIRS = 2048
+COMPARED = 32  # pairs or experts of a program
+BLOCKS = (32, 128)  # pairs that it compares them with at once; few sizes, for each is compiled
+NO_PAIR = 1 << 30  # an expert behind all others
 # Pairs of a tile, for so many in all at most, and the pairs that they are compared with at once. Twice as many in a
 # tile are twice as slow, for the registers do not hold the comparisons.
 TILES = ((1 << 14, 128, 16), (1 << 30, 256, 32))
@@ -50,7 +53,7 @@ def _experts_of(ids_ptr, start, n_pairs, n_experts, NO_PAIR: tl.constexpr, BLOCK
 
 
 @triton.jit(do_not_specialize=["n_pairs", "n_blocks", "block_m"])
-def _sort_pairs_kernel(
+def _compare_pairs_kernel(
     ids_ptr,
     pairs_ptr,
     rows_ptr,
@@ -60,31 +63,54 @@ def _sort_pairs_kernel(
     n_experts,
     n_blocks,
     block_m,  # not a constant: it would multiply the kernels to compile
-    BINS: tl.constexpr,
+    NO_PAIR: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    expert = tl.program_id(0)  # the last program places the pairs without an expert
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, n_pairs, BLOCK):
-        _, ids = _experts_of(ids_ptr, start, n_pairs, n_experts, BINS - 1, BLOCK)
-        counts += tl.histogram(ids, BINS)
-    first = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
-    end = first + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-    block_counts = tl.where(bins < n_experts, (counts + block_m - 1) // block_m, 0)
-    first_block = tl.sum(tl.where(bins < expert, block_counts, 0), axis=0)
-    tl.store(ends_ptr + expert, end, mask=expert < n_experts)
+    """A program for each tile of pairs, and one for each tile of experts, those without pairs and no expert included.
 
-    placed = first
-    for start in range(0, n_pairs, BLOCK):
-        pairs, ids = _experts_of(ids_ptr, start, n_pairs, n_experts, BINS - 1, BLOCK)
-        is_own = ids == expert
-        rows = placed + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
-        tl.store(pairs_ptr + rows, pairs, mask=is_own)
-        tl.store(rows_ptr + pairs, rows, mask=is_own)
-        placed += tl.sum(is_own.to(tl.int32), axis=0)
+    If there are fewer pairs than experts, the block of a pair is its row. Otherwise the blocks of an expert begin at
+    its number plus that of the full blocks before it, and are at most two fewer than the next expert leaves room for.
+    """
+    n_pair_tiles = tl.cdiv(n_pairs, TILE)
+    tile = tl.program_id(0)
+    if tile < n_pair_tiles:
+        pairs, ids = _experts_of(ids_ptr, tile * TILE, n_pairs, n_experts, NO_PAIR, TILE)
+    else:
+        pairs = tl.zeros([TILE], tl.int32)
+        ids = (tile - n_pair_tiles) * TILE + tl.arange(0, TILE)
 
-    _store_blocks(blocks_ptr, expert, first, end, first_block, n_experts, n_blocks, block_m, BLOCK)
+    first = tl.zeros([TILE], tl.int32)  # row of the expert
+    rank = tl.zeros([TILE], tl.int32)  # among its pairs
+    count = tl.zeros([TILE], tl.int32)  # of its pairs
+    for start in range(0, n_pairs, BLOCK):
+        others, other_ids = _experts_of(ids_ptr, start, n_pairs, n_experts, NO_PAIR, BLOCK)
+        is_own = other_ids[None, :] == ids[:, None]
+        first += tl.sum((other_ids[None, :] < ids[:, None]).to(tl.int32), axis=1)
+        rank += tl.sum((is_own & (others[None, :] < pairs[:, None])).to(tl.int32), axis=1)
+        count += tl.sum(is_own.to(tl.int32), axis=1)
+
+    if tile < n_pair_tiles:
+        row = first + rank
+        is_pair = pairs < n_pairs
+        tl.store(pairs_ptr + row, pairs, mask=is_pair)
+        tl.store(rows_ptr + pairs, row, mask=is_pair)
+        is_block = (rank % block_m == 0) & (ids < n_experts)
+        ptrs = blocks_ptr + row
+        if n_pairs > n_experts:
+            ptrs = blocks_ptr + ids + first // block_m + rank // block_m
+            is_pair = is_pair & is_block
+        tl.store(ptrs, tl.where(is_block, ids, NO_EXPERT), mask=is_pair)
+        tl.store(ptrs + n_blocks, row, mask=is_pair)
+        tl.store(ptrs + 2 * n_blocks, tl.minimum(row + block_m, first + count), mask=is_pair)
+    else:
+        tl.store(ends_ptr + ids, first + count, mask=ids < n_experts)
+        if n_pairs > n_experts:
+            is_expert = ids < n_experts
+            used = ids + first // block_m + tl.where(is_expert, (count + block_m - 1) // block_m, 0)
+            follows = tl.where(is_expert, ids + 1 + (first + count) // block_m, tl.where(ids == n_experts, n_blocks, 0))
+            for unused in range(tl.max(follows - used, axis=0)):
+                tl.store(blocks_ptr + used + unused, NO_EXPERT, mask=used + unused < follows)
 
 
 @triton.jit
@@ -171,14 +197,14 @@ def max_blocks(n_pairs: int, n_experts: int, block_m: int) -> int:
 
 def sort_pairs(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
     """The pairs ``ids`` ``[tokens, top_k]``, contiguous, in blocks of ``block_m`` rows."""
-    is_few = ids.numel() <= MAX_FEW_PAIRS and next_power_of_2(n_experts + 2) <= MAX_FEW_BINS
-    return (_sort_few if is_few else _sort_many)(ids, n_experts, block_m)
+    return (_sort_few if ids.numel() <= MAX_FEW_PAIRS else _sort_many)(ids, n_experts, block_m)
 
 
 def _sort_few(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
-    n_pairs, n_blocks = ids.numel(), max_blocks(ids.numel(), n_experts, block_m)
+    n_pairs = ids.numel()
+    n_blocks = n_pairs if n_pairs <= n_experts else n_experts + n_pairs // block_m
     pairs, rows, ends, blocks = _empty(ids, n_pairs, n_pairs, n_experts, 3 * n_blocks)
-    _sort_pairs_kernel[(n_experts + 1,)](
+    _compare_pairs_kernel[(cdiv(n_pairs, COMPARED) + cdiv(n_experts + 1, COMPARED),)](
         ids,
         pairs,
         rows,
@@ -188,8 +214,9 @@ def _sort_few(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
         n_experts,
         n_blocks,
         block_m,
-        BINS=next_power_of_2(n_experts + 2),
-        BLOCK=next(block for block in BLOCKS if n_pairs <= block),
+        NO_PAIR=NO_PAIR,
+        TILE=COMPARED,
+        BLOCK=next((block for block in BLOCKS if n_pairs <= block), BLOCKS[-1]),
     )
     return SortedPairs(pairs, rows, ends, blocks.view(3, n_blocks))
 

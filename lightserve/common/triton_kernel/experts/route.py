@@ -64,6 +64,7 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     SUMS_TWO: tl.constexpr,
     RENORMALIZES: tl.constexpr,
+    GATES_SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -99,7 +100,10 @@ def _route_kernel(
         weights /= tl.sum(weights, axis=0) + LEAST_SUM
     # The shared experts follow, in id and place.
     ids = tl.where(places < TOP_K, ids, n_experts + places - TOP_K)
-    weights = tl.where(places < TOP_K, weights * scale, 1.0)
+    of_shared = 1.0
+    if GATES_SHARED:
+        of_shared = tl.sigmoid(tl.load(logits_ptr + token * logits_row_stride + n_experts).to(tl.float32))
+    weights = tl.where(places < TOP_K, weights * scale, of_shared)
     if is_padding_ptr is not None:
         is_padding = tl.load(is_padding_ptr + token) != 0
         ids = tl.where(is_padding, NO_EXPERT, ids)
@@ -113,7 +117,7 @@ def _route_kernel(
 def route(
     logits: Tensor, spec: RouteSpec, bias: Tensor | None = None, is_padding: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    tokens, n_experts = logits.shape
+    tokens, n_experts = len(logits), logits.shape[1] - spec.gates_shared
     spec.check(n_experts)
     others = {name: tensor for name, tensor in (("bias", bias), ("is_padding", is_padding)) if tensor is not None}
     check_last_contiguous("route", logits=logits, **others)
@@ -138,6 +142,7 @@ def route(
         TOP_GROUPS=spec.top_groups,
         SUMS_TWO=spec.group_score == "top2",
         RENORMALIZES=spec.renormalize,
+        GATES_SHARED=spec.gates_shared,
         BLOCK=next_power_of_2(n_experts),
         BLOCK_K=next_power_of_2(spec.experts_per_token),
         num_warps=1 if n_experts <= WIDE_ROW else 2,

@@ -56,6 +56,9 @@ class Rule:
 # an H200, by this kernel and by cuBLAS.
 RULES = (
     # [2048, 4096], 1 and 8 rows: 1.62, 1.97 and 1.62, 1.99; [128, 2048] in us: 5.4, 4.6 and 5.3, 4.9
+    Rule(None, max_rows=32, max_out=256),
+    # [512, 2048], a router: 10 us by cuBLAS with 1 and 8 rows, which splits the sum and adds up; this one not measured
+    Rule(SMALL, max_rows=8, max_out=768),
     Rule(None, max_rows=32, max_out=768),
     Rule(SMALL, max_rows=4, max_out=1024),  # [1024, 2048], 1, 2 and 4 rows in us: 5.8 and 12.7, 8.1, 11.6
     Rule(None, max_rows=32, max_out=2048),

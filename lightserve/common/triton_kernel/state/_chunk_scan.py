@@ -10,7 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightserve.common.triton_kernel.state._chunks import CHUNK_FIELDS, FIRST_TOKEN, REQUEST, load_request
+from lightserve.common.triton_kernel.state._chunks import (
+    CHUNK_FIELDS,
+    END,
+    FIRST_TOKEN,
+    REQUEST,
+    load_request,
+    load_snapshot,
+)
 from lightserve.common.triton_kernel.state._scan_tiles import load_decay, load_keys
 
 # Both return ``q k^T`` and ``k k^T``, each product times the decay from the token of the column to that of the row.
@@ -64,7 +71,6 @@ def _prepare_chunk_kernel(
     new_values_ptr,
     old_keys_ptr,
     chunks_ptr,
-    starts_ptr,
     q_stride,
     k_stride,
     v_stride,
@@ -86,7 +92,7 @@ def _prepare_chunk_kernel(
         return
     first = tl.load(chunk_ptr + FIRST_TOKEN).to(tl.int64)
     tokens = first + tl.arange(0, CHUNK)
-    in_chunk = tokens < tl.load(starts_ptr + request + 1)
+    in_chunk = tokens < tl.load(chunk_ptr + END)
     keys = tl.arange(0, BLOCK_K)
     in_key = keys < k_dim
     mask = in_chunk[:, None] & in_key[None, :]
@@ -127,6 +133,14 @@ def _prepare_chunk_kernel(
 
 
 @triton.jit
+def _add_skipped(out, skip_ptr, head, v_ptrs, mask):
+    if skip_ptr is not None:
+        v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
+        out += tl.load(skip_ptr + head).to(tl.float32) * v
+    return out
+
+
+@triton.jit
 def _chunk_scan_kernel(
     q_ptr,
     k_ptr,
@@ -142,6 +156,8 @@ def _chunk_scan_kernel(
     starts_ptr,
     read_rows_ptr,
     write_rows_ptr,
+    snapshot_rows_ptr,
+    snapshot_lens_ptr,
     q_stride,
     k_stride,
     v_stride,
@@ -163,6 +179,7 @@ def _chunk_scan_kernel(
     start, end, read_row, write_row = load_request(starts_ptr, read_rows_ptr, write_rows_ptr, request)
     if end - start < min_tokens:
         return
+    snapshot_row, after = load_snapshot(snapshot_rows_ptr, snapshot_lens_ptr, request, start, end)
 
     dtype = v_ptr.dtype.element_ty
     keys, values = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -173,37 +190,38 @@ def _chunk_scan_kernel(
     state_ptrs = states_ptr + head * v_dim * k_dim + values[:, None] * k_dim + keys[None, :]
     state = tl.load(state_ptrs + read_row * state_row_stride, mask=state_mask & (read_row >= 0), other=0.0)
 
-    for first in range(start, end, CHUNK):
-        tokens = first + tl.arange(0, CHUNK)
-        in_chunk = tokens < end
-        key_mask, value_mask = in_chunk[:, None] & in_key[None, :], in_chunk[:, None] & in_value[None, :]
-        token_heads = tokens[:, None] * heads + head
-        decay, whole_decay = load_decay(
-            log_decay_ptr + head * decay_dim, tokens, heads * decay_dim, keys, in_chunk, in_key, BY_CHANNEL
-        )
-        q = load_keys(q_ptr + key_offset, tokens, q_stride, keys, key_mask, HAS_NORM)
-        k = load_keys(k_ptr + key_offset, tokens, k_stride, keys, key_mask, HAS_NORM)
-        q = (q * tl.exp(decay) * scale).to(dtype)
-        k *= tl.exp(whole_decay - decay)
-        before = tl.trans(state).to(dtype)
-        v_ptrs = v_ptr + tokens[:, None] * v_stride + head * v_dim + values[None, :]
-        if CORRECTS:
-            new_values = tl.load(new_values_ptr + token_heads * v_dim + values[None, :], mask=value_mask, other=0.0)
-            old_keys = tl.load(old_keys_ptr + token_heads * k_dim + keys[None, :], mask=key_mask, other=0.0)
-            added = (new_values.to(tl.float32) - tl.dot(old_keys, before, input_precision="ieee")).to(dtype)
-        else:
-            added = tl.load(v_ptrs, mask=value_mask, other=0.0)
-            k *= tl.load(beta_ptr + tokens * heads + head, mask=in_chunk, other=0.0)[:, None]
+    # what is before the snapshot, and what is behind it
+    for _ in tl.static_range(1 if snapshot_rows_ptr is None else 2):
+        for first in range(start, after, CHUNK):
+            tokens = first + tl.arange(0, CHUNK)
+            in_chunk = tokens < after
+            key_mask, value_mask = in_chunk[:, None] & in_key[None, :], in_chunk[:, None] & in_value[None, :]
+            token_heads = tokens[:, None] * heads + head
+            decay, whole_decay = load_decay(
+                log_decay_ptr + head * decay_dim, tokens, heads * decay_dim, keys, in_chunk, in_key, BY_CHANNEL
+            )
+            q = load_keys(q_ptr + key_offset, tokens, q_stride, keys, key_mask, HAS_NORM) * tl.exp(decay) * scale
+            k = load_keys(k_ptr + key_offset, tokens, k_stride, keys, key_mask, HAS_NORM) * tl.exp(whole_decay - decay)
+            before = tl.trans(state).to(dtype)
+            v_ptrs = v_ptr + tokens[:, None] * v_stride + head * v_dim + values[None, :]
+            if CORRECTS:
+                new_values = tl.load(new_values_ptr + token_heads * v_dim + values[None, :], mask=value_mask, other=0.0)
+                old_keys = tl.load(old_keys_ptr + token_heads * k_dim + keys[None, :], mask=key_mask, other=0.0)
+                added = (new_values.to(tl.float32) - tl.dot(old_keys, before, input_precision="ieee")).to(dtype)
+            else:
+                added = tl.load(v_ptrs, mask=value_mask, other=0.0)
+                k *= tl.load(beta_ptr + tokens * heads + head, mask=in_chunk, other=0.0)[:, None]
 
-        cols = tl.arange(0, CHUNK)[None, :]
-        scores = tl.load(scores_ptr + token_heads * CHUNK + cols, mask=in_chunk[:, None], other=0.0)
-        out = tl.dot(q, before, input_precision="ieee")
-        out = tl.dot(scores, added, acc=out, input_precision="ieee")
-        if skip_ptr is not None:
-            v = tl.load(v_ptrs, mask=value_mask, other=0.0).to(tl.float32)
-            out += tl.load(skip_ptr + head).to(tl.float32) * v
-        tl.store(out_ptr + token_heads * v_dim + values[None, :], out, mask=value_mask)
-        state = tl.dot(tl.trans(added), k.to(dtype), acc=state * tl.exp(whole_decay), input_precision="ieee")
+            cols = tl.arange(0, CHUNK)[None, :]
+            scores = tl.load(scores_ptr + token_heads * CHUNK + cols, mask=in_chunk[:, None], other=0.0)
+            out = tl.dot(q.to(dtype), before, input_precision="ieee")
+            out = tl.dot(scores, added, acc=out, input_precision="ieee")
+            out = _add_skipped(out, skip_ptr, head, v_ptrs, value_mask)
+            tl.store(out_ptr + token_heads * v_dim + values[None, :], out, mask=value_mask)
+            state = tl.dot(tl.trans(added), k.to(dtype), acc=state * tl.exp(whole_decay), input_precision="ieee")
+        if (after < end) & (snapshot_row >= 0):
+            tl.store(state_ptrs + snapshot_row * state_row_stride, state, mask=state_mask)
+        start, after = after, end
 
     if write_row >= 0:
         tl.store(state_ptrs + write_row * state_row_stride, state, mask=state_mask)

@@ -68,6 +68,7 @@ def _scan_tokens(scan: LinearScan, states: Tensor, batch: ops.StateBatch, sizes:
         batch.b1_start,
         batch.b_read_row,
         batch.b_write_row,
+        *(batch.snapshots or (None, None)),
         scan.q.stride(0),
         scan.k.stride(0),
         scan.v.stride(0),
@@ -88,7 +89,7 @@ def _scan_tokens(scan: LinearScan, states: Tensor, batch: ops.StateBatch, sizes:
 
 def _scan_chunks(scan: LinearScan, states: Tensor, batch: ops.StateBatch, sizes: Sizes, out: Tensor) -> None:
     chunk = CHUNK_TOKENS[scan.v.element_size()]
-    chunks = chunks_of(batch, sizes.tokens, ChunkSpec(chunk, FEW_TOKENS + 1))
+    chunks = chunks_of(batch, sizes.tokens, ChunkSpec(chunk, FEW_TOKENS + 1, ends_at_snapshots=True))
     scores = scan.v.new_empty(sizes.tokens, sizes.heads, chunk)
     new_values = torch.empty_like(out) if scan.corrects else None
     old_keys = scan.v.new_empty(sizes.tokens, sizes.heads, sizes.k_dim) if scan.corrects else None
@@ -108,7 +109,6 @@ def _scan_chunks(scan: LinearScan, states: Tensor, batch: ops.StateBatch, sizes:
         new_values,
         old_keys,
         chunks,
-        batch.b1_start,
         *strides,
         *dims,
         **constants,
@@ -126,6 +126,7 @@ def _scan_chunks(scan: LinearScan, states: Tensor, batch: ops.StateBatch, sizes:
         batch.b1_start,
         batch.b_read_row,
         batch.b_write_row,
+        *(batch.snapshots or (None, None)),
         *strides,
         states.stride(0),
         *dims,

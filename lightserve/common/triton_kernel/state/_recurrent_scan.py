@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightserve.common.triton_kernel.state._chunks import load_request
+from lightserve.common.triton_kernel.state._chunks import load_request, load_snapshot
 from lightserve.common.triton_kernel.state._scan_tiles import EPS
 
 
@@ -22,6 +22,8 @@ def _recurrent_scan_kernel(
     starts_ptr,
     read_rows_ptr,
     write_rows_ptr,
+    snapshot_rows_ptr,
+    snapshot_lens_ptr,
     q_stride,
     k_stride,
     v_stride,
@@ -42,6 +44,7 @@ def _recurrent_scan_kernel(
     start, end, read_row, write_row = load_request(starts_ptr, read_rows_ptr, write_rows_ptr, request)
     if end - start > max_tokens:
         return
+    snapshot_row, after = load_snapshot(snapshot_rows_ptr, snapshot_lens_ptr, request, start, end)
 
     keys, values = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = keys < k_dim, values < v_dim
@@ -69,6 +72,8 @@ def _recurrent_scan_kernel(
         if skip_ptr is not None:
             out += tl.load(skip_ptr + head).to(tl.float32) * v
         tl.store(out_ptr + (token * heads + head) * v_dim + values, out, mask=in_value)
+        if (snapshot_row >= 0) & (token + 1 == after):
+            tl.store(state_ptrs + snapshot_row * state_row_stride, state, mask=mask)
 
     if (write_row >= 0) & (end > start):
         tl.store(state_ptrs + write_row * state_row_stride, state, mask=mask)

@@ -17,6 +17,7 @@ from lightserve.common.triton_kernel.state._chunks import (
     check_batch,
     chunks_of,
     load_request,
+    load_snapshot,
 )
 
 MAX_TOKENS = 16  # of a chunk, and of what a token sees: only the first chunk of a request reads its state; not measured
@@ -47,6 +48,8 @@ def _causal_conv1d_kernel(
     starts_ptr,
     read_rows_ptr,
     write_rows_ptr,
+    snapshot_rows_ptr,
+    snapshot_lens_ptr,
     x_row_stride,
     state_row_stride,
     state_tap_stride,
@@ -92,16 +95,25 @@ def _causal_conv1d_kernel(
         sums *= tl.sigmoid(sums)
     tl.store(out_ptr + tokens[:, None] * channels + cols[None, :], sums, mask=mask)
 
-    if (first == start) & (write_row >= 0):  # the only program of the request that reads its state
-        taps = tl.arange(0, TAPS)
-        last = end - (WIDTH - 1) + taps
-        in_state = (taps < WIDTH - 1)[:, None] & in_row[None, :]
-        final = _load_inputs(
-            x_ptrs, x_row_stride, read_ptrs, state_tap_stride, last, start, read_row >= 0, in_state, WIDTH
-        )
-        tl.debug_barrier()  # other threads have read the state, if it is in the same row
-        write_ptrs = states_ptr + write_row * state_row_stride + cols[None, :]
-        tl.store(write_ptrs + taps[:, None] * state_tap_stride, final, mask=in_state)
+    if first == start:  # the only program of the request that reads its state
+        taps = tl.arange(0, TAPS)[:, None]
+        in_state = (taps < WIDTH - 1) & in_row[None, :]
+        tap_ptrs = states_ptr + taps * state_tap_stride + cols[None, :]
+        last = tl.arange(0, TAPS) - (WIDTH - 1)
+        snapshot_row, after = load_snapshot(snapshot_rows_ptr, snapshot_lens_ptr, request, start, end)
+        if snapshot_row >= 0:
+            before = after + last
+            inputs = _load_inputs(
+                x_ptrs, x_row_stride, read_ptrs, state_tap_stride, before, start, read_row >= 0, in_state, WIDTH
+            )
+            tl.store(tap_ptrs + snapshot_row * state_row_stride, inputs, mask=in_state)
+        if write_row >= 0:
+            before = end + last
+            inputs = _load_inputs(
+                x_ptrs, x_row_stride, read_ptrs, state_tap_stride, before, start, read_row >= 0, in_state, WIDTH
+            )
+            tl.debug_barrier()  # other threads have read the state, if it is in the same row
+            tl.store(tap_ptrs + write_row * state_row_stride, inputs, mask=in_state)
 
 
 @ops.causal_conv1d.impl("triton")
@@ -127,6 +139,7 @@ def causal_conv1d(x: Tensor, params: ops.ConvParams, states: Tensor, batch: ops.
         batch.b1_start,
         batch.b_read_row,
         batch.b_write_row,
+        *(batch.snapshots or (None, None)),
         x.stride(0),
         states.stride(0),
         states.stride(1),

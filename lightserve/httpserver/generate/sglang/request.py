@@ -18,6 +18,7 @@ from lightserve.httpserver.fields.images import read_prompt_images, with_images,
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.generate.sglang.media import image_sources
 from lightserve.httpserver.http.body import Body
+from lightserve.httpserver.routed_experts import experts_shape
 from lightserve.media.sources import ReadImage
 
 DEFAULT_NEW_TOKENS = 128
@@ -54,7 +55,8 @@ class SglangBody(Body):
     rid: RequestId | None = None
     lora_path: str | None = Field(None, description="the name of an adapter")
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    return_routed_experts: bool | None = None
+    return_routed_experts: bool | None = Field(None, description="of each token but the last: see docs/rl.md")
+    routed_experts_start_len: Annotated[int, Field(ge=0)] | None = Field(None, description="from this token on")
 
     @property
     def is_batch(self) -> bool:
@@ -71,6 +73,7 @@ class SglangRequest:
     prompt_start: int | None  # prompt logprobs from this token on; None: none
     top_logprobs: int
     shows_text: bool  # of tokens, beside their logprobs
+    experts_start: int | None  # which experts were chosen from this token on; None: the client does not want to know
     is_prompt_only: bool  # max_new_tokens is 0: the token that the engine generates is not shown
 
 
@@ -102,15 +105,20 @@ async def sglang_request(context: ServerContext, body: SglangBody) -> SglangRequ
     requests = [_of_api(context, body, request) for request in requests]
     requests = [with_images(context, read, request) for read, request in zip(images, requests, strict=True)]
     shows_text = bool(body.return_text_in_logprobs)
+    experts_start = (body.routed_experts_start_len or 0) if body.return_routed_experts else None
     return SglangRequest(
-        requests, sampling.choices, is_list, has_logprobs, start, top, shows_text, sampling.is_prompt_only
-    )
+        requests, sampling.choices, is_list, has_logprobs, start, top, shows_text, experts_start,
+        sampling.is_prompt_only,
+    )  # fmt: skip
 
 
 def _of_api(context: ServerContext, body: SglangBody, request: PromptRequest) -> PromptRequest:
     """With the adapter, and logprobs of what was sampled unless --logprobs_mode says otherwise."""
     is_processed = context.config.processed_logprobs
-    params = request.params.replace(processed_logprobs=True if is_processed is None else is_processed)
+    params = request.params.replace(
+        processed_logprobs=True if is_processed is None else is_processed,
+        routed_experts=bool(body.return_routed_experts),
+    )
     scheduling = msgspec.structs.replace(request.scheduling, lora=context.adapter_of(body.lora_path))
     return PromptRequest(request.prompt_ids, params, scheduling)
 
@@ -120,7 +128,7 @@ def _refuse(context: ServerContext, body: SglangBody) -> None:
         if (body.model_extra or {}).get(name):
             raise NotSupportedYetError(name, name)
     if body.return_routed_experts:
-        raise NotSupportedYetError("return_routed_experts", "return_routed_experts")
+        experts_shape(context)
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give text or input_ids, one of them", "input_ids")
 

@@ -16,7 +16,9 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject, json_response, validate
 from lightserve.httpserver.http.errors import error_object
 from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, Outs, until_disconnect
+from lightserve.httpserver.routed_experts import RoutedExperts
 from lightserve.httpserver.weight_versions import WeightVersions
+from lightserve.messages.control import RoutedExpertsShape
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import PromptLogprobs
@@ -40,6 +42,7 @@ async def sglang_response(
     generation = context.manager.generate(parsed.prompt_requests, log, parsed.n)
     generation.returns_aborted = True
     writer = SglangWriter(parsed, log, context.optional_tokenizer, body.rid or log.request_id, generation.versions)
+    writer.shape = context.manager.limits.routed_experts
     if bool(body.stream) if streams is None else streams:
         return await EventStream.open(request, GenerationEvents(generation, writer, log.request_id))
     choices = await until_disconnect(request, generation.collect())
@@ -59,10 +62,12 @@ class Sequence:
         self.end: StrOut | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.cached_tokens = 0
+        self.experts = RoutedExperts()
 
     def add(self, out: StrOut) -> None:
         self.text += out.text
         self.prompt_logprobs = self.prompt_logprobs or out.token.prompt_logprobs
+        self.experts.add(out.token)
         if out.admission is not None:
             self.cached_tokens = out.admission.cached_tokens
         if out.has_token:
@@ -85,6 +90,7 @@ class SglangWriter(EventWriter):
         self._log = log
         self._tokenizer = tokenizer
         self._request_id = request_id
+        self.shape: RoutedExpertsShape | None = None  # of chosen experts, if they are kept
         self.sequences = [Sequence() for _ in range(len(parsed.prompt_requests) * parsed.n)]
 
     def write(self, outs: Outs) -> bytes:
@@ -119,6 +125,9 @@ class SglangWriter(EventWriter):
         }
         if parsed.has_logprobs and (sequence.outs or sequence.end is None):
             meta |= self._logprobs(sequence, outs, prompt_ids)
+        if parsed.experts_start is not None and self.shape is not None and sequence.end is not None:
+            tokens = len(prompt_ids) + len(outs) - 1
+            meta["routed_experts"] = sequence.experts.for_sglang(self.shape, parsed.experts_start, tokens)
         text = "" if parsed.is_prompt_only else sequence.text
         return {"text": text, "output_ids": [out.token.id for out in outs], "meta_info": meta}
 

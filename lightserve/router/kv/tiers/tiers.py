@@ -109,7 +109,11 @@ class KvTiers(KvSource, PoolListener):
         self.load_policy.observe_step(prompt_tokens, seconds)
 
     def on_steps_failed(self) -> None:
-        self.on_reset()
+        """The loads go on. Their slots are free when they end, and nothing finds what they bring."""
+        for load in self._loads.values():
+            load.is_valid = False
+            load.keys, load.blocks = [], []  # host memory is empty, and pins nothing
+        self._load_of.clear()
 
     def on_reset(self) -> None:
         """No load is left."""

@@ -17,8 +17,16 @@ class Frame(NamedTuple):
     """Some blocks of a transfer, which are sent at once."""
 
     transfer_id: int
-    first: int  # number of the first block among those of the transfer
+    first: int  # number of the first block among those of the transfer that are of this pool
     num_blocks: int
+    pool: int = 0  # 0: of all tokens; those of KV groups follow
+
+
+class FrameSize(NamedTuple):
+    """Of the frames with blocks of one pool."""
+
+    block_bytes: int
+    max_blocks: int
 
 
 class Outgoing(NamedTuple):

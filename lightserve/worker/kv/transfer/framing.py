@@ -2,7 +2,7 @@
 checked.
 
     receiver ──magic, nonce──▶ sender ──magic, nonce, identity, MAC──▶ receiver ──MAC──▶ sender
-    sender ──transfer, first block, number of blocks, MAC, blocks──▶ receiver    (as often as it likes)
+    sender ──transfer, first block, number of blocks, pool, MAC, blocks──▶ receiver    (as often as it likes)
 
 Over TCP both must know the secret of the cluster, and every frame has a MAC over its place in the connection, its
 header and its blocks, or TLS protects them (``tls.py``). A unix socket is protected by the permissions of its folder:
@@ -21,11 +21,11 @@ from lightserve.worker.kv.transfer.base import Frame
 from lightserve.worker.kv.transfer.pipe import KvTransferError, Pipe, read, send
 from lightserve.worker.kv.transfer.transport import ReceiveTransport, SendTransport, SocketTransport
 
-MAGIC = b"LSKVMOV1"
+MAGIC = b"LSKVMOV2"
 NONCE_BYTES = 32
 IDENTITY_BYTES = 32
 MAC_BYTES = 32
-_HEADER = struct.Struct(f"<qII{MAC_BYTES}s")
+_HEADER = struct.Struct(f"<qIII{MAC_BYTES}s")
 
 
 class FrameStream:
@@ -49,8 +49,8 @@ class FrameStream:
         while not (count := self.pipe.read_or_idle(data)):
             pass
         self.pipe.read_into([data[count:]])
-        transfer_id, first, num_blocks, mac = _HEADER.unpack(data)
-        return Frame(transfer_id, first, num_blocks), mac
+        *frame, mac = _HEADER.unpack(data)
+        return Frame(*frame), mac
 
     def read_blocks(self, blocks: Sequence[memoryview]) -> None:
         self.receiving.read(blocks)
@@ -67,7 +67,7 @@ class FrameStream:
     def _mac(self, frame: Frame, blocks: Sequence[memoryview]) -> bytes:
         if not self._key:
             return bytes(MAC_BYTES)
-        digest = blake2b(struct.pack("<QqII", self._count, *frame), key=self._key, digest_size=MAC_BYTES)
+        digest = blake2b(struct.pack("<QqIII", self._count, *frame), key=self._key, digest_size=MAC_BYTES)
         self._count += 1
         for block in blocks:
             digest.update(block)

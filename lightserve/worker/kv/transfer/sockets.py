@@ -16,7 +16,7 @@ from lightserve.errors import ServerError
 from lightserve.links.tls import PeerContexts
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
-from lightserve.worker.kv.transfer.base import Frame, Incoming, KvSink, Outgoing
+from lightserve.worker.kv.transfer.base import Frame, FrameSize, Incoming, KvSink, Outgoing
 from lightserve.worker.kv.transfer.framing import FrameStream, greet_receiver, greet_sender
 from lightserve.worker.kv.transfer.pipe import ENDED, TIMEOUT_S, KvTransferError, Pipe, ReadTimeoutError, SocketPipe
 from lightserve.worker.kv.transfer.transport import ReadableMemory, ReadableSender, ReadingReceiver
@@ -35,12 +35,11 @@ class SocketTransferBackend:
         self,
         identity: bytes,
         secret: bytes,
-        block_bytes: int,
-        max_count: int,
+        sizes: Sequence[FrameSize],
         tls: PeerContexts | None = None,
         memory: ReadableMemory | None = None,
     ) -> None:
-        """``identity``: of what computes the KV, and of its layout. ``max_count``: blocks of a frame.
+        """``identity``: of what computes the KV, and of its layout. ``sizes``: by pool.
 
         ``tls``: encrypts what goes over TCP. ``memory``: receivers read it; None: blocks go through the connection.
         """
@@ -48,8 +47,7 @@ class SocketTransferBackend:
         self._secret = secret
         self._tls = tls
         self._memory = memory
-        self._block_bytes = block_bytes
-        self._max_count = max_count
+        self._sizes = sizes
         self._peers: dict[str, _Peer] = {}
         self._failed_s: dict[str, float] = {}  # by address
         self._lock = threading.Lock()
@@ -98,11 +96,14 @@ class SocketTransferBackend:
             self._senders.release()
 
     def _receive(self, stream: FrameStream, frame: Frame, mac: bytes, sink: KvSink) -> None:
-        if not 0 < frame.num_blocks <= self._max_count:
-            raise KvTransferError(f"a frame has {frame.num_blocks} blocks; the limit is {self._max_count}")
+        if frame.pool >= len(self._sizes):
+            raise KvTransferError(f"a frame is of pool {frame.pool}; there are {len(self._sizes)}")
+        size = self._sizes[frame.pool]
+        if not 0 < frame.num_blocks <= size.max_blocks:
+            raise KvTransferError(f"a frame has {frame.num_blocks} blocks; the limit is {size.max_blocks}")
         incoming = sink.begin(frame)
         if incoming is None:
-            stream.skip(frame, self._block_bytes)
+            stream.skip(frame, size.block_bytes)
             return
         try:
             stream.read_blocks(incoming.blocks)

@@ -17,6 +17,7 @@ from lightserve.messages.block_hash import BLOCK_TOKENS
 
 FRAME_BYTES = 2**25  # a frame has so many at most, or one block
 STAGED_FRAMES = 16  # frames in host memory: on their way to the device or to the network
+STAGED_GROUP_FRAMES = 4  # the same of a KV group: only the last blocks of a prompt have some
 STALL_S = 0.5  # a receiver that takes no frame for so long has stalled: four at once take 0.1 s at 10 Gbit/s
 
 
@@ -26,11 +27,11 @@ def frame_blocks(size: int) -> int:
 
 
 class Staging:
-    """Host memory for the blocks of some frames."""
+    """Host memory for the blocks of some frames, which are of one pool."""
 
-    def __init__(self, memory: MemoryManager, platform: Device) -> None:
-        block_format = block_formats(memory, BLOCK_TOKENS)[0]
-        count = frame_blocks(block_format.num_bytes) * STAGED_FRAMES
+    def __init__(self, memory: MemoryManager, platform: Device, pool: int = 0) -> None:
+        block_format = block_formats(memory, BLOCK_TOKENS)[pool]
+        count = frame_blocks(block_format.num_bytes) * (STAGED_GROUP_FRAMES if pool else STAGED_FRAMES)
         self.chunks: list[Tensor] = []
         self.kv = CpuKv(block_format, count, lambda nbytes: self._new_chunk(platform, nbytes))
         self._free = list(range(count - 1, -1, -1))
@@ -67,8 +68,8 @@ class SendStaging(Staging):
     """Shared by the receivers of a sender. Each may hold as many blocks as it leaves free, so that one that takes
     nothing leaves room for the others."""
 
-    def __init__(self, memory: MemoryManager, platform: Device) -> None:
-        super().__init__(memory, platform)
+    def __init__(self, memory: MemoryManager, platform: Device, pool: int = 0) -> None:
+        super().__init__(memory, platform, pool)
         self._receivers: dict[str, _Receiver] = {}  # by address
 
     def take_for(self, address: str, count: int) -> list[int] | None:

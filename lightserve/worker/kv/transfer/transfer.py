@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightserve.common.device import Device, to_device
 from lightserve.common.device.base import Wait
-from lightserve.common.kv.cpu_kv import block_bytes
+from lightserve.common.kv.cpu_kv import block_formats
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.tls import PeerContexts
 from lightserve.messages.block_hash import BLOCK_TOKENS
@@ -29,7 +29,7 @@ from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvRecv, KvSend
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.utils.logger import init_logger
-from lightserve.worker.kv.transfer.base import Frame, Incoming, KvTransferBackend, Outgoing
+from lightserve.worker.kv.transfer.base import Frame, FrameSize, Incoming, KvTransferBackend, Outgoing
 from lightserve.worker.kv.transfer.nixl import NixlMemory
 from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
 from lightserve.worker.kv.transfer.staging import SendStaging, Staging, frame_blocks
@@ -49,8 +49,8 @@ class KvSender:
 
     def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend, rank: int) -> None:
         self._device = memory.buffers[0].device
-        self._staging = SendStaging(memory, platform)
-        backend.register(self._staging.chunks)
+        self._stagings = [SendStaging(memory, platform, pool) for pool in range(_num_pools(memory))]
+        backend.register([chunk for staging in self._stagings for chunk in staging.chunks])
         self._copies = platform.copy_stream(self._device)
         self._backend = backend
         self._rank = rank
@@ -77,45 +77,60 @@ class KvSender:
         """Why not all of it was sent."""
         if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
             return f"rank {self._rank} has no peer in the other engine"
-        address = command.addresses[self._rank]
+        address, staging = command.addresses[self._rank], self._stagings[command.pool]
         slots = _by_block(command.slots, self._device)
-        most = frame_blocks(self._staging.kv.format.num_bytes)
+        most = frame_blocks(staging.kv.format.num_bytes)
         for begin in range(0, len(slots), most):
             frame_slots = slots[begin : begin + most]
-            blocks = self._staging.take_for(address, len(frame_slots))
+            blocks = staging.take_for(address, len(frame_slots))
             if blocks is None:
                 return f"{address} takes nothing, and has its share of the host memory"
-            self._send(
-                address, Frame(command.transfer_id, command.first + begin, len(frame_slots)), frame_slots, blocks
-            )
+            frame = Frame(command.transfer_id, command.first + begin, len(frame_slots), command.pool)
+            self._send(address, frame, frame_slots, blocks)
         return None
 
     def _send(self, address: str, frame: Frame, slots: Tensor, blocks: list[int]) -> None:
-        done = partial(self._staging.give_back_from, address, blocks)
+        staging = self._stagings[frame.pool]
+        kv, done = staging.kv, partial(staging.give_back_from, address, blocks)
         try:
-            wait = self._copies.down([self._staging.kv[block] for block in blocks], partial(self._gather, slots))
+            wait = self._copies.down(
+                [kv[block] for block in blocks],
+                lambda block_range, copied: kv.format.gather(slots[block_range], copied),
+            )
         except RuntimeError:
             done(False)
             raise
-        self._backend.push(address, Outgoing(frame, self._staging.data(blocks), wait, done))
-
-    def _gather(self, slots: Tensor, block_range: slice, blocks: Tensor) -> None:
-        self._staging.kv.format.gather(slots[block_range], blocks)
+        self._backend.push(address, Outgoing(frame, staging.data(blocks), wait, done))
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    slots: Tensor  # [blocks, BLOCK_TOKENS]
+    slots: list[Tensor]  # [blocks, BLOCK_TOKENS] by pool
     after: Wait  # the steps before may still use the slots
     deadline_s: float
-    arrived: set[int] = field(default_factory=set)  # blocks
+    arrived: set[int] = field(default_factory=set)  # blocks, of one pool after the other
     num_copying: int = 0  # frames that are being copied into the slots
     is_over: bool = False  # nothing is copied any more
 
     @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.slots))
+
+    @property
     def num_first(self) -> int:
         """How many of its first blocks have come."""
-        return next(i for i in range(len(self.slots) + 1) if i not in self.arrived)
+        return next(i for i in range(self.num_blocks + 1) if i not in self.arrived)
+
+    def has_room(self, frame: Frame) -> bool:
+        return frame.pool < len(self.slots) and frame.first + frame.num_blocks <= len(self.slots[frame.pool])
+
+    def slots_of(self, frame: Frame) -> Tensor:
+        return self.slots[frame.pool][frame.first : frame.first + frame.num_blocks]
+
+    def numbers_of(self, frame: Frame) -> range:
+        """Of its blocks, as ``arrived`` has them."""
+        begin = sum(map(len, self.slots[: frame.pool])) + frame.first
+        return range(begin, begin + frame.num_blocks)
 
 
 class KvReceiver:
@@ -125,8 +140,8 @@ class KvReceiver:
     def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend) -> None:
         """``backend`` does not listen yet."""
         self._device = memory.buffers[0].device
-        self._staging = Staging(memory, platform)
-        backend.register(self._staging.chunks)
+        self._stagings = [Staging(memory, platform, pool) for pool in range(_num_pools(memory))]
+        backend.register([chunk for staging in self._stagings for chunk in staging.chunks])
         self._copies = platform.copy_stream(self._device)
         self._transfers: dict[int, _Transfer] = {}
         self._ended: deque[int] = deque(maxlen=MAX_ENDED)
@@ -137,9 +152,8 @@ class KvReceiver:
 
     @torch.inference_mode()
     def expect(self, command: KvRecv) -> None:
-        transfer = _Transfer(
-            _by_block(command.slots, self._device), self._copies.mark(), time.monotonic() + command.timeout_s
-        )
+        slots = [_by_block(of_pool, self._device) for of_pool in (command.slots, *command.group_slots)]
+        transfer = _Transfer(slots, self._copies.mark(), time.monotonic() + command.timeout_s)
         with self._has_changed:
             self._transfers[command.transfer_id] = transfer
             transfer.is_over = command.transfer_id in self._cancelled
@@ -168,7 +182,7 @@ class KvReceiver:
     def _take_ended(self, now_s: float) -> list[KvReceived]:
         ended = []
         for transfer_id, transfer in list(self._transfers.items()):
-            transfer.is_over |= now_s >= transfer.deadline_s or len(transfer.arrived) == len(transfer.slots)
+            transfer.is_over |= now_s >= transfer.deadline_s or len(transfer.arrived) == transfer.num_blocks
             if transfer.is_over and not transfer.num_copying:
                 del self._transfers[transfer_id]
                 self._ended.append(transfer_id)
@@ -184,8 +198,9 @@ class KvReceiver:
             )
             if not self._is_wanted(frame):
                 return None
-        blocks = self._staging.take(frame.num_blocks, STAGE_WAIT_S)
-        return None if blocks is None else Incoming(self._staging.data(blocks), partial(self._end, frame, blocks))
+        staging = self._stagings[frame.pool]
+        blocks = staging.take(frame.num_blocks, STAGE_WAIT_S)
+        return None if blocks is None else Incoming(staging.data(blocks), partial(self._end, frame, blocks))
 
     def _end(self, frame: Frame, blocks: Sequence[int], is_whole: bool) -> None:
         with self._has_changed:
@@ -196,18 +211,20 @@ class KvReceiver:
             if transfer is not None:
                 self._copy(transfer, frame, blocks)
         finally:
-            self._staging.give_back(blocks)
+            self._stagings[frame.pool].give_back(blocks)
 
     def _is_wanted(self, frame: Frame) -> bool:
         transfer = self._transfers.get(frame.transfer_id)
-        return transfer is not None and not transfer.is_over and frame.first + frame.num_blocks <= len(transfer.slots)
+        return transfer is not None and not transfer.is_over and transfer.has_room(frame)
 
     def _copy(self, transfer: _Transfer, frame: Frame, blocks: Sequence[int]) -> None:
-        slots = transfer.slots[frame.first : frame.first + frame.num_blocks]
-        arrived: range = range(frame.first, frame.first + frame.num_blocks)
+        kv, slots, arrived = self._stagings[frame.pool].kv, transfer.slots_of(frame), transfer.numbers_of(frame)
         try:
-            hosts = [self._staging.kv[block] for block in blocks]
-            self._copies.up(hosts, partial(self._scatter, slots), transfer.after).result()
+            self._copies.up(
+                [kv[block] for block in blocks],
+                lambda block_range, copied: kv.format.scatter(copied, slots[block_range]),
+                transfer.after,
+            ).result()
         except RuntimeError as error:
             logger.warning("KV of another engine cannot be copied: %s", error)
             arrived = range(0)
@@ -216,8 +233,9 @@ class KvReceiver:
             transfer.arrived.update(arrived)
             self._has_changed.notify_all()
 
-    def _scatter(self, slots: Tensor, block_range: slice, blocks: Tensor) -> None:
-        self._staging.kv.format.scatter(blocks, slots[block_range])
+
+def _num_pools(memory: MemoryManager) -> int:
+    return 1 + len(memory.group_sizes)
 
 
 def _by_block(slots: Int32s, device: torch.device) -> Tensor:
@@ -246,15 +264,20 @@ def readable_memory(transport: str) -> ReadableMemory | None:
     return NixlMemory() if transport == "nixl" else None
 
 
+def frame_sizes(memory: MemoryManager) -> list[FrameSize]:
+    """By pool."""
+    sizes = [block_format.num_bytes for block_format in block_formats(memory, BLOCK_TOKENS)]
+    return [FrameSize(size, frame_blocks(size)) for size in sizes]
+
+
 def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvTransfer:
     """``identity``: of what computes the KV, and of its layout."""
-    if memory.group_sizes or memory.state_rows:
-        raise RuntimeError("a role with a second KV pool passed the table of combinations")
+    if memory.state_rows:
+        raise RuntimeError("a role with recurrent states passed the table of combinations")
     sys.setswitchinterval(SWITCH_S)
-    size = block_bytes(memory.layout, BLOCK_TOKENS)
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()
     backend = SocketTransferBackend(
-        identity, args.secret, size, frame_blocks(size), args.tls, readable_memory(args.transport)
+        identity, args.secret, frame_sizes(memory), args.tls, readable_memory(args.transport)
     )
     if args.role in ("prefill", "both"):
         return KvTransfer(sender=KvSender(memory, platform, backend, args.rank))

@@ -32,13 +32,20 @@ def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBase
     has_weights = config.load_format == "auto"
     head: DraftHead
     if speculation.method == "draft_model":
-        head = DraftModelHead(model, resolve(speculation.model, needs_weights=has_weights), has_weights)
+        head = _load_draft_model(model, resolve(speculation.model, needs_weights=has_weights), has_weights)
     else:
         head = _load(speculation, source, model, has_weights)
     extra = num_extra_slots(config.running_max_req_size, speculation.num_speculative_tokens)
     for group in head.kv_groups():
         model.add_kv_group(replace(group, extra_slots=extra))
     return head
+
+
+def _load_draft_model(model: TpPartBaseModel, files: ModelSource, has_weights: bool) -> DraftModelHead:
+    try:
+        return DraftModelHead(model, files, has_weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft model of --speculative_config ({files.path}): {error}") from error
 
 
 def _load(speculation: SpeculativeConfig, source: ModelSource, model: TpPartBaseModel, has_weights: bool) -> LayerHead:

@@ -12,12 +12,13 @@ import pytest
 
 from lightserve.messages.block_hash import BLOCK_TOKENS, block_keys
 from lightserve.messages.control import CpuKvSize
-from lightserve.messages.step import KvLoad, ReqFailed, Step, TokenOut
+from lightserve.messages.step import KvLoad, ReqFailed, Step
 from lightserve.messages.worker_calls import NO_STORE, KvFetch, KvFetched, KvFlush, KvFlushed, KvLoaded, KvLookup
 from lightserve.router.kv.source import LoadContext
 from lightserve.router.kv.tiers.storage import LOOKUP_S
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.req import Req
+from test.router.processing import StepOuts
 from test.router.scheduler.test_scheduler import ROOT, KvWorker, Server, fold, make, make_req, truth
 
 LOAD = KvLoaded(1e-6)
@@ -31,7 +32,7 @@ class TierWorker(KvWorker):
         self.host: dict[int, list[int | None]] = {}
         self.loads: deque[KvLoad] = deque()
 
-    def run(self, step: Step) -> list[TokenOut]:
+    def run(self, step: Step) -> StepOuts:
         for store in step.stores:
             for number, block in enumerate(store.blocks.tolist()):
                 slots = store.slots[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].tolist()
@@ -333,6 +334,23 @@ def test_a_load_that_failed_in_the_workers_is_computed() -> None:
     assert again.output_ids == truth(prompt(1000), 0, 4)
     assert server.tiers.metrics()["ram"]["hits_total"] == 0
     server.assert_idle()
+
+
+def test_the_slots_of_loads_in_flight_are_free_after_steps_that_failed() -> None:
+    server = TierServer()
+    server.serve([one(0, prompt(1000)), one(1, prompt(2000)), one(2, prompt(3000))])
+    server.scheduler.add(one(3, prompt(1000)))
+    server.step()
+    assert server.worker.loads
+
+    server.fail_steps()
+    server.finish_load()
+
+    server.assert_idle()
+    again = one(4, prompt(1000))
+    server.serve([again])
+    assert again.cached_len == 0
+    assert again.output_ids == truth(prompt(1000), 0, 4)
 
 
 def test_the_steps_of_a_beam_search_hash_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

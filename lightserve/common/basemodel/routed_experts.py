@@ -1,0 +1,68 @@
+"""Which experts the layers have chosen for each token, by KV slot: trainers route their tokens the same way (R3).
+
+A slot has the choices of the token whose KV it holds. So those of a cached prefix are there already, and a step only
+writes them, also inside a captured graph. They are read for the requests that want them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.errors import ServerError
+
+UINT8_EXPERTS = 256
+
+
+class ExpertsShape(NamedTuple):
+    num_layers: int  # of the model
+    layers: tuple[int, ...]  # those with experts
+    top_k: int  # experts of a token in each of them
+    num_experts: int  # in each of them, at most
+
+
+class RoutedExperts:
+    def __init__(self, slots: int, shape: ExpertsShape, device: torch.device) -> None:
+        dtype = torch.uint8 if shape.num_experts <= UINT8_EXPERTS else torch.int16
+        self.table = torch.zeros(slots, len(shape.layers), shape.top_k, dtype=dtype, device=device)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.table[0].nbytes
+
+    def writer(self, slots: Tensor) -> ExpertsWriter:
+        """For a step that fills these KV slots."""
+        return ExpertsWriter(self.table, slots.long())
+
+
+class ExpertsWriter:
+    """Of one step. Its layers with experts write one after the other."""
+
+    def __init__(self, table: Tensor, slots: Tensor) -> None:
+        self._table = table
+        self._slots = slots
+        self._num_written = 0  # layers
+
+    def write(self, ids: Tensor) -> None:
+        """``ids``: ``[tokens, top_k]`` of the next layer."""
+        of_layer = self._table[:, self._num_written]
+        of_layer.index_copy_(0, self._slots, ids.to(of_layer.dtype))
+        self._num_written += 1
+
+
+def routed_experts_shape(specs: Sequence[LayerSpec]) -> ExpertsShape:
+    """``specs``: of all layers."""
+    moes = {spec.layer_num: spec.moe for spec in specs if spec.moe is not None}
+    top_k = {moe.route.top_k for moe in moes.values()}
+    if len(top_k) != 1:
+        numbers = ", ".join(map(str, sorted(top_k))) or "no"
+        raise ServerError(
+            f"enable_return_routed_experts: the layers choose {numbers} experts for a token, but all should choose "
+            "equally many; leave it out"
+        )
+    num_experts = max(moe.num_experts for moe in moes.values())
+    return ExpertsShape(len(specs), tuple(moes), top_k.pop(), num_experts)

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightserve.common import ops
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self._eps)

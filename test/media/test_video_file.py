@@ -1,0 +1,140 @@
+"""Videos are read within limits, and their frames are chosen as transformers does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightserve.errors import InvalidRequestError
+from lightserve.media import video_file
+from lightserve.media.qwen_video import QwenVideo
+from lightserve.media.sizes import ImageHeader
+from lightserve.media.video_file import VideoHeader, decode_frames, pack_frames, read_animation, read_frames
+from lightserve.model_files.config.images import ImageFiles
+from test.media.corpus import file_of, noise
+from test.vision_model import picture, png
+
+KINDS = ("GIF", "WEBP", "PNG")
+VISION = {"vision_config": {"temporal_patch_size": 2, "tokens_per_second": 2}}
+
+
+def animation(kind: str, count: int, duration: int | list[int] = 100) -> bytes:
+    images = [picture(60, 40, number) for number in range(count)]
+    buffer = io.BytesIO()
+    images[0].save(buffer, kind, save_all=True, append_images=images[1:], duration=duration, loop=0)
+    return buffer.getvalue()
+
+
+def rules(model_type: str, max_tokens: int = 10_000) -> QwenVideo:
+    return QwenVideo.read(ImageFiles(model_type, {}, VISION), 28, max_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_animation_has_the_rate_of_its_frames(kind: str) -> None:
+    header = read_animation(animation(kind, 4, [100, 300, 200, 200]))
+
+    assert header.size == ImageHeader(60, 40)
+    assert header.num_frames == 4
+    assert header.fps == pytest.approx(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_chosen_frame_is_shown_whole(kind: str) -> None:
+    data = animation(kind, 6)
+
+    first, last = decode_frames(data, (1, 4))
+
+    for found, number in ((first, 1), (last, 4)):
+        wanted = np.asarray(picture(60, 40, number)).astype(int)
+        assert np.abs(np.asarray(found).astype(int) - wanted).mean() < 8  # WebP is lossy
+
+
+def test_a_list_of_frames_is_as_it_was_sent() -> None:
+    files = [png(picture(60, 40, number)) for number in range(3)]
+
+    assert read_frames(files, 2) == VideoHeader(ImageHeader(60, 40), 3, 2)
+    (last,) = decode_frames(pack_frames(files), (2,))
+    assert np.array_equal(np.asarray(last), np.asarray(picture(60, 40, 2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_prefix_of_a_file_does_harm(kind: str) -> None:
+    whole = animation(kind, 3)
+    for length in range(0, len(whole), 1 + len(whole) // 150):
+        try:
+            header = read_animation(whole[:length])
+        except InvalidRequestError:
+            continue
+        assert 1 <= header.num_frames <= 3
+
+
+def test_a_file_of_a_client_is_no_list_of_frames() -> None:
+    with pytest.raises(InvalidRequestError, match="not an image of a known format"):
+        read_animation(pack_frames([png(picture(60, 40))]))
+
+
+def test_large_videos_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_file, "MAX_PIXELS", 60 * 40 * 3)
+
+    with pytest.raises(InvalidRequestError, match="the video has 4 frames of 60 x 40 pixels"):
+        read_animation(animation("GIF", 4))
+
+
+def test_an_image_is_a_video_of_one_frame() -> None:
+    size = rules("qwen2_5_vl").size_of(read_animation(file_of(noise(), "JPEG")), is_sampled=False)
+
+    assert size.frames == (0,)
+    assert len(size.runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "count", "fps", "frames"),
+    [
+        ("qwen2_vl", 8, 4, [0, 2, 4, 6]),  # two a second
+        ("qwen2_5_vl", 9, 4, [0, 2, 4, 6]),
+        ("qwen2_5_vl", 30, 30, [0, 7, 15, 22]),  # four at least
+        ("qwen2_5_vl", 3, 1, [0, 1]),
+        ("qwen3_vl", 8, 4, [0, 2, 5, 7]),
+        ("qwen3_vl", 30, 30, [0, 10, 19, 29]),
+        ("qwen3_vl", 3, 1, [0, 1, 2]),
+    ],
+)
+def test_frames_are_chosen_evenly(model_type: str, count: int, fps: float, frames: Sequence[int]) -> None:
+    size = rules(model_type).size_of(VideoHeader(ImageHeader(100, 80), count, fps), is_sampled=False)
+
+    assert list(size.frames) == frames
+
+
+def test_the_frames_of_a_long_video_are_limited() -> None:
+    long = VideoHeader(ImageHeader(100, 80), 9000, 10)
+
+    assert len(rules("qwen3_vl").size_of(long, is_sampled=False).frames) == 128
+    with pytest.raises(InvalidRequestError, match="9000 frames; the limit is 128"):
+        rules("qwen3_vl").size_of(long, is_sampled=True)
+
+
+def test_frames_shrink_until_their_tokens_fit() -> None:
+    long = VideoHeader(ImageHeader(1920, 1080), 240, 24)
+    for model_type in ("qwen2_5_vl", "qwen3_vl"):
+        video = replace(rules(model_type, max_tokens=1500), min_pixels=1000, max_pixels=10**8)
+
+        assert 1000 < video.size_of(long, is_sampled=False).tokens <= 1500
+
+
+def test_a_video_that_cannot_shrink_enough_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"the video has 1,\d+ tokens; the limit is 100"):
+        rules("qwen2_5_vl", max_tokens=100).size_of(VideoHeader(ImageHeader(1920, 1080), 240, 24), is_sampled=False)
+
+
+def test_times_are_positions_or_texts() -> None:
+    video = VideoHeader(ImageHeader(100, 80), 6, 1)
+
+    assert rules("qwen2_vl").size_of(video, is_sampled=True).times == (0, 1, 2)
+    assert rules("qwen2_5_vl").size_of(video, is_sampled=True).times == (0, 4, 8)  # two seconds of two tokens
+    third = rules("qwen3_vl").size_of(video, is_sampled=True)
+    assert third.times == ()
+    assert third.texts == ("<0.5 seconds>", "<2.5 seconds>", "<4.5 seconds>")

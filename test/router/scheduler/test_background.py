@@ -1,0 +1,221 @@
+"""Background requests, such as lines of batches, run below every request of a client."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightserve.messages.params import BACKGROUND_PRIORITY
+from lightserve.messages.step import Step
+from lightserve.router.policy import POLICIES, make_policy
+from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler.background import CLIENT_S, FIRST_TOKENS, SHARE_OF_TTFT, BackgroundLimit
+from test.router.scheduler.test_scheduler import Server, counts_of, make, make_req
+
+STEP_S, TOKEN_S = 0.010, 0.001  # what a step of the virtual clock takes, and each of its tokens
+CHAT_TOKENS = 200
+
+
+def background(req_id: int, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 500) -> Req:
+    req = make_req(req_id, [*prompt], max_new_tokens, priority=BACKGROUND_PRIORITY)
+    req.eos_ids = ()
+    return req
+
+
+class RecordingServer(Server):
+    counts: dict[int, int] = {}  # noqa: RUF012  of the last step: tokens by request
+
+    def launch(self, step: Step) -> None:
+        self.counts = counts_of(step)
+        super().launch(step)
+
+    def next_counts(self) -> dict[int, int]:
+        self.step()
+        return self.counts
+
+
+def beside_background(count: int, num_slots: int = 5000, **limits: Any) -> tuple[Scheduler, RecordingServer]:
+    """A scheduler with so many background requests that decode."""
+    scheduler = make(num_slots, batch_max_tokens=200, chunk_size=64, **limits)
+    server = RecordingServer(scheduler)
+    for number in range(count):
+        scheduler.add(background(number, [number + 50, number]))
+    for _ in range(3):
+        server.step()
+    assert scheduler.num_running == count
+    return scheduler, server
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_of_a_client_is_before_background_requests(policy: str) -> None:
+    queue = ReqQueue(make_policy(policy))
+    begun, preempted = background(0), make_req(1, [1])
+    for req in (background(2), make_req(3, [1])):
+        queue.add(req)
+    queue.add_preempted(begun)
+    queue.add_preempted(preempted)
+
+    num_of_clients, order = queue.num_of_clients, []
+    for req in queue.candidates(lambda req: 100 if req.is_background else 0):
+        queue.admit(req)
+        order.append(req.req_id)
+
+    assert order == [1, 3, 0, 2]
+    assert num_of_clients == 2
+
+
+def test_steps_leave_background_requests_out_while_a_clients_prompt_is_computed() -> None:
+    scheduler, server = beside_background(8)
+    scheduler.add(make_req(100, list(range(300))))
+
+    steps = [server.next_counts() for _ in range(3)]
+
+    assert steps[:2] == [{100: 200}, {100: 100}]
+    assert 100 in steps[2]
+    assert len(steps[2]) > 1  # its prompt is computed: the others go on beside it
+
+
+def test_a_clients_prompt_does_not_wait_for_prompts_of_background_requests() -> None:
+    scheduler, server = beside_background(2)
+    for number in range(10, 18):
+        scheduler.add(background(number, list(range(1000 * number, 1000 * number + 300))))
+    server.step()
+    scheduler.add(make_req(100, [5] * 30))
+
+    step = server.next_counts()
+
+    assert step == {100: 30}
+
+
+def test_a_client_takes_the_seat_of_a_background_request() -> None:
+    scheduler, server = beside_background(4, max_running=4)
+    scheduler.add(make_req(100, [5] * 30, max_new_tokens=2))
+
+    step = server.next_counts()
+
+    assert step == {100: 30}
+    assert scheduler.num_preemptions == 1
+    while 100 in server.next_counts():
+        pass
+    server.step()
+    assert sorted(req.req_id for req in scheduler.only_group.batch) == [0, 1, 2, 3]
+
+
+def test_a_client_takes_the_memory_of_background_requests() -> None:
+    scheduler, server = beside_background(3, num_slots=1560)
+    scheduler.add(make_req(100, [5] * 800, max_new_tokens=200))
+
+    step = server.next_counts()
+
+    assert list(step) == [100]
+    assert scheduler.num_preemptions > 0
+
+
+def test_a_background_request_is_preempted_before_a_client_of_any_age_under_fifo() -> None:
+    scheduler, server = beside_background(1)
+    client = make_req(1, [5] * 30, max_new_tokens=100)
+    client.eos_ids = ()
+    scheduler.add(client)
+    server.step()
+
+    scheduler.only_group.preemption.preempt_newest()
+
+    assert [req.req_id for req in scheduler.only_group.batch] == [1]
+
+
+def test_background_requests_end_beside_clients() -> None:
+    scheduler, server = beside_background(4)
+    for number in range(10):
+        scheduler.add(make_req(100 + number, [number] * 50, max_new_tokens=5))
+        server.step()
+
+    while server.step():
+        pass
+
+    assert not scheduler.num_running
+
+
+def test_steps_have_any_number_of_background_tokens_a_minute_after_the_last_client() -> None:
+    limit = BackgroundLimit(max_tokens=512)
+    assert limit.tokens(now_s=0.0) is None
+
+    limit.on_client(now_s=5.0)
+
+    assert limit.tokens(now_s=6.0) == FIRST_TOKENS
+    assert limit.tokens(now_s=5.1 + CLIENT_S) is None
+
+
+def test_the_limit_follows_the_time_to_the_first_token() -> None:
+    limit = BackgroundLimit(max_tokens=512)
+    limit.on_client(0.0)
+    limit.on_first_token(1.0)
+
+    for _ in range(200):
+        tokens = limit.tokens(1.0) or 0
+        limit.on_step(tokens, STEP_S + tokens * TOKEN_S)
+
+    assert STEP_S + (limit.tokens(1.0) or 0) * TOKEN_S == pytest.approx(SHARE_OF_TTFT, rel=0.15)
+
+
+def test_steps_that_cost_nothing_more_are_not_limited() -> None:
+    """As on a GPU, where a step reads all weights whatever it computes."""
+    limit = BackgroundLimit(max_tokens=512)
+    limit.on_client(0.0)
+    limit.on_first_token(0.02)
+
+    for _ in range(200):
+        tokens = limit.tokens(1.0) or 0
+        limit.on_step(tokens, STEP_S + tokens * 1e-6)
+
+    assert limit.tokens(1.0) == 512
+
+
+class TimedServer(RecordingServer):
+    """On a virtual clock. Lines of a batch follow each other."""
+
+    def __init__(self, has_batch: bool) -> None:
+        super().__init__(make(60_000, batch_max_tokens=512, chunk_size=128, max_running=64))
+        self._ids = iter(range(1_000_000))
+        self._has_batch = has_batch
+
+    def advance(self) -> None:
+        """A step. Without one, time passes too."""
+        while self._has_batch and self.scheduler.num_running + self.scheduler.num_waiting < 60:
+            self.scheduler.add(background(number := next(self._ids), [number * 200 + i for i in range(100)], 50))
+        has_run = self.step()
+        self.now_s += self.step_s if has_run else 0.001
+
+    @property
+    def step_s(self) -> float:
+        return STEP_S + TOKEN_S * sum(self.counts.values())
+
+    def ttft_s(self, after_s: float) -> float:
+        """Of a chat that comes so much later."""
+        arrives_s = self.now_s + after_s
+        while self.now_s < arrives_s:
+            self.advance()
+        number = next(self._ids)
+        req = make_req(number, [number * 200 + i for i in range(CHAT_TOKENS)], 5)
+        self.scheduler.add(req)
+        while not req.output_len:
+            self.advance()
+        self.scheduler.observe_first_token(req, self.now_s - req.admitted_s)
+        return self.now_s - arrives_s
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chats_beside_a_batch_get_their_first_token_a_tenth_later_at_most(policy: str) -> None:
+    rng = random.Random(7)
+    pauses_s = [rng.uniform(0.2, 0.6) for _ in range(60)]
+    server = TimedServer(has_batch=True)
+
+    ttfts_s = [server.ttft_s(pause_s) for pause_s in pauses_s]
+
+    alone_s = STEP_S + CHAT_TOKENS * TOKEN_S
+    assert statistics.median(ttfts_s) < 1.1 * alone_s
