@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device
+from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device, shown_name
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
@@ -88,7 +88,7 @@ class ModelWorker:
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{self._precision_summary(dtype)} on {self._platform.shown_name}"
+        computed = f"{self._precision_summary(dtype)} on {shown_name(self._platform)}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype)
         self._head = load_draft_head(config, source, self.model)

@@ -20,6 +20,7 @@ from lightserve.common.device import (
     host_memory,
     pick_device,
     registry,
+    shown_name,
 )
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.cuda import cuda_traits
@@ -336,7 +337,7 @@ def test_an_amd_gpu_gets_a_profile_by_its_size_and_says_that_it_was_never_tried(
     assert (profile.name, profile.multiprocessors, profile.shared_bytes) == ("AMD Instinct MI300X", 304, 65536)
     assert profile.graphs is not None
     assert gpu.traits(device).has_dot(torch.int8)
-    assert gpu.shown_name == "rocm (never run on hardware by its authors)"
+    assert shown_name(gpu) == "rocm (never run on hardware by its authors)"
     assert gpu.comm_backend == "nccl"  # as torch calls RCCL
     with pytest.raises(ServerError, match="the device rocm joins no communicator by its unique id; use the backend gl"):
         gpu.join_communicator(bytes(128), 1, 2, device)

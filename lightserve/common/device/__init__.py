@@ -15,6 +15,7 @@ from lightserve.common.device.base import (
     Streams,
     check_head_dim,
     in_host_memory,
+    shown_name,
 )
 from lightserve.common.device.memory import explain_out_of_memory
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
@@ -41,5 +42,6 @@ __all__ = [
     "host_memory",
     "in_host_memory",
     "pick_device",
+    "shown_name",
     "to_device",
 ]

@@ -131,10 +131,6 @@ class Device(ABC):
     # returns when the other processes of this server have taken their memory on the device; before ``kv_budget``
     wait_for_others: Callable[[], None] = staticmethod(lambda: None)
 
-    @property
-    def shown_name(self) -> str:
-        return f"{self.name} ({self.caution})" if self.caution else self.name
-
     # which devices there are
 
     @abstractmethod
@@ -275,6 +271,11 @@ def in_host_memory(platform: Device, array: np.ndarray) -> Tensor:
     memory = platform.host_memory(array.shape, torch.from_numpy(array).dtype)
     memory.numpy()[...] = array
     return memory
+
+
+def shown_name(platform: Device) -> str:
+    """For the banner."""
+    return f"{platform.name} ({platform.caution})" if platform.caution else platform.name
 
 
 def check_head_dim(platform: Device, head_dim: int) -> None:
