@@ -65,7 +65,7 @@ class EngineProcesses:
         self._arena_fd: int | None = None  # None: the same
         self._encoder_fd: int | None = None  # see ChildConfig
         self.stopped_encoders: set[int] = set()  # with their router: they have not failed
-        self._encoder_generations = [0] * config.worker.visual_dp  # how many times each was replaced
+        self._encoder_generations: list[int] = []  # of each, how many times it was replaced
         self._has_router = asyncio.Event()
         self._group = group
         self._config = config
@@ -85,6 +85,7 @@ class EngineProcesses:
     async def start_first_encoders(self) -> None:
         """Before the workers: on a GPU they wait until these have their memory, and take what is left."""
         self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
+        self._encoder_generations = [0] * self._config.worker.visual_dp
         end_of_encoders = None
         if has_gpu(self._config.worker.device):
             self._encoder_fd, end_of_encoders = os.pipe()
