@@ -1,4 +1,4 @@
-"""AMD GPUs, by a torch for ROCm, which calls them "cuda". All kernels compile for them; none has run on one yet."""
+"""AMD GPUs, by a torch for ROCm, which calls them "cuda". Kernels compile for them; none has run on one yet."""
 
 from __future__ import annotations
 
