@@ -136,21 +136,21 @@ def test_slimes_calls_in_their_order(server: ServerProcess, folders: dict[str, P
         running = clients.submit(ok, server, "/generate", rollout)
         wait_until(lambda: server.metrics()["generation_tokens_total"] > before or running.done())
         assert server.post("/abort_request", {"abort_all": True})[0] == 200
-        partial = running.result()
+        aborted = running.result()
     wait_until(lambda: sum_of_loads(get(server, "/v1/loads?include=core")) == 0)
-    assert partial["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert aborted["meta_info"]["finish_reason"]["type"] in ("abort", "length")
 
     assert ok(server, "/pause_generation")["status"] == "ok"
     with urllib.request.urlopen(f"{server.url}/flush_cache") as flushed:
         assert flushed.status == 200
     for part in halves(load_file(folders["second"] / "model.safetensors")):
         body = trainer.announced(part) | {"flush_cache": False, "weight_version": "7"}
-        reply = trainer.beside("/update_weights_from_distributed", body, partial(trainer.send_each, part))
+        reply = trainer.beside("/update_weights_from_distributed", body, lambda part=part: trainer.send_each(part))
         assert reply["success"], reply
     assert ok(server, "/continue_generation")["status"] == "ok"
 
     assert get(server, "/get_weight_version")["weight_version"] == "7"
-    done = [entry[1] for entry in partial["meta_info"]["output_token_logprobs"]]
+    done = [entry[1] for entry in aborted["meta_info"]["output_token_logprobs"]]
     rest = rollout | {"input_ids": PROMPT + done, "sampling_params": slime_sampling(8)}
     continued = ok(server, "/generate", rest)
     entries = continued["meta_info"]["output_token_logprobs"]
