@@ -151,7 +151,10 @@ class AdmissionControl:
 
     def _must_stay(self, req: Req, prefilling: list[Req]) -> bool:
         """Whether no request may start now from this one on, whatever memory there is."""
-        if self._batch.isolation.isolated or (req.is_background and has_client(prefilling)):
+        if self._batch.isolation.isolated:
+            return True
+        # a client that still waits there has a step in flight: its memory is not for background requests
+        if req.is_background and (self._queue.num_of_clients or has_client(prefilling)):
             return True
         if self._is_full:
             self._note_lack_of_room()
