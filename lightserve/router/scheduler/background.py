@@ -17,6 +17,7 @@ SHARE_OF_TTFT = 0.1  # what a step may take. A request arrives in the middle of 
 SHARE_OF_SHORTEST = 1.25
 MAX_RECENT = 16  # times to first tokens that count: their median
 FIRST_TOKENS = 16
+NEIGHBOURS = 3  # steps whose median counts as one: the results of two may be seen at once
 GROWTH, MAX_SHRINKING = 1.1, 0.5  # of the tokens, after one step
 
 
@@ -27,6 +28,7 @@ class BackgroundLimit:
         self._tokens = float(min(FIRST_TOKENS, max_tokens))
         self._ttfts_s: deque[float] = deque(maxlen=MAX_RECENT)
         self._ttft_s = math.inf
+        self._last_s: deque[float] = deque(maxlen=NEIGHBOURS)
         self._shortest_s = math.inf  # of all steps
         self._client_until_s = -math.inf
 
@@ -45,7 +47,8 @@ class BackgroundLimit:
 
     def on_step(self, background_tokens: int, seconds: float) -> None:
         """A step with so many of them has ended."""
-        self._shortest_s = min(self._shortest_s, seconds)
+        self._last_s.append(seconds)
+        self._shortest_s = min(self._shortest_s, sorted(self._last_s)[len(self._last_s) // 2])
         longest_s = max(SHARE_OF_SHORTEST * self._shortest_s, SHARE_OF_TTFT * self._ttft_s)
         if not background_tokens or math.isinf(longest_s):
             return

@@ -129,6 +129,25 @@ def test_a_background_request_is_preempted_before_a_client_of_any_age_under_fifo
     assert [req.req_id for req in scheduler.only_group.batch] == [1]
 
 
+def test_background_requests_do_not_take_the_memory_of_a_preempted_client_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make(100, batch_max_tokens=200, chunk_size=64)
+    client = make_req(1, [5] * 40, max_new_tokens=40)
+    client.eos_ids = ()
+    scheduler.add(client)
+    assert scheduler.next_step() is not None
+    preemption = scheduler.only_group.preemption
+    preemption.preempt_newest()  # before the tokens of the step are seen
+    monkeypatch.setattr(preemption, "preempt_background", lambda: pytest.fail("a line was admitted in its place"))
+    for number in range(10, 14):
+        scheduler.add(background(number, [number] * 10, max_new_tokens=40))
+
+    scheduler.next_step()
+
+    assert not scheduler.num_running
+
+
 def test_background_requests_end_beside_clients() -> None:
     scheduler, server = beside_background(4)
     for number in range(10):
@@ -161,6 +180,18 @@ def test_the_limit_follows_the_time_to_the_first_token() -> None:
         limit.on_step(tokens, STEP_S + tokens * TOKEN_S)
 
     assert STEP_S + (limit.tokens(1.0) or 0) * TOKEN_S == pytest.approx(SHARE_OF_TTFT, rel=0.15)
+
+
+def test_two_results_that_are_seen_at_once_do_not_limit_later_steps() -> None:
+    limit = BackgroundLimit(max_tokens=512)
+    limit.on_client(0.0)
+    limit.on_first_token(0.02)
+
+    for number in range(2000):
+        tokens = limit.tokens(1.0) or 0
+        limit.on_step(tokens, 1e-4 if number == 100 else STEP_S)
+
+    assert limit.tokens(1.0) == 512
 
 
 def test_steps_that_cost_nothing_more_are_not_limited() -> None:
