@@ -70,13 +70,13 @@ def use_ops(
     before = _active
     _check([*(include or ()), *exclude])
     names = [name for name in (ATEN if include is None else include) if name not in exclude]
+    platform = _bound(device)
     if before is not None:
         before.remove()
-    within = Replacement(_bound(device), names)
     try:
-        yield _install(within)
+        yield _install(Replacement(platform, names))
     finally:
-        within.remove()
+        disable()  # what is enabled by now
         _restore(before)
 
 

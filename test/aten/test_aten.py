@@ -177,6 +177,20 @@ def test_an_exception_inside_restores_the_operators_of_torch() -> None:
     assert lightserve.ops.enabled() == []
 
 
+def test_what_was_enabled_stays_if_there_is_no_such_device_or_others_are_enabled_inside() -> None:
+    assert lightserve.ops.only_enable(["gelu"], device="cpu")
+
+    with pytest.raises(ServerError, match="nodevice"):
+        lightserve.ops.use_ops(device="nodevice").__enter__()
+    assert lightserve.ops.enabled() == ["gelu"]
+    with lightserve.ops.use_ops(include=["silu"], device="cpu"):
+        lightserve.ops.only_enable(["relu"], device="cpu")
+
+    assert lightserve.ops.enabled() == ["gelu"]
+    F.gelu(randn(ROWS, WIDTH))
+    assert calls() == {"gelu": 1}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
