@@ -14,14 +14,18 @@ import numpy.typing as npt
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.messages.control import RoutedExpertsShape
+from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Token
 
 UINT8_EXPERTS = 256
 
 
-def experts_shape(context: ServerContext) -> RoutedExpertsShape:
-    """Raises InvalidRequestError if the server does not keep which experts are chosen."""
+def experts_shape(context: ServerContext, params: GenerationParams) -> RoutedExpertsShape:
+    """Raises InvalidRequestError if they are not known."""
     shape = context.manager.limits.routed_experts
+    if params.grammar is not None:  # tokens that it forces reach the router before anybody has read their experts
+        message = "return_routed_experts: not with a grammar (json_schema, regex, ebnf, structural_tag); leave out one"
+        raise InvalidRequestError(message, "return_routed_experts")
     if shape is None:
         message = "return_routed_experts: start the server with --enable_return_routed_experts"
         raise InvalidRequestError(message, "return_routed_experts")

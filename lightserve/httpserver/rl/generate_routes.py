@@ -103,9 +103,9 @@ async def _parse(context: ServerContext, body: TokensBody) -> TokensRequest:
     prompt = None
     if wanted is not None:
         prompt = PromptLogprobsWriter(context.tokenizer, request.prompt_ids, field_k=wanted)
-    experts = context.manager.limits.routed_experts
+    experts = context.manager.limits.routed_experts if grammar is None else None
     if body.return_routed_experts is not None:
-        experts = experts_shape(context) if body.return_routed_experts else None
+        experts = experts_shape(context, request.params) if body.return_routed_experts else None
     request = replace(request, params=request.params.replace(routed_experts=experts is not None))
     return TokensRequest(request, sampling.choices, k, prompt, experts, body)
 

@@ -114,6 +114,8 @@ async def sglang_request(context: ServerContext, body: SglangBody) -> SglangRequ
 
 def _of_api(context: ServerContext, body: SglangBody, request: PromptRequest) -> PromptRequest:
     """With the adapter, and logprobs of what was sampled unless --logprobs_mode says otherwise."""
+    if body.return_routed_experts:
+        experts_shape(context, request.params)
     is_processed = context.config.processed_logprobs
     params = request.params.replace(
         processed_logprobs=True if is_processed is None else is_processed,
@@ -127,8 +129,6 @@ def _refuse(context: ServerContext, body: SglangBody) -> None:
     for name in REFUSED:
         if (body.model_extra or {}).get(name):
             raise NotSupportedYetError(name, name)
-    if body.return_routed_experts:
-        experts_shape(context)
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give text or input_ids, one of them", "input_ids")
 
