@@ -95,7 +95,8 @@ class SleepControl:
         return FREED if self._is_kv_freed else KEPT
 
     async def _set_kv_memory(self, *, is_released: bool) -> None:
-        """New workers have all of it."""
+        """New workers have all of it. If a release fails, some of them may have freed theirs."""
+        self._is_kv_freed = True
         async with asyncio.timeout(KV_TIMEOUT_S):
             reply = await self._steps.call_workers(SET_KV_MEMORY, KvMemory(is_released))
         if reply is not None and reply.error:
