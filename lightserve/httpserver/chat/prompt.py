@@ -187,7 +187,7 @@ def _apply(
 def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
     template = body.own_template
     if template is None:
-        template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
+        template = context.tokenizer.choose_template(bool(body.prompt_tools), bool(body.documents))
     if body.documents and "documents" not in template.variables:
         raise InvalidRequestError("documents: the model's chat template takes no documents", "documents")
     return template
