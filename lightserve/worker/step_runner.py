@@ -76,7 +76,7 @@ class StepRunner:
         if self._graphs is None or self._ranges is None:
             return 0
         self._num_drafts, self._compute_drafts = num_drafts, compute
-        return max(self._ranges.max_draft_tokens, *self._ranges.tokens)
+        return max((self._ranges.max_draft_tokens, *self._ranges.tokens))
 
     def launch_every_shape(self) -> None:
         """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""

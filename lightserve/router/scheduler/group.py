@@ -187,7 +187,7 @@ class GroupScheduler:
             is_known &= counts <= BLOCK
         known, rows = (tokens, rows) if is_known.all() else (tokens.where(is_known), rows[is_known])
         if len(counts):
-            self.num_forced += int((known.counts - 1 - columns.num_accepted[rows]).sum())
+            self.num_forced += int(np.maximum(known.counts - 1 - columns.num_accepted[rows], 0).sum())
         self.batch.add_outputs(rows, known.token_ids, known.counts)
         return is_known
 

@@ -183,13 +183,14 @@ class DraftRunner:
 
         All tokens of a request with a grammar are known.
         """
-        constrained = [(req, computed) for req, computed in zip(reqs, known.tolist(), strict=True) if req.grammar]
+        with_counts = zip(reqs, counts.tolist(), known.tolist(), strict=True)
+        constrained = [(req, computed) for req, count, computed in with_counts if count and req.grammar]
         if self._table is not None:
             for req, computed in constrained:
                 self._table.catch_up(req, computed)
         drafts = self.proposer.propose(reqs, counts, self._ready_len(rows, known))
         self._grammars = GrammarDrafts()
-        if not constrained or not counts.any():
+        if not constrained:
             return drafts
         return to_device(self._grammars.allowed(reqs, counts, known, drafts.cpu().numpy()), drafts.device)
 

@@ -34,11 +34,13 @@ class OfPredictions:
 class FirstMatch:
     """A request has all its drafts from the first of two proposers, or from the second if that has no first draft."""
 
-    def __init__(self, first: Proposer, second: Proposer) -> None:
+    def __init__(self, first: OfPredictions, second: Proposer) -> None:
         self._first = first
         self._second = second
 
     def propose(self, reqs: Sequence[InferReq], counts: Int64Array, ready_len: Tensor) -> Tensor:
+        if not any(req.sampling.prediction_ids for req in reqs):
+            return self._second.propose(reqs, counts, ready_len)
         drafts = self._first.propose(reqs, counts, ready_len)
         begins = to_device(np.repeat(np.cumsum(counts) - counts, counts), drafts.device)
         return torch.where(drafts[begins] != NO_DRAFT, drafts, self._second.propose(reqs, counts, ready_len))

@@ -106,18 +106,19 @@ class HeadProposer:
         self, step: ModelInput, b_row: Tensor, rows: RowsOfStep | None, known_after: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The token after each token of the step, and the last token of each request that counts, as its place."""
-        next_ids = step.input_ids.roll(-1)
+        next_ids, attn = step.input_ids.roll(-1), step.attn
+        q_len = attn.b_seq_len - attn.b_ready_cache_len
         if rows is None:
-            attn = step.attn
-            last = (attn.b_start_loc + attn.b_seq_len - attn.b_ready_cache_len - 1).long()
+            last = (attn.b_start_loc + q_len - 1).long()
             sampled = self._batch.last_ids[b_row]
         else:
             next_ids[rows.tokens] = rows.sampled.clamp(min=0)
             last, sampled = rows.tokens[rows.last], rows.sampled[rows.last]
         if known_after is not None:
             sampled = torch.where(known_after != UNKNOWN, known_after, sampled)
-        next_ids[last] = sampled.clamp(min=0)
-        return next_ids, last
+        with_padding = torch.cat((next_ids, next_ids[:1]))  # requests without tokens write to the last place
+        with_padding[torch.where(q_len > 0, last, len(next_ids))] = sampled.clamp(min=0)
+        return with_padding[:-1], last
 
     def _draft_further(self, summed: Tensor, at: SampledAt, step: ModelInput) -> None:
         """``summed``: of the last token of each request, at the positions of ``at``."""
