@@ -63,7 +63,7 @@ def test_every_pooling_operation_conforms_to_its_schema(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_operation_of_trainers_conforms_to_its_schema(tmp_path: Path) -> None:
     """Without those that make others wait: a pause, and a sleep that stops the workers for each example."""
-    paths = "inference|get_world_size|is_|_cache|abort_requests|resume$|continue_generation|^/generate$"
+    paths = "inference|get_world_size|is_|(flush|prefix)_cache|abort_requests|resume$|continue_generation|^/generate$"
     options = ("--mode", "all", "--seed", "1", "--include-path-regex", paths)
 
     check(tmp_path, EXAMPLES, *options, server_flags=("--enable_rl",))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lightserve.common.compile.ahead import compile_ahead
@@ -21,7 +22,7 @@ from lightserve.common.triton_kernel.norm import activation
 from test.ops.compile_kernels import AbsentCard
 
 if __name__ == "__main__":
-    driver.set_active(AbsentCard(90))
+    driver.set_active(AbsentCard(GPUTarget("cuda", 90, 32)))
     entered: list[int] = []
     compiled_here: list[bool] = []
 
