@@ -23,7 +23,9 @@ UINT8_EXPERTS = 256
 def experts_shape(context: ServerContext, params: GenerationParams) -> RoutedExpertsShape:
     """Raises InvalidRequestError if they are not known."""
     shape = context.manager.limits.routed_experts
-    if params.sampling.grammar is not None:  # tokens that it forces reach the router before anybody has read their experts
+    if (
+        params.sampling.grammar is not None
+    ):  # tokens that it forces reach the router before anybody has read their experts
         message = "return_routed_experts: not with a grammar (json_schema, regex, ebnf, structural_tag); leave out one"
         raise InvalidRequestError(message, "return_routed_experts")
     if shape is None:
