@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_slimes_calls_in_their_order(server: ServerProcess, folders: dict[str, P
         assert flushed.status == 200
     for part in halves(load_file(folders["second"] / "model.safetensors")):
         body = trainer.announced(part) | {"flush_cache": False, "weight_version": "7"}
-        reply = trainer.beside("/update_weights_from_distributed", body, lambda part=part: trainer.send_each(part))
+        reply = trainer.beside("/update_weights_from_distributed", body, partial(trainer.send_each, part))
         assert reply["success"], reply
     assert ok(server, "/continue_generation")["status"] == "ok"
 

@@ -39,11 +39,11 @@ from lightserve.worker.speculation.draft_input import (
     packed_size,
     ready_len,
 )
-from lightserve.worker.speculation.first_match import FirstMatch, OfPredictions
 from lightserve.worker.speculation.grammar_drafts import GrammarDrafts
 from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
+from lightserve.worker.speculation.predictions_first import PredictionsFirst
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.state_replay import StateReplay
 from lightserve.worker.speculation.token_table import TokenTable
@@ -93,7 +93,7 @@ class DraftRunner:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = NgramProposer(config, self._table)
             if self._head is not None:
-                self.proposer = FirstMatch(OfPredictions(self.proposer), self._head)
+                self.proposer = PredictionsFirst(self.proposer, self._head)
             self._leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)

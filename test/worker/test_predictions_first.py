@@ -13,7 +13,7 @@ from torch import Tensor
 from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.verification import NO_DRAFT
-from lightserve.worker.speculation.first_match import FirstMatch, OfPredictions
+from lightserve.worker.speculation.predictions_first import PredictionsFirst
 
 READY = torch.tensor([4, 5, 6], dtype=torch.int32)
 
@@ -33,26 +33,26 @@ def reqs_of(*predictions: tuple[int, ...]) -> list[Any]:
     return [SimpleNamespace(sampling=SimpleNamespace(prediction_ids=ids)) for ids in predictions]
 
 
-def test_a_request_has_all_drafts_of_the_first_that_has_some() -> None:
-    first = Fixed([NO_DRAFT, NO_DRAFT], [], [7, NO_DRAFT])
-    second = Fixed([1, 2], [], [3, 4])
+def test_a_request_has_all_drafts_of_its_prediction_if_that_has_the_first() -> None:
+    of_predictions = Fixed([NO_DRAFT, NO_DRAFT], [], [7, NO_DRAFT])
+    other = Fixed([1, 2], [], [3, 4])
 
-    drafts = FirstMatch(first, second).propose(reqs_of((), (), ()), int64s([2, 0, 2]), READY)
+    drafts = PredictionsFirst(of_predictions, other).propose(reqs_of((9,), (9,), (9,)), int64s([2, 0, 2]), READY)
 
     assert drafts.tolist() == [1, 2, 7, NO_DRAFT]
 
 
 @pytest.mark.parametrize(
     ("predictions", "expected"),
-    [(((), (9,), ()), [NO_DRAFT, 5, 6, NO_DRAFT]), (((), (), ()), [NO_DRAFT] * 4), (((9,),) * 3, [1, 5, 6, 3])],
+    [(((), (9,), ()), [11, 5, 6, 14]), (((), (), ()), [11, 12, 13, 14]), (((9,),) * 3, [1, 5, 6, 3])],
 )
-def test_only_requests_with_a_prediction_are_asked_for(predictions: Any, expected: list[int]) -> None:
-    proposer = OfPredictions(Fixed([1], [5, 6], [3]))
+def test_only_requests_with_a_prediction_have_drafts_of_it(predictions: Any, expected: list[int]) -> None:
+    proposer = PredictionsFirst(Fixed([1], [5, 6], [3]), Fixed([11], [12, 13], [14]))
 
     assert proposer.propose(reqs_of(*predictions), int64s([1, 2, 1]), READY).tolist() == expected
 
 
 def test_steps_without_drafts_have_none() -> None:
-    proposer = FirstMatch(OfPredictions(Fixed([], [], [])), Fixed([], [], []))
+    proposer = PredictionsFirst(Fixed([], [], []), Fixed([], [], []))
 
     assert proposer.propose(reqs_of((1,), (), ()), int64s([0, 0, 0]), READY).tolist() == []
