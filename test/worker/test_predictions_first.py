@@ -35,9 +35,9 @@ def reqs_of(*predictions: tuple[int, ...]) -> list[Any]:
 
 def test_a_request_has_all_drafts_of_its_prediction_if_that_has_the_first() -> None:
     of_predictions = Fixed([NO_DRAFT, NO_DRAFT], [], [7, NO_DRAFT])
-    other = Fixed([1, 2], [], [3, 4])
+    fallback = Fixed([1, 2], [], [3, 4])
 
-    drafts = PredictionsFirst(of_predictions, other).propose(reqs_of((9,), (9,), (9,)), int64s([2, 0, 2]), READY)
+    drafts = PredictionsFirst(of_predictions, fallback).propose(reqs_of((9,), (9,), (9,)), int64s([2, 0, 2]), READY)
 
     assert drafts.tolist() == [1, 2, 7, NO_DRAFT]
 

@@ -18,18 +18,18 @@ from lightserve.worker.speculation.proposer import Proposer
 class PredictionsFirst:
     """A request has all its drafts from its prediction, or from another proposer if that has no first draft."""
 
-    def __init__(self, of_predictions: Proposer, other: Proposer) -> None:
+    def __init__(self, of_predictions: Proposer, fallback: Proposer) -> None:
         """``of_predictions`` is asked for the drafts of requests that have a prediction."""
         self._of_predictions = of_predictions
-        self._other = other
+        self._fallback = fallback
 
     def propose(self, reqs: Sequence[InferReq], counts: Int64Array, ready_len: Tensor) -> Tensor:
         is_predicted = np.array([bool(req.sampling.prediction_ids) for req in reqs], dtype=bool)
         wanted = np.where(is_predicted, counts, 0)
         if not wanted.any():
-            return self._other.propose(reqs, counts, ready_len)
+            return self._fallback.propose(reqs, counts, ready_len)
         drafts = torch.full((int(counts.sum()),), NO_DRAFT, dtype=torch.int64, device=ready_len.device)
         places = to_device(np.flatnonzero(np.repeat(is_predicted, counts)), drafts.device)
         drafts.index_copy_(0, places, self._of_predictions.propose(reqs, wanted, ready_len))
         begins = to_device(np.repeat(np.cumsum(counts) - counts, counts), drafts.device)
-        return torch.where(drafts[begins] != NO_DRAFT, drafts, self._other.propose(reqs, counts, ready_len))
+        return torch.where(drafts[begins] != NO_DRAFT, drafts, self._fallback.propose(reqs, counts, ready_len))
