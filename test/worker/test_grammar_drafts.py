@@ -125,3 +125,19 @@ def test_captured_steps_of_an_asynchronous_device_give_the_same_text(
     assert_same(drafted, expected)
     assert num_accepted(drafted) > 20
     assert any(shape.num_drafts for shape, count in graphs[-1].replays.items() if count)
+
+
+def test_an_accepted_draft_that_completes_the_grammar_ends_the_request(small_folder: str, plain: LLM) -> None:
+    """Though no token may follow it."""
+    specs = [GrammarSpec("regex", f"[0-9]{{{length}}}(1|2)") for length in range(20, 28)]
+    no_end = {"allowed_token_ids": tuple(range(1, VOCAB))}
+    params = [params_of(GREEDY, {"grammar": spec}, no_end) for spec in specs]
+    prompts = prompts_of(len(params))
+    expected = plain.generate(prompts, params)
+    assert {generation.error for generation in expected} == {None}
+
+    exactly = [of.replace(prediction_ids=tuple(one.token_ids)) for of, one in zip(params, expected, strict=True)]
+    drafted = make(small_folder, CONFIG).generate(prompts, exactly)
+
+    assert_same(drafted, expected)
+    assert num_accepted(drafted) > 0
