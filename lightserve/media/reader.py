@@ -16,7 +16,7 @@ from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.stats import ImageStats
 from lightserve.media.tokens import check_kind, check_places, digest_of, expand, fill_pairs, locate
-from lightserve.media.video_file import pack_frames, read_animation, read_frames
+from lightserve.media.video_file import PixelBudget, pack_frames, read_animation, read_frames
 from lightserve.media.video_texts import VideoTexts
 from lightserve.messages.media import ImageItem
 from lightserve.outbound.urls import is_fetched
@@ -88,25 +88,28 @@ class ImageReader:
     def _read_all(self, sources: Sequence[ImageSource], salt: str, files: Mapping[str, bytes]) -> list[ReadImage]:
         if len(sources) > 1 and self.layout.shows_wholes_of_several:
             sources = [replace(source, is_low=True) for source in sources]
-        return [self._read(source, salt, files, number) for number, source in enumerate(sources, start=1)]
+        budget = PixelBudget()
+        return [self._read(source, salt, files, number, budget) for number, source in enumerate(sources, start=1)]
 
-    def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
+    def _read(
+        self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int, budget: PixelBudget
+    ) -> ReadImage:
         try:
             read = [files[url] if url in files else self._bytes_of(url) for url in source.urls]
             if source.is_video:
-                return self._read_video(source, salt, read)
+                return self._read_video(source, salt, read, budget)
             size = self.layout.size_of(read_header(read[0]), source.is_low)
         except InvalidRequestError as error:
             self.stats.refused("file")
             raise _of_image(number, source, error) from error
         return ReadImage(digest_of(read[0], f"{size.height}x{size.width}", salt), size, read[0])
 
-    def _read_video(self, source: ImageSource, salt: str, files: Sequence[bytes]) -> ReadImage:
+    def _read_video(self, source: ImageSource, salt: str, files: Sequence[bytes], budget: PixelBudget) -> ReadImage:
         if self.video is None:
             raise InvalidRequestError("this model reads no videos; send some of its frames as images")
         if sum(map(len, files)) > self.max_bytes:
             raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
-        header = read_frames(files, source.fps) if source.frames else read_animation(files[0])
+        header = read_frames(files, source.fps, budget) if source.frames else read_animation(files[0], budget)
         size = self.layout.video_size_of(header, bool(source.frames))
         data = pack_frames(files) if source.frames else files[0]
         options = f"{size.height}x{size.width}", salt, f"video {size.frames} {size.times}"

@@ -12,7 +12,7 @@ from typing import Any
 from lightserve.media.fetch.fetcher import MAX_PER_HOST
 from test.api.server import ServerProcess
 from test.faults.start_case import Start, StartCase
-from test.media.corpus import damaged_files, flipped_files, unusual_files
+from test.media.corpus import damaged_files, flipped_files, hostile_videos, unusual_files
 from test.media.fetch.image_host import answer, image_host_in_thread
 from test.vision_model import picture, png, save_vision_model
 from test.waiting import wait_until
@@ -121,6 +121,7 @@ def send_damaged_files(start: Start) -> None:
     assert set(damaged) == {400}, damaged
     assert set(unusual) == {200}, unusual
     assert {ask_video(server, data)[0] for data in damaged_files()} == {400}
+    assert {ask_video(server, data)[0] for data in hostile_videos()} == {400}
     flipped = {ask(server, data)[0] for data in flipped_files()}
     flipped |= {ask_video(server, data)[0] for data in flipped_files()}
     assert flipped <= {200, 400}
