@@ -41,6 +41,13 @@ def ask_video(server: ServerProcess, data: bytes) -> tuple[int, Any]:
     return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
 
 
+def ask_slow_video(server: ServerProcess, fps: float) -> tuple[int, Any]:
+    """With more rotary positions than the model has."""
+    url = "data:;base64," + base64.b64encode(png(picture(60, 60))).decode()
+    messages = [{"role": "user", "content": [{"type": "video", "video": [url] * 64, "fps": fps}]}]
+    return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+
+
 def ask_url(server: ServerProcess, url: str) -> tuple[int, Any]:
     part = {"type": "image_url", "image_url": {"url": url}}
     body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -122,6 +129,7 @@ def send_damaged_files(start: Start) -> None:
     assert set(unusual) == {200}, unusual
     assert {ask_video(server, data)[0] for data in damaged_files()} == {400}
     assert {ask_video(server, data)[0] for data in hostile_videos()} == {400}
+    assert {ask_slow_video(server, fps)[0] for fps in (0.01, 1e-4, 1e-9, 5e-324)} == {400}
     flipped = {ask(server, data)[0] for data in flipped_files()}
     flipped |= {ask_video(server, data)[0] for data in flipped_files()}
     assert flipped <= {200, 400}
