@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from mmap import mmap
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class ImageEncoder:
     def num_rows(self) -> int:
         return len(self._arena)
 
-    def resized(self, pictures: Sequence[Image.Image], message: EncodeImage) -> DecodedImage:
+    def resized(self, pictures: Iterable[Image.Image], message: EncodeImage) -> DecodedImage:
         """An image, or the frames of a video. From any thread."""
         tiles = [tile for each in pictures for tile in self.layout.pixels(each, message.height, message.width)]
         return DecodedImage(tiles, message.height, message.width)

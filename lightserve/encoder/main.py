@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,8 @@ from lightserve.utils.cpu import available_cores
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from lightserve.encoder.image_encoder import DecodedImage, ImageEncoder
 
 logger = init_logger(__name__)
@@ -146,14 +148,28 @@ def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     from lightserve.media.image_file import decode
     from lightserve.media.video_file import decode_frames
 
-    begin_s = time.monotonic()
+    begin_s, decode_s = time.monotonic(), list[float]()
     try:
-        pictures = decode_frames(message.data, message.frames) if message.frames else [decode(message.data)]
-        decoded_s = time.monotonic()
-        image = encoder.resized(pictures, message)
+        pictures = decode_frames(message.data, message.frames) if message.frames else map(decode, (message.data,))
+        image = encoder.resized(_timed(pictures, decode_s), message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
-    return Decoded(image, decoded_s - begin_s, time.monotonic() - decoded_s)
+    except Exception:  # no file of a client ends the process
+        logger.exception("an image of %d bytes could not be decoded", len(message.data))
+        text = "the server failed to decode an image of the request"
+        return Decoded(None, time.monotonic() - begin_s, status=500, message=text)
+    return Decoded(image, sum(decode_s), time.monotonic() - begin_s - sum(decode_s))
+
+
+def _timed(pictures: Iterator[Image.Image], seconds: list[float]) -> Iterator[Image.Image]:
+    """``seconds``: how long each took to be decoded."""
+    while True:
+        begin_s = time.monotonic()
+        picture = next(pictures, None)
+        seconds.append(time.monotonic() - begin_s)
+        if picture is None:
+            return
+        yield picture
 
 
 if __name__ == "__main__":

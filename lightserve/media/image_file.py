@@ -5,6 +5,9 @@ Error texts are ours, because texts of Pillow may contain memory addresses.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -34,7 +37,9 @@ SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I")
 
 Pixels = npt.NDArray[np.uint8]
 
-Image.MAX_IMAGE_PIXELS = None  # ``_check_size`` refuses large pictures, with a better text
+# Pillow refuses twice as many, in places where it makes room for pixels while it opens a file or seeks in it.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ``check_size`` refuses those between
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -70,15 +75,29 @@ def resized_image(image: Image.Image, height: int, width: int, resample: int) ->
 def open_image(data: bytes) -> Image.Image:
     """Within the limits, and not decoded."""
     try:
-        image = Image.open(BytesIO(data), formats=FORMATS)
+        with size_explained():
+            image = Image.open(BytesIO(data), formats=FORMATS)
+    except InvalidRequestError:
+        raise
     except Exception as error:  # whatever a parser of hostile bytes raises
         message = f"not an image of a known format ({', '.join(FORMATS)}), or its header is damaged"
         raise InvalidRequestError(message) from error
-    _check_size(*image.size)
+    check_size(*image.size)
     return image
 
 
-def _check_size(width: int, height: int) -> None:
+@contextmanager
+def size_explained() -> Iterator[None]:
+    """Of a picture for which Pillow makes no room."""
+    try:
+        yield
+    except Image.DecompressionBombError as error:
+        raise InvalidRequestError(
+            f"the image has more than {2 * MAX_PIXELS:,} pixels; the limit is {MAX_PIXELS:,}; send it smaller"
+        ) from error
+
+
+def check_size(width: int, height: int) -> None:
     if not 0 < width <= MAX_SIDE or not 0 < height <= MAX_SIDE:
         raise InvalidRequestError(f"the image has {width} x {height} pixels; a side has 1 to {MAX_SIDE:,}")
     if width * height > MAX_PIXELS:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 class ImageLayout(ABC):
     shows_wholes_of_several: bool = False  # several images of a request have few tokens each, as with ``is_low``
+    reads_videos: bool = False
     marker: str | None = None  # what the chat template writes for an image; None: the text of its token
 
     @property

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.sizes import ImageHeader, ImageSize
+from lightserve.media.sources import MAX_FRAMES
 from lightserve.model_files.config.images import ImageFiles
 
 if TYPE_CHECKING:
     from lightserve.media.video_file import VideoHeader
 
 FPS = 2.0
-MIN_FRAMES, MAX_FRAMES = 4, 768
-MOST_FRAMES = 128  # whatever the files say: they are in memory at once
+MIN_FRAMES, DEFAULT_MAX_FRAMES = 4, 768
 FRAME_PIXELS = 128 * 28 * 28, 768 * 28 * 28  # of a frame of Qwen2-VL and Qwen2.5-VL, if the files do not say
 VIDEO_PIXELS = 128 * 32 * 32, 768 * 32 * 32  # of all frames of Qwen3-VL
 TOKENS_PER_SECOND = 4  # what transformers takes if config.json leaves it out; published files say 2
@@ -51,7 +51,7 @@ class QwenVideo:
             frames=int(files.vision.get("temporal_patch_size", 2)),
             fps=float(given.get("fps") or FPS),
             min_frames=int(given.get("min_frames") or MIN_FRAMES),
-            max_frames=min(int(given.get("max_frames") or MAX_FRAMES), MOST_FRAMES),
+            max_frames=min(int(given.get("max_frames") or DEFAULT_MAX_FRAMES), MAX_FRAMES),
             tokens_per_second=_tokens_per_second(files.vision) if has_seconds else None,
             max_tokens=max_tokens,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,16 +14,17 @@ from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.image_file import read_header
 from lightserve.media.layout import ImageLayout
 from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
-from lightserve.media.sources import ImageSource, ReadImage
+from lightserve.media.sources import MAX_FRAMES, ImageSource, ReadImage
 from lightserve.media.stats import ImageStats
 from lightserve.media.tokens import check_kind, check_places, digest_of, expand, fill_pairs, locate
-from lightserve.media.video_file import pack_frames, read_animation, read_frames
+from lightserve.media.video_file import PixelBudget, pack_frames, read_animation, read_frames
 from lightserve.media.video_texts import VideoTexts
 from lightserve.messages.media import ImageItem
 from lightserve.outbound.urls import is_fetched
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
 MB = 10**6
+MAX_URLS = 256  # of a request that are fetched, if it may not have more images
 
 
 def _no_tokenizer(text: str) -> list[int]:
@@ -46,19 +48,29 @@ class ImageReader:
         self, sources: Sequence[ImageSource], salt: str, limits: PixelLimits = NO_LIMITS
     ) -> list[ReadImage]:
         """``salt``: only requests of the same salt share embeddings."""
-        self._check_number(sources)
+        self._check(sources)
         reader = self if limits.is_empty else replace(self, layout=self.layout.within(limits))
         with self.stats.reading():
             files = await self._fetch_all(sources)
             return await asyncio.to_thread(reader._read_all, sources, salt, files)
 
-    def _check_number(self, sources: Sequence[ImageSource]) -> None:
+    def _check(self, sources: Sequence[ImageSource]) -> None:
+        """Before any file is fetched."""
         if len(sources) > self.max_images:
             self.stats.refused("number")
             raise InvalidRequestError(
                 f"the request has {len(sources)} images; the limit is {self.max_images} (--limit_mm_per_prompt)",
                 sources[0].param,
             )
+        for number, source in enumerate(sources, start=1):
+            if source.is_video and self.video is None:
+                self.stats.refused("file")
+                problem = "this model reads no videos; send some of its frames as images"
+                raise _of_image(number, source, problem)
+            if len(source.frames) > MAX_FRAMES:
+                self.stats.refused("number")
+                problem = f"the video has {len(source.frames)} frames; the limit is {MAX_FRAMES}; send fewer"
+                raise _of_image(number, source, problem)
 
     async def _fetch_all(self, sources: Sequence[ImageSource]) -> dict[str, bytes]:
         """The files of other servers by URL, each fetched once. The first that fails ends the other fetches."""
@@ -68,45 +80,54 @@ class ImageReader:
                 wanted.setdefault(url, (number, replace(source, url=url)))
         if not wanted:
             return {}
+        if len(wanted) > (limit := max(MAX_URLS, self.max_images)):
+            self.stats.refused("number")
+            text = f"the request has {len(wanted)} URLs of other servers; the limit is {limit}; send data: URLs"
+            raise InvalidRequestError(text, sources[0].param)
+        fetched = Counter[int]()
         try:
             async with asyncio.TaskGroup() as tasks:
-                files = {url: tasks.create_task(self._fetch(*named)) for url, named in wanted.items()}
+                files = {url: tasks.create_task(self._fetch(*named, fetched)) for url, named in wanted.items()}
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         return {url: task.result() for url, task in files.items()}
 
-    async def _fetch(self, number: int, source: ImageSource) -> bytes:
+    async def _fetch(self, number: int, source: ImageSource, fetched: Counter[int]) -> bytes:
+        """``fetched``: bytes by the number of a source, of which a video has several files."""
         if self.fetcher is None:
             self.stats.refused("fetch")
             raise _of_image(number, source, "this server fetches no URLs (--no_media_urls); send it as a data: URL")
         try:
             with self.stats.fetching():
-                return await self.fetcher.fetch(source.url)
+                data = await self.fetcher.fetch(source.url)
+            fetched[number] += len(data)
+            self._check_bytes(fetched[number])
+            return data
         except InvalidRequestError as error:
             raise _of_image(number, source, error) from error
 
     def _read_all(self, sources: Sequence[ImageSource], salt: str, files: Mapping[str, bytes]) -> list[ReadImage]:
         if len(sources) > 1 and self.layout.shows_wholes_of_several:
             sources = [replace(source, is_low=True) for source in sources]
-        return [self._read(source, salt, files, number) for number, source in enumerate(sources, start=1)]
+        budget = PixelBudget()
+        return [self._read(source, salt, files, number, budget) for number, source in enumerate(sources, start=1)]
 
-    def _read(self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int) -> ReadImage:
+    def _read(
+        self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int, budget: PixelBudget
+    ) -> ReadImage:
         try:
             read = [files[url] if url in files else self._bytes_of(url) for url in source.urls]
             if source.is_video:
-                return self._read_video(source, salt, read)
+                return self._read_video(source, salt, read, budget)
             size = self.layout.size_of(read_header(read[0]), source.is_low)
         except InvalidRequestError as error:
             self.stats.refused("file")
             raise _of_image(number, source, error) from error
         return ReadImage(digest_of(read[0], f"{size.height}x{size.width}", salt), size, read[0])
 
-    def _read_video(self, source: ImageSource, salt: str, files: Sequence[bytes]) -> ReadImage:
-        if self.video is None:
-            raise InvalidRequestError("this model reads no videos; send some of its frames as images")
-        if sum(map(len, files)) > self.max_bytes:
-            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
-        header = read_frames(files, source.fps) if source.frames else read_animation(files[0])
+    def _read_video(self, source: ImageSource, salt: str, files: Sequence[bytes], budget: PixelBudget) -> ReadImage:
+        self._check_bytes(sum(map(len, files)))
+        header = read_frames(files, source.fps, budget) if source.frames else read_animation(files[0], budget)
         size = self.layout.video_size_of(header, bool(source.frames))
         data = pack_frames(files) if source.frames else files[0]
         options = f"{size.height}x{size.width}", salt, f"video {size.frames} {size.times}"
@@ -121,12 +142,15 @@ class ImageReader:
             )
         if not match[2].endswith(";base64"):
             raise InvalidRequestError("a data: URL needs ;base64 before its comma")
-        if (len(url) - match.end()) * 3 // 4 > self.max_bytes + 2:
-            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
+        self._check_bytes((len(url) - match.end()) * 3 // 4 - 2)
         try:
             return binascii.a2b_base64(url[match.end() :].encode("ascii"), strict_mode=True)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequestError("its data is not base64") from error
+
+    def _check_bytes(self, count: int) -> None:
+        if count > self.max_bytes:
+            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
 
     def write(self, prompt: str, images: Sequence[ReadImage]) -> str:
         """The prompt with the texts of images, and a placeholder for each run of their tokens.

@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from lightserve.media.sizes import ImageSize
 
+FPS_LIMITS = 0.01, 1000  # of a list of frames
+MAX_FRAMES = 128  # of a video, whatever the files of a model say: they are in memory at once
+
+
+def is_fps(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and FPS_LIMITS[0] <= value <= FPS_LIMITS[1]
+
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lightserve.errors import InvalidRequestError
+from lightserve.media.sizes import ImageSize
 from lightserve.messages.int_arrays import Int32Array
 from lightserve.messages.media import ImageItem
 
@@ -42,6 +43,30 @@ def with_image_ids(prompt_ids: Int32Array, images: Sequence[ImageItem]) -> Int32
             ids[start : start + count] = image_ids[used : used + count]
             used += count
     return ids
+
+
+def room_for_tokens(limit: int, tokens: int, images: Iterable[ImageSize | ImageItem]) -> int:
+    """How many tokens a request with these images may have: a slow video takes more rotary positions than tokens.
+
+    ``limit``: positions, as many as tokens without images; ``tokens``: of the prompt.
+    """
+    extra = max(sum(_positions(image) - image.tokens for image in images), 0)
+    if extra and tokens >= limit - extra:
+        raise InvalidRequestError(
+            f"the prompt has {tokens:,} tokens, and its videos are so slow that their times take {extra:,} positions "
+            f"more; the limit is {limit - 1:,} in all (--max_req_total_len); send a shorter video, or a higher fps",
+            "messages",
+        )
+    return limit - extra
+
+
+def _positions(image: ImageSize | ImageItem) -> int:
+    """From the first one of an image to that of the text behind it, if it has no text inside."""
+    if not image.rows:
+        return image.tokens
+    if image.times:
+        return max(image.times[-1] + 1, image.rows, image.columns)
+    return image.tokens // (image.rows * image.columns) * max(image.rows, image.columns)
 
 
 def expand(prompt_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightserve.errors import InvalidRequestError
-from lightserve.media.sources import ImageSource
+from lightserve.media.sources import FPS_LIMITS, ImageSource, is_fps
 
 # by the type of a part: the field with the image; vLLM's and transformers' names
 FIELDS = {
@@ -43,7 +43,15 @@ def image_of_part(value: Mapping[str, Any]) -> Any:
         image = image.get("url")
     if image is None:
         raise InvalidRequestError(f"a part of type {value['type']!r} needs its image in {' or '.join(names)}")
-    return Video(image, float(value.get("fps", 2.0))) if value["type"] in VIDEOS else image
+    return Video(image, _fps_of(value)) if value["type"] in VIDEOS else image
+
+
+def _fps_of(value: Mapping[str, Any]) -> float:
+    fps = value.get("fps", 2.0)
+    if not is_fps(fps):
+        least, most = FPS_LIMITS
+        raise InvalidRequestError(f"the fps of a video is {str(fps)[:20]}; it must be a number from {least} to {most}")
+    return float(fps)
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -18,7 +18,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError, TextOnlyError
-from lightserve.media.tokens import with_image_ids
+from lightserve.media.tokens import room_for_tokens, with_image_ids
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.output import RequestDrafts
 from lightserve.messages.params import FinishReason, GenerationParams
@@ -307,7 +307,7 @@ class LLM(PoolingMethods):
     def _request(self, prompt: Any, params: GenerationParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         images = prompt.images if isinstance(prompt, ImagePrompt) else ()
-        longest = self.worker.longest_request
+        longest = room_for_tokens(self.worker.longest_request, len(ids), images)
         if not ids:
             raise InvalidRequestError("the prompt is empty")
         self._check_ids("a prompt's token ids", ids)

@@ -18,6 +18,7 @@ from test.api.server import ServerProcess, running_server
 from test.vision_model import END, START, VIDEO, VOCAB_SIZE, picture, preprocessor_of, save_vision_model
 
 MERGE, TIMES = 2, 2
+POOL = 2000  # tokens, and so the longest request
 UNKNOWN = 0  # what a word of a time becomes
 
 
@@ -35,7 +36,7 @@ class Served:
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.long)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, model = save_vision_model(tmp_path_factory.mktemp("vision"), request.param)
-    flags = ("--model_dir", folder, "--device", "cpu", "--max_total_token_num", "2000", "--embed_cache_gb", "0.01")
+    flags = ("--model_dir", folder, "--device", "cpu", "--max_total_token_num", str(POOL), "--embed_cache_gb", "0.01")
     with running_server(tmp_path_factory.mktemp("server") / "log", *flags) as server:
         yield Served(request.param, model, server)
 
@@ -143,11 +144,33 @@ def test_a_video_and_images_of_a_chat_stand_in_their_places(served: Served) -> N
     assert one["prompt_tokens"] == other["prompt_tokens"]
 
 
-def refusal(served: Served, part: dict[str, Any]) -> str:
-    status, response = served.server.post("/v1/chat/completions", {"messages": chat("w5", part), "max_tokens": 1})
+def refusal(served: Served, part: dict[str, Any], max_tokens: int = 1) -> str:
+    body = {"messages": chat("w5", part), "max_tokens": max_tokens}
+    status, response = served.server.post("/v1/chat/completions", body)
     assert status == 400, response
     message: str = response["error"]["message"]
     return message
+
+
+@pytest.mark.parametrize("fps", [0.009, 1e-4, 1e-9, 1e-300, 5e-324, 0, -1, 1001, True, "2"])
+def test_a_rate_outside_its_limits_is_refused(served: Served, fps: Any) -> None:
+    assert "must be a number from 0.01 to 1000" in refusal(served, frames_part(frames(2), fps))
+
+
+def test_a_slow_video_has_no_positions_behind_the_last_of_the_model(served: Served) -> None:
+    images, fps = frames(16, 60, 60), 0.0144  # of Qwen2.5-VL the last two stand at 1944
+    room = {"max_tokens": None} if served.model_type == "qwen2_5_vl" else {}
+
+    _, usage = ask(served.server, chat("w5", frames_part(images, fps), "w12"), **room)
+
+    if served.model_type == "qwen2_5_vl":
+        behind = usage["prompt_tokens"] - usage["prompt_tokens_details"]["image_tokens"] + 1945
+        assert usage["completion_tokens"] == POOL - behind
+        assert "videos are so slow" in refusal(served, frames_part(images, 0.01))
+        assert "use max_tokens <=" in refusal(served, frames_part(images, fps), max_tokens=100)
+        gif = animation(images, 655_350, "GIF")
+        assert "videos are so slow" in refusal(served, file_part(gif))
+    ask(served.server, chat("w5"))  # the worker lives
 
 
 def test_videos_that_cannot_be_read_are_refused(served: Served) -> None:
@@ -158,6 +181,5 @@ def test_videos_that_cannot_be_read_are_refused(served: Served) -> None:
     assert "the PNG video is damaged" in refusal(served, file_part(f"{head},{cut}"))
     assert "not an image of a known format" in refusal(served, file_part("data:video/mp4;base64,AAAA"))
     assert "must have one size" in refusal(served, frames_part([picture(60, 60), picture(60, 90)], 2))
-    assert "it has 129 frames" in refusal(served, frames_part([picture(60, 60)] * 129, 2)).replace("the video", "it")
-    assert "the fps of a video must be a number" in refusal(served, frames_part([picture(60, 60)], 0))
-    assert "a list of 1 to 1024 URLs" in refusal(served, {"type": "video", "video": []})
+    assert "a list of 1 to 128 URLs" in refusal(served, frames_part([picture(60, 60)] * 129, 2))
+    assert "a list of 1 to 128 URLs" in refusal(served, {"type": "video", "video": []})

@@ -16,6 +16,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.media.image_file import TURNS, decode, read_header, resized
 from lightserve.media.qwen import BICUBIC
 from lightserve.media.sizes import ImageHeader
+from test.media.corpus import gif
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 OURS = ("not an image of a known format", "is damaged or incomplete", "the image has ")
@@ -153,6 +154,11 @@ def test_a_photo_is_turned_as_its_exif_data_says(kind: str, orientation: int) ->
 
     assert read_header(data) == ImageHeader(*expected.size)
     assert np.array_equal(np.asarray(decode(data)), np.asarray(expected))
+
+
+def test_a_picture_that_pillow_would_make_room_for_at_once_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="more than 128,000,000 pixels; the limit is 64,000,000"):
+        read_header(gif((65_535, 65_535), disposal=2))
 
 
 def test_the_first_picture_of_an_animation_is_read() -> None:

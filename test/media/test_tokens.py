@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lightserve.errors import InvalidRequestError
-from lightserve.media.tokens import FIRST_ID, digest_of, expand, ids_of, locate
+from lightserve.media.sizes import ImageSize, one_grid
+from lightserve.media.tokens import FIRST_ID, digest_of, expand, ids_of, locate, room_for_tokens
 
 PAD = 7
 
@@ -56,6 +57,16 @@ def test_a_prompt_with_more_or_fewer_placeholders_than_images_is_refused() -> No
     for prompt, counts in (([PAD], []), ([PAD, PAD], [3]), ([1], [3])):
         with pytest.raises(InvalidRequestError, match="spell the token"):
             expand(prompt, PAD, counts)
+
+
+def test_a_video_that_is_too_slow_for_the_context_is_refused() -> None:
+    def slow(seconds: int) -> ImageSize:
+        return ImageSize(28, 56, (2, 2), 1, 2, frames=(0, 2), times=(0, seconds))
+
+    assert room_for_tokens(100, 50, [slow(20), one_grid(84, 84, 3, 3)]) == 100 - (20 + 1 - 4) + (3 * 3 - 3)
+    assert room_for_tokens(100, 100, [slow(2)]) == 100  # fewer positions than tokens leave the limit as it is
+    with pytest.raises(InvalidRequestError, match=r"50 tokens, and its videos .* 57 positions more; the limit is 99"):
+        room_for_tokens(100, 50, [slow(60)])
 
 
 def test_images_that_were_cut_are_not_located() -> None:

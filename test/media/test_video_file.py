@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import io
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media import video_file
 from lightserve.media.qwen_video import QwenVideo
 from lightserve.media.sizes import ImageHeader
-from lightserve.media.video_file import VideoHeader, decode_frames, pack_frames, read_animation, read_frames
+from lightserve.media.video_file import (
+    PixelBudget,
+    VideoHeader,
+    decode_frames,
+    pack_frames,
+    read_animation,
+    read_frames,
+)
 from lightserve.model_files.config.images import ImageFiles
-from test.media.corpus import file_of, noise
+from test.media.corpus import apng, file_of, hostile_videos, noise
 from test.vision_model import picture, png
 
 KINDS = ("GIF", "WEBP", "PNG")
@@ -35,7 +44,7 @@ def rules(model_type: str, max_tokens: int = 10_000) -> QwenVideo:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_animation_has_the_rate_of_its_frames(kind: str) -> None:
-    header = read_animation(animation(kind, 4, [100, 300, 200, 200]))
+    header = read_animation(animation(kind, 4, [100, 300, 200, 200]), PixelBudget())
 
     assert header.size == ImageHeader(60, 40)
     assert header.num_frames == 4
@@ -56,7 +65,7 @@ def test_each_chosen_frame_is_shown_whole(kind: str) -> None:
 def test_a_list_of_frames_is_as_it_was_sent() -> None:
     files = [png(picture(60, 40, number)) for number in range(3)]
 
-    assert read_frames(files, 2) == VideoHeader(ImageHeader(60, 40), 3, 2)
+    assert read_frames(files, 2, PixelBudget()) == VideoHeader(ImageHeader(60, 40), 3, 2)
     (last,) = decode_frames(pack_frames(files), (2,))
     assert np.array_equal(np.asarray(last), np.asarray(picture(60, 40, 2)))
 
@@ -66,7 +75,7 @@ def test_no_prefix_of_a_file_does_harm(kind: str) -> None:
     whole = animation(kind, 3)
     for length in range(0, len(whole), 1 + len(whole) // 150):
         try:
-            header = read_animation(whole[:length])
+            header = read_animation(whole[:length], PixelBudget())
         except InvalidRequestError:
             continue
         assert 1 <= header.num_frames <= 3
@@ -74,18 +83,59 @@ def test_no_prefix_of_a_file_does_harm(kind: str) -> None:
 
 def test_a_file_of_a_client_is_no_list_of_frames() -> None:
     with pytest.raises(InvalidRequestError, match="not an image of a known format"):
-        read_animation(pack_frames([png(picture(60, 40))]))
+        read_animation(pack_frames([png(picture(60, 40))]), PixelBudget())
 
 
-def test_large_videos_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video_file, "MAX_PIXELS", 60 * 40 * 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_videos_of_a_request_have_one_budget_of_pixels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_file, "MAX_PIXELS", 60 * 40 * 5)
+    budget, data = PixelBudget(), animation(kind, 2)
+    read_animation(data, budget)
+    read_frames([png(picture(60, 40))] * 2, 2, budget)
 
-    with pytest.raises(InvalidRequestError, match="the video has 4 frames of 60 x 40 pixels"):
-        read_animation(animation("GIF", 4))
+    with pytest.raises(InvalidRequestError, match=r"frames of 60 x 40 pixels the videos of the request have more than"):
+        read_animation(data, budget)
+
+
+def test_a_list_of_large_frames_is_refused_before_they_are_decoded() -> None:
+    with pytest.raises(InvalidRequestError, match="with 128 frames of 8000 x 8000 pixels"):
+        read_frames([file_of(Image.new("1", (8000, 8000)), "PNG")] * 128, 2, PixelBudget())
+
+
+def test_frames_of_a_list_are_decoded_one_at_a_time() -> None:
+    frames = decode_frames(pack_frames([png(picture(60, 40)), b"no image"]), (0, 1))
+
+    assert next(frames).size == (60, 40)
+    with pytest.raises(InvalidRequestError):
+        next(frames)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("index", range(len(list(hostile_videos()))))
+def test_hostile_videos_are_refused_in_little_memory(index: int) -> None:
+    data = list(hostile_videos())[index]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(InvalidRequestError):
+        read_animation(data, PixelBudget())
+
+    with pytest.raises(InvalidRequestError):
+        list(decode_frames(data, (0, 10_000)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10**6  # kB
+
+
+def test_a_header_must_say_how_many_frames_there_are() -> None:
+    with pytest.raises(InvalidRequestError, match="the PNG video has 1 frames, and its header says 100"):
+        read_animation(apng(100), PixelBudget())
+
+
+def test_a_frame_that_the_file_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="the video has no frame 5"):
+        list(decode_frames(animation("PNG", 2), (0, 5)))
 
 
 def test_an_image_is_a_video_of_one_frame() -> None:
-    size = rules("qwen2_5_vl").size_of(read_animation(file_of(noise(), "JPEG")), is_sampled=False)
+    size = rules("qwen2_5_vl").size_of(read_animation(file_of(noise(), "JPEG"), PixelBudget()), is_sampled=False)
 
     assert size.frames == (0,)
     assert len(size.runs) == 1

@@ -121,6 +121,15 @@ def test_what_is_no_image_is_refused(llm: LLM, tmp_path: Path) -> None:
         llm.beam_search(prompt)
 
 
+def test_videos_that_are_too_slow_are_refused(llm: LLM) -> None:
+    frames = [picture(84, 84, number) for number in range(16)]
+    for fps in (0, -1, 1e-9, float("nan"), float("inf"), "fast"):
+        with pytest.raises(InvalidRequestError, match=r"the fps of a video is .*; it must be a number from 0.01"):
+            llm.chat([says({"type": "video", "video": frames, "fps": fps})], **FIELDS)
+    with pytest.raises(InvalidRequestError, match="its videos are so slow"):
+        llm.chat([says({"type": "video", "video": frames, "fps": 0.01})], **FIELDS)
+
+
 def test_an_llm_without_a_vision_tower_refuses_images(vision_model: tuple[str, Any]) -> None:
     options: dict[str, Any] = {"device": "cpu", "max_total_token_num": 500}
     with LLM(vision_model[0], limit_mm_per_prompt={"image": 0}, **options) as llm, pytest.raises(TextOnlyError):

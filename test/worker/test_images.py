@@ -15,16 +15,16 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.media.layout import read_layout
 from lightserve.media.sizes import ImageHeader
-from lightserve.media.tokens import expand, locate
+from lightserve.media.tokens import expand, locate, room_for_tokens
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, int32s, int64s
-from lightserve.messages.media import ImageRows
+from lightserve.messages.media import ImageItem, ImageRows
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.config.images import read_image_files
 from lightserve.model_files.source import resolve
 from lightserve.vision.load import load_tower
 from lightserve.vision.tower import ImageTiles
-from lightserve.worker.batch.images import positions_of
+from lightserve.worker.batch.images import positions_of, req_images
 from lightserve.worker.worker import ModelWorker
 from test.vision_model import END, PAD, START, greedy, oracle_inputs, picture, save_vision_model
 
@@ -116,6 +116,18 @@ def test_the_tokens_of_a_video_have_one_place_and_go_on_in_time() -> None:
     assert time == [0, 1, 1, 5, 5, 9, 9, 10, 11, 11]
     assert row == [0, *[1] * 6, 10, 11, 11]
     assert column == [0, *[1, 2] * 3, 10, 11, 12]
+
+
+@pytest.mark.parametrize("times", [(0, 4, 8), (0, 400, 800), ()])
+def test_the_room_of_a_request_ends_where_its_rotary_positions_do(times: tuple[int, ...]) -> None:
+    video = ImageItem(b"", ((1, 2), (3, 2), (5, 2)), 1, 2, 28, 56, PAD, times=times)
+    image = ImageItem(b"", ((8, 6),), 2, 3, 56, 84, PAD)
+    prompt_len, limit = 16, 2000
+
+    room = room_for_tokens(limit, prompt_len, [video, image])
+
+    rows = [ImageRows(item.spans, item.rows, item.columns, NO_INT32, item.times) for item in (video, image)]
+    assert limit - room == max(req_images(rows).offset, 0)
 
 
 @pytest.mark.parametrize("chunk", [500, 7, 1])

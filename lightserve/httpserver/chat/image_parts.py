@@ -6,12 +6,10 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from lightserve.media.sources import ImageSource
+from lightserve.media.sources import FPS_LIMITS, MAX_FRAMES, ImageSource, is_fps
 
 IMAGE_PARTS = ("image_url", "input_image")
 VIDEO_PARTS = ("video_url", "video")
-MAX_FRAMES = 1024  # of a list; a model takes fewer
-MAX_FPS = 1000
 DETAILS = (None, "auto", "low", "high")
 
 
@@ -38,11 +36,14 @@ def _video_source(value: dict[str, Any]) -> ImageSource:
     video = value.get(value["type"])
     url = video.get("url") if isinstance(video, dict) else video
     fps = value.get("fps", 2.0)
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
-        raise PydanticCustomError("video", "the fps of a video must be a number above 0 and at most 1000")
+    if not is_fps(fps):
+        least, most = FPS_LIMITS
+        raise PydanticCustomError("video", f"the fps of a video must be a number from {least} to {most}")
     if isinstance(url, str):
         return ImageSource(url, is_video=True)
     frames = url if value["type"] == "video" and isinstance(url, list) else []
     if 0 < len(frames) <= MAX_FRAMES and all(isinstance(frame, str) for frame in frames):
         return ImageSource("", is_video=True, frames=tuple(frames), fps=float(fps))
-    raise PydanticCustomError("video", "a video part must have a URL, or in video a list of 1 to 1024 URLs of images")
+    raise PydanticCustomError(
+        "video", f"a video part must have a URL, or in video a list of 1 to {MAX_FRAMES} URLs of images"
+    )

@@ -35,6 +35,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody, LimitedLogprobs
 from lightserve.httpserver.fields.images import ImageFields
 from lightserve.httpserver.http.body import Body
+from lightserve.media.sizes import ImageSize
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.messages.params import ThinkingLimit
 from lightserve.model_files.template.chat_template import ChatTemplate
@@ -317,6 +318,10 @@ class ChatBody(GenerationBody, TemplateFields, ImageFields):
     @read_images.setter
     def read_images(self, images: list[ReadImage]) -> None:
         self._read_images = images
+
+    @property
+    def image_sizes(self) -> list[ImageSize]:
+        return [image.size for image in self._read_images]
 
     @property
     def echoed_text(self) -> str:

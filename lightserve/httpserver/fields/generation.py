@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -21,6 +22,7 @@ from lightserve.httpserver.fields.shared import PromptFields, StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.http.body import Body, at_most, validate
 from lightserve.httpserver.http.validation_errors import listed
+from lightserve.media.sizes import ImageSize
 from lightserve.messages.params import MAX_LOGPROBS
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -159,6 +161,11 @@ class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     def new_tokens_within(self, room: int) -> int | None:
         """The new tokens to generate if the context has room for this many; more than that is refused."""
         return self.new_tokens
+
+    @property
+    def image_sizes(self) -> Sequence[ImageSize]:
+        """Of the images in the prompt, once they are read."""
+        return ()
 
     def limit_logprobs(self, context: ServerContext) -> None:
         """Refuse more alternatives to a token than this server gives, and resolve -1."""

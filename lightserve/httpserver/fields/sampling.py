@@ -11,6 +11,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.generation import GenerationBody
+from lightserve.media.tokens import room_for_tokens
 from lightserve.messages.params import GenerationParams, GrammarSpec
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
@@ -63,8 +64,9 @@ def build_prompt_requests(
     prompt_requests = []
     for prompt in prompts:
         ids = context.with_pinned_prefix(body.task_id, _truncated(context, body, prompt))
-        room = context.manager.limits.max_req_total_len - len(ids)
-        new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens_within(room), body.new_tokens_field)
+        limit = context.manager.limits.max_req_total_len
+        room = room_for_tokens(limit, len(ids), body.image_sizes) - len(ids)
+        new_tokens = context.manager.max_new_tokens(limit - room, body.new_tokens_within(room), body.new_tokens_field)
         if body.new_tokens is None and default_new_tokens is not None:
             new_tokens = min(new_tokens, default_new_tokens)
         if (body.min_tokens or 0) > new_tokens:

@@ -12,7 +12,7 @@ from typing import Any
 from lightserve.media.fetch.fetcher import MAX_PER_HOST
 from test.api.server import ServerProcess
 from test.faults.start_case import Start, StartCase
-from test.media.corpus import damaged_files, flipped_files, unusual_files
+from test.media.corpus import damaged_files, flipped_files, hostile_videos, unusual_files
 from test.media.fetch.image_host import answer, image_host_in_thread
 from test.vision_model import picture, png, save_vision_model
 from test.waiting import wait_until
@@ -38,6 +38,13 @@ def ask(server: ServerProcess, data: bytes) -> tuple[int, Any]:
 def ask_video(server: ServerProcess, data: bytes) -> tuple[int, Any]:
     url = "data:;base64," + base64.b64encode(data).decode()
     messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]
+    return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+
+
+def ask_slow_video(server: ServerProcess, fps: float) -> tuple[int, Any]:
+    """With more rotary positions than the model has."""
+    url = "data:;base64," + base64.b64encode(png(picture(60, 60))).decode()
+    messages = [{"role": "user", "content": [{"type": "video", "video": [url] * 64, "fps": fps}]}]
     return server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
 
 
@@ -121,6 +128,8 @@ def send_damaged_files(start: Start) -> None:
     assert set(damaged) == {400}, damaged
     assert set(unusual) == {200}, unusual
     assert {ask_video(server, data)[0] for data in damaged_files()} == {400}
+    assert {ask_video(server, data)[0] for data in hostile_videos()} == {400}
+    assert {ask_slow_video(server, fps)[0] for fps in (0.01, 1e-4, 1e-9, 5e-324)} == {400}
     flipped = {ask(server, data)[0] for data in flipped_files()}
     flipped |= {ask_video(server, data)[0] for data in flipped_files()}
     assert flipped <= {200, 400}

@@ -1,0 +1,79 @@
+"""What is refused before a file is fetched or while files are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from lightserve.errors import InvalidRequestError
+from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
+from lightserve.media.qwen import QwenImages
+from lightserve.media.reader import MB, ImageReader
+from lightserve.media.sources import ImageSource
+from lightserve.media.video_texts import VideoTexts
+from lightserve.model_files.config.images import ImageFiles
+from lightserve.outbound.urls import UrlRules
+from test.media.fetch.image_host import ImageHost, answer, image_host
+from test.vision_model import FILES, picture, png, video_preprocessor_of
+
+FAMILY = "qwen2_5_vl"
+LAYOUT = QwenImages.read(ImageFiles(FAMILY, FILES, {"vision_config": {}}, video=video_preprocessor_of(FAMILY)), None)
+RULES = UrlRules(MEDIA_FLAGS, private_hosts=("localhost",), allows_http=True)
+TEXTS = VideoTexts("<start>", "<video>", "<end>")
+
+
+def read(videos: Sequence[int], file: bytes, texts: VideoTexts | None = TEXTS) -> tuple[str, ImageHost]:
+    """``videos``: the number of frames of each. The error, and what the host saw."""
+
+    async def run() -> tuple[str, ImageHost]:
+        async with image_host(lambda target: answer(file), is_tls=False) as host:
+            fetcher = Fetcher(RULES, 2 * MB, 10.0, lambda name, port: ["127.0.0.1"])
+            reader = ImageReader(LAYOUT, 5, "<image>", 16, 2 * MB, fetcher, video=texts)
+            sources = [
+                ImageSource(
+                    "",
+                    is_video=True,
+                    frames=tuple(host.url(f"/{number}/{frame}", scheme="http") for frame in range(count)),
+                )
+                for number, count in enumerate(videos)
+            ]
+            try:
+                await reader.read_all(sources, "")
+            except InvalidRequestError as error:
+                return str(error), host
+            return "", host
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("videos", "texts", "message"),
+    [
+        ([4], None, "image 1 of the request: this model reads no videos"),
+        ([4, 129], TEXTS, "image 2 of the request: the video has 129 frames; the limit is 128"),
+        ([128, 128, 1], TEXTS, "the request has 257 URLs of other servers; the limit is 256"),
+    ],
+)
+def test_nothing_is_fetched_for_a_request_that_asks_for_too_much(
+    videos: Sequence[int], texts: VideoTexts | None, message: str
+) -> None:
+    refusal, host = read(videos, png(picture(60, 60)), texts)
+
+    assert message in refusal
+    assert not host.heads
+
+
+def test_the_frames_of_a_video_are_fetched() -> None:
+    refusal, host = read([3], png(picture(60, 60)))
+
+    assert refusal == ""
+    assert len(host.heads) == 3
+
+
+def test_a_video_is_fetched_until_it_is_too_large() -> None:
+    refusal, host = read([100], bytes(MB))
+
+    assert "image 1 of the request: it has more than 2 MB (--max_image_mb)" in refusal
+    assert 3 <= len(host.heads) < 50
