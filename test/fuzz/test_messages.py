@@ -94,8 +94,9 @@ def _field(kind: inspect.Type, hint: Any) -> st.SearchStrategy[Any]:
     """msgspec does not know what numbers an array has."""
     if isinstance(kind, inspect.CustomType):
         return _arrays(hint)
-    if isinstance(kind, inspect.VarTupleType) and isinstance(kind.item_type, inspect.CustomType):
-        return st.lists(_arrays(get_args(hint)[0]), max_size=MOST).map(tuple)
+    if isinstance(kind, inspect.VarTupleType | inspect.ListType) and isinstance(kind.item_type, inspect.CustomType):
+        sequence = tuple if isinstance(kind, inspect.VarTupleType) else list
+        return st.lists(_arrays(get_args(hint)[0]), max_size=MOST).map(sequence)
     return values_of(kind)
 
 
