@@ -48,7 +48,8 @@ MOE = MoeSpec(num_experts=EXPERTS, intermediate_size=WIDTH, route=RouteSpec(2, r
 SPECS = {
     "each": MOE,
     "shared": replace(MOE, shared_size=2 * WIDTH),
-    "shared beside": replace(MOE, shared_size=WIDTH, has_shared_gate=True),
+    "shared beside": replace(MOE, shared_size=2 * WIDTH, has_shared_gate=True),
+    "shared with a gate": replace(MOE, shared_size=WIDTH, has_shared_gate=True),
     "stacked": replace(MOE, layout=ExpertsLayout.STACKED),
     "transposed": replace(
         MOE, layout=ExpertsLayout.TRANSPOSED, experts_bias=True, activation=GatedSilu(1.702, 0.5, 1.0)
@@ -149,7 +150,7 @@ def test_quantised_experts_compute_what_the_dequantised_ones_do(moe: MoeSpec, ki
     out = layer.ffn.forward(inputs(), None)
 
     assert isinstance(layer.ffn.experts.method, QuantizedExperts)
-    assert (layer.ffn.shared is not None) == (moe.has_shared_gate or moe.latent_size > 0)
+    assert (layer.ffn.shared is not None) == (moe in (SPECS["shared beside"], SPECS["latent"]))
     assert_same(out, Layer(moe, None).load(dequantized(tensors, moe, kind)).ffn.forward(inputs(), None))
 
 
