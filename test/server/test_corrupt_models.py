@@ -322,7 +322,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(worker_module, "_with_progress", fail)
+    monkeypatch.setattr(worker_module, "with_progress", fail)
 
 
 def load(folder: Path) -> str:
