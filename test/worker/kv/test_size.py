@@ -29,6 +29,9 @@ class Memory:
     def peak_bytes(self, *args: Any) -> int:
         return 0
 
+    def wait_for_others(self) -> None:
+        pass
+
     def kv_budget(self, *args: Any) -> int:
         return self._budget
 
