@@ -62,7 +62,8 @@ class CheckedHistory(History):
 
     def could_run(self, req: Req) -> bool:
         """A request that need not wait, or that may and does not: then it only lacks room, and is the next."""
-        if req.is_background and any(not req.is_background and req.is_prefilling for req in self.batch):
+        is_behind_client = any(not req.is_background and req.is_prefilling for req in self.batch)
+        if req.is_background and (is_behind_client or self.queue.num_of_clients):  # perhaps with a step in flight
             return False
         return not self.may_wait(req) or (self.queue.is_ready(req) and not req.in_flight)
 
