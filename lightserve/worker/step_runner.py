@@ -319,7 +319,7 @@ def _launch_masks(logits: Tensor) -> None:
 
 def graph_shapes(max_reqs: int, ranges: GraphRanges, shares_prefixes: bool = True) -> Iterator[StepShape]:
     """The shapes that are worth capturing for a server that runs ``max_reqs`` requests at once."""
-    most = _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
+    most = _most_decodes(max_reqs, ranges)
     for count in ranges.decodes:
         if count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False)
@@ -329,9 +329,8 @@ def graph_shapes(max_reqs: int, ranges: GraphRanges, shares_prefixes: bool = Tru
         is_launch_bound = tokens <= ranges.max_launch_bound_tokens
         if is_launch_bound:
             yield StepShape(tokens, ranges.prefill_requests, has_decodes=False, has_prompts=True)
-        for requests in ranges.requests:
-            is_launch_slow = requests > ranges.slow_launch_requests
-            if requests < min(tokens, most + ranges.prefill_requests + 1) and (is_launch_bound or is_launch_slow):
+        for requests in _requests_beside(tokens, most, ranges):
+            if is_launch_bound or requests > ranges.slow_launch_requests:
                 yield StepShape(tokens, requests, has_decodes=True, has_prompts=True)
                 if shares_prefixes and tokens <= ranges.max_shared_tokens:
                     yield StepShape(tokens, requests, has_decodes=True, has_prompts=True, has_shared=True)
@@ -360,7 +359,7 @@ def draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> Iterato
     The tokens of a request are not padded, only those of the whole step. So many requests with few drafts each have
     shapes of their own.
     """
-    most = _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
+    most = _most_decodes(max_reqs, ranges)
     for requests in ranges.decodes:
         for drafts in _padded_drafts(requests, num_drafts):
             tokens = requests * (1 + drafts)
@@ -373,11 +372,10 @@ def mixed_draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> I
 
     Launching one takes twice as long as without drafts, so all are captured that a step is padded to.
     """
-    most = _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
+    most = _most_decodes(max_reqs, ranges)
     for tokens in ranges.tokens if num_drafts else ():
-        for requests in ranges.requests:
-            if requests < min(tokens, most + ranges.prefill_requests + 1):
-                yield StepShape(tokens, requests, has_decodes=True, has_prompts=True, num_drafts=num_drafts)
+        for requests in _requests_beside(tokens, most, ranges):
+            yield StepShape(tokens, requests, has_decodes=True, has_prompts=True, num_drafts=num_drafts)
 
 
 def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
@@ -400,6 +398,16 @@ def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int) -> S
         return None
     tokens = _next_size(shape.tokens, [requests * (1 + drafts) for drafts in _padded_drafts(requests, num_drafts)])
     return None if tokens is None else shape._replace(tokens=tokens, requests=requests, num_drafts=num_drafts)
+
+
+def _most_decodes(max_reqs: int, ranges: GraphRanges) -> int:
+    """Of a captured step."""
+    return _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
+
+
+def _requests_beside(tokens: int, most: int, ranges: GraphRanges) -> list[int]:
+    """Numbers of requests of captured steps with so many tokens, of prompts beside at most ``most`` decodes."""
+    return [requests for requests in ranges.requests if requests < min(tokens, most + ranges.prefill_requests + 1)]
 
 
 def _next_size(count: int, sizes: Sequence[int]) -> int | None:
