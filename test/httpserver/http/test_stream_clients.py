@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anthropic
@@ -57,6 +57,17 @@ def hugging_face(url: str) -> str:
     return "".join(client.text_generation(QUESTION, max_new_tokens=9, stream=True, seed=1))
 
 
+def holding_engine(client: Callable[[str], str], engines: list[FakeEngine]) -> Callable[[Served], Awaitable[None]]:
+    """A client reads a text from an engine that waits until the test lets it go on: it is added to ``engines``."""
+
+    async def scenario(served: Served) -> None:
+        engines.append(served.fake)
+        served.fake.hold.clear()
+        assert await asyncio.to_thread(client, served.url) == TEXT
+
+    return scenario
+
+
 @pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # of TGI's client
 @pytest.mark.parametrize("client", [chat, completions, responses, messages, tgi, hugging_face])
 def test_a_client_skips_keep_alives(
@@ -72,14 +83,9 @@ def test_a_client_skips_keep_alives(
         if len(keep_alives) == 2:
             engines[0].hold.set()
 
-    async def scenario(served: Served) -> None:
-        engines.append(served.fake)
-        served.fake.hold.clear()
-        assert await asyncio.to_thread(client, served.url) == TEXT
-
     monkeypatch.setattr(EventStream, "keep_alive_s", 0.01)
     monkeypatch.setattr(EventStream, "_send_keep_alive", release_after_two)
-    serve(scenario, tmp_path, spell(TEXT))
+    serve(holding_engine(client, engines), tmp_path, spell(TEXT))
 
     assert len(keep_alives) >= 2
 
@@ -106,15 +112,10 @@ def test_tokens_between_the_first_and_the_last_are_written_as_they_arrive(
         if len(quiet) == 2:
             engines[0].hold.set()
 
-    async def scenario(served: Served) -> None:
-        engines.append(served.fake)
-        served.fake.hold.clear()
-        assert await asyncio.to_thread(client, served.url) == TEXT
-
     monkeypatch.setattr(EventStream, "keep_alive_s", 0.01)
     monkeypatch.setattr(EventStream, "_send_keep_alive", release)
     monkeypatch.setattr(ResponseConnection, "write", record)
-    serve(scenario, tmp_path, spell(TEXT))
+    serve(holding_engine(client, engines), tmp_path, spell(TEXT))
 
     assert len(written) == len(TEXT) - 2
 
