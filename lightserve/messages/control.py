@@ -42,6 +42,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     preferred_step_tokens: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     weight_read_tokens: float = 256.0  # that a step computes in the time in which it reads the weights
+    leaves_out_drafts: bool = False  # steps do not compute drafts that nobody proposes
 
 
 class SlidingWindowKv(msgspec.Struct, frozen=True, tag="sliding_window"):

@@ -65,6 +65,7 @@ class ReqColumns:
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.acceptance: npt.NDArray[np.float64] = np.full(rows, FIRST_ACCEPTANCE)  # share of the drafts it reached
+        self.proposals: npt.NDArray[np.float64] = np.ones(rows)  # share of its steps with drafts that had proposals
         self.draft_rates = DraftRates()  # of all requests
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
@@ -100,7 +101,7 @@ class ReqColumns:
         acceptance = np.clip(self.acceptance[rows], 0.0, MOST_ACCEPTANCE)
         with_drafts = (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
         has_drafts = (self.may_draft[rows] > 0) & (self.draft_pause[rows] == 0)
-        return np.where(has_drafts, with_drafts, 1.0)
+        return np.where(has_drafts, 1.0 + self.proposals[rows] * (with_drafts - 1.0), 1.0)
 
     def accept(self, rows: Int64Array) -> None:
         """Their drafts in ``num_accepted`` become planned tokens."""
@@ -119,3 +120,4 @@ class ReqColumns:
         self.values[:, row] = source.values[:, source_row]
         self.last_token_s[row] = source.last_token_s[source_row]
         self.acceptance[row] = source.acceptance[source_row]
+        self.proposals[row] = source.proposals[source_row]

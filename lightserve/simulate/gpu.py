@@ -122,7 +122,8 @@ class Worker:
         counts[: len(decode_ids)] += int32s(drafts.accepted)
         token_ids = np.full(int(counts.sum()), OTHER, dtype=np.int32)
         token_ids[np.cumsum(counts) - 1] = last_ids
-        return WorkerResult(seconds, TokenColumns(req_ids, token_ids, counts), drafts)
+        has_drafts = int32s(step.draft_counts) > 0
+        return WorkerResult(seconds, TokenColumns(req_ids, token_ids, counts), drafts.where(has_drafts))
 
     def _verify(self, decode_ids: Int64Array, step: Step) -> DraftColumns:
         """As many drafts are accepted on average as it was said; none after the end of an output."""

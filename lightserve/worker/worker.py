@@ -8,6 +8,7 @@ from functools import partial
 from mmap import mmap
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightserve.common.basemodel import ModelArgs, ModelConfig, TpPartBaseModel
@@ -103,6 +104,7 @@ class ModelWorker:
         )
         traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
         self._profile = for_model(self._platform.profile(self._device), traits)
+        self._step_limits = self._profile.step_limits
         self._batch.lora_slots = config.num_loras
         self._state_block = DETERMINISTIC_BLOCK if config.deterministic else 1
         if self.model.model_kv_layout.states:
@@ -176,6 +178,7 @@ class ModelWorker:
             may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
             head=self._head,
         )
+        self._step_limits = replace(self._step_limits, leaves_out_drafts=self._drafts.leaves_out)
         self._collector = StepCollector()
 
     def _precision_summary(self, dtype: torch.dtype) -> str:
@@ -223,7 +226,7 @@ class ModelWorker:
 
     @property
     def step_limits(self) -> StepLimits:
-        return self._profile.step_limits
+        return self._step_limits
 
     @property
     def launch_lead_s(self) -> float:

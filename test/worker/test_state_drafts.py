@@ -64,7 +64,7 @@ def with_oracle(llm: LLM, texts: dict[int, list[int]]) -> LLM:
     """Its drafts are right three times of four."""
     assert isinstance(llm.worker, ModelWorker)
     llm.worker._drafts.proposer = Oracle(texts)
-    llm.worker._drafts._leaves_out = False
+    llm.worker._drafts.leaves_out = False
     return llm
 
 

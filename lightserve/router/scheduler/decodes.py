@@ -48,7 +48,7 @@ def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, 
         draft_counts[columns.may_draft[rows] == MAY_DRAFT_BY_GRAMMAR] = 0
     if draft_counts.any():
         cost = draft_cost(len(rows), limits.weight_read_tokens)
-        draft_counts = drafts_worth(columns, rows, draft_counts, cost)
+        draft_counts = drafts_worth(columns, rows, draft_counts, cost, limits.leaves_out_drafts)
     slot_counts = columns.missing_slots(rows, draft_counts)
     if slot_counts.sum() > available:
         draft_counts = np.zeros_like(draft_counts)

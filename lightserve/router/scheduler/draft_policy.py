@@ -6,11 +6,18 @@ Whether it is accepted or not, it makes the step longer: see ``draft_cost``. So 
 chances, as long as expected tokens over expected time grow. A draft of one request is then worth as much as one of
 another, and a step whose drafts are worth nothing has none.
 
-A request without drafts in this order tries one after a pause. The pause doubles each time that this one is refused. So
-a request that never repeats itself loses little.
+Of some steps the proposer has no drafts: no n-gram occurs again. That says nothing of the drafts that it does propose.
+But unless the worker leaves such drafts out, the step computes them all the same. So the chance of all drafts of a
+request is multiplied by how often it had proposals.
+
+A request without drafts in this order tries one after a pause. The pause doubles each time that this one is refused. If
+none was proposed, it only lasts until the draft cost little of the time. So a request that never repeats itself loses
+little.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +30,7 @@ WEIGHT = 0.3  # of the last draft that was reached
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # decodes
 LEAST_COST = 0.03  # proposals and verification take time too
 LEAST_ACCEPTANCE = 1e-3
+MOST_LOST = 0.01  # of the time, by a request whose drafts are never proposed
 
 
 def draft_cost(num_decodes: int, weight_read_tokens: float) -> float:
@@ -35,19 +43,25 @@ def draft_cost(num_decodes: int, weight_read_tokens: float) -> float:
     return max(num_decodes / (num_decodes + weight_read_tokens), LEAST_COST)
 
 
-def drafts_worth(columns: ReqColumns, rows: Int64Array, allowed: Int64Array, cost: float) -> Int64Array:
+def drafts_worth(
+    columns: ReqColumns, rows: Int64Array, allowed: Int64Array, cost: float, leaves_out: bool = False
+) -> Int64Array:
     """How many drafts the next step should have for each of its decodes. Counts down their pauses.
 
-    ``allowed``: of each, at most.
+    ``allowed``: of each, at most. ``leaves_out``: the worker computes no draft without a proposal. Then such a draft
+    costs nothing, and a request tries again in the next step.
     """
     if not cost or not len(rows):
         return allowed
     is_paused = columns.draft_pause[rows] > 0
     columns.draft_pause[rows] -= is_paused
     chances = columns.acceptance[rows, None] * columns.draft_rates.factors(int(allowed.max()))
+    if not leaves_out:
+        chances[:, :1] *= columns.proposals[rows, None]
     counts = _most_productive(chances, np.where(is_paused, 0, allowed), cost)
     is_tried = (counts == 0) & (allowed > 0) & ~is_paused
-    columns.draft_pause[rows[is_tried]] = np.maximum(columns.last_pause[rows[is_tried]], FIRST_PAUSE)
+    if not leaves_out:  # the next steps are planned before it is known what became of this one
+        columns.draft_pause[rows[is_tried]] = np.maximum(columns.last_pause[rows[is_tried]], FIRST_PAUSE)
     return np.where(is_tried, 1, counts)
 
 
@@ -74,8 +88,19 @@ def _most_productive(acceptance: npt.NDArray[np.float64], allowed: Int64Array, c
 def observe_drafts(columns: ReqColumns, rows: Int64Array, drafts: DraftColumns, cost: float) -> None:
     """Learn from the drafts of a step. ``rows``: of their requests, in the same order."""
     proposed, accepted = (int32s(counts).astype(np.int64) for counts in (drafts.proposed, drafts.accepted))
-    # those after the first refused one were not reached; a step without a proposal counts as one refused draft
-    reached = np.maximum(np.minimum(accepted + 1, proposed), 1)
+    is_proposed = proposed > 0
+    columns.proposals[rows] += WEIGHT * (is_proposed - columns.proposals[rows])
+    is_missed = ~is_proposed & (columns.proposals[rows] * columns.acceptance[rows] < cost)
+    pause = min(max(math.ceil(cost / MOST_LOST), FIRST_PAUSE), LONGEST_PAUSE)
+    columns.draft_pause[rows[is_missed]] = pause
+    _observe_proposed(columns, rows[is_proposed], proposed[is_proposed], accepted[is_proposed], cost)
+
+
+def _observe_proposed(
+    columns: ReqColumns, rows: Int64Array, proposed: Int64Array, accepted: Int64Array, cost: float
+) -> None:
+    """Learn from requests with proposals."""
+    reached = np.minimum(accepted + 1, proposed)  # those after the first refused one were not reached
     columns.draft_rates.observe(columns.acceptance[rows], reached, accepted)
     keep = (1 - WEIGHT) ** reached
     columns.acceptance[rows] = keep * columns.acceptance[rows] + (1 - keep) * accepted / reached

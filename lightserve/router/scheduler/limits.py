@@ -24,6 +24,7 @@ class SchedulerLimits:
     past_outputs: int = 0  # from which drafts may come: how many are kept of a salt
     has_synthetic_drafts: bool = False  # a schedule accepts them
     weight_read_tokens: float = 0.0  # what a draft costs: see draft_policy.py; 0: nothing
+    leaves_out_drafts: bool = False  # steps do not compute drafts that nobody proposes
 
 
 def make_limits(
@@ -45,6 +46,7 @@ def make_limits(
         token_ratio=router.router_token_ratio,
         long_prompt_step_s=_long_prompt_step_s(router, device) / worker.pp,
         weight_read_tokens=device.weight_read_tokens,
+        leaves_out_drafts=device.leaves_out_drafts,
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
         **_draft_limits(worker),
     )

@@ -84,7 +84,7 @@ class DraftRunner:
         self.num_drafts = 0 if config is None else config.num_speculative_tokens  # of a request in a step, at most
         self._synthetic: SyntheticAcceptance | None = None
         self._table: TokenTable | None = None
-        self._leaves_out = False  # drafts without a proposal are left out of a step, as the proposer may have none
+        self.leaves_out = False  # drafts without a proposal are left out of a step, as the proposer may have none
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
         self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
@@ -94,7 +94,7 @@ class DraftRunner:
             self.proposer = NgramProposer(config, self._table)
             if self._head is not None:
                 self.proposer = PredictionsFirst(self.proposer, self._head)
-            self._leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
+            self.leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
             most = runner.capture_drafts(self.num_drafts, self._compute_captured)
@@ -119,7 +119,7 @@ class DraftRunner:
         """
         self._found = None
         counts = int32s(step.draft_counts).astype(np.int64)
-        if not self._leaves_out or not counts.any():
+        if not self.leaves_out or not counts.any():
             return step
         reqs = self._batch.reqs_of(int64s(step.decode_ids))
         rows = np.array([req.row for req in reqs], dtype=np.int64)

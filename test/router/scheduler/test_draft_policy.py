@@ -9,7 +9,7 @@ import pytest
 
 from lightserve.messages.int_arrays import int32s, int64s
 from lightserve.messages.step import DraftColumns
-from lightserve.router.req_columns import ReqColumns
+from lightserve.router.req_columns import FIRST_ACCEPTANCE, ReqColumns
 from lightserve.router.scheduler.draft_policy import LONGEST_PAUSE, draft_cost, drafts_worth, observe_drafts
 
 MOST = 8
@@ -134,10 +134,66 @@ def test_no_other_drafts_give_more_tokens_in_the_time(seed: int) -> None:
     assert tokens_over_time(tuple(np.where(is_tried, 0, counts))) == pytest.approx(best)
 
 
-def test_a_step_without_a_proposal_counts_as_a_refused_draft() -> None:
-    columns, other = ReqColumns(4), ReqColumns(4)
+def test_a_step_without_a_proposal_says_nothing_of_the_drafts_that_are_proposed() -> None:
+    columns = ReqColumns(4)
 
-    observe(columns, 0, 0, 0.5)
-    observe(other, 1, 0, 0.5)
+    for _ in range(20):
+        observe(columns, 0, 0, 0.03)
+        columns.draft_pause[ROW] = 0
 
-    assert columns.acceptance[ROW] == other.acceptance[ROW] < ReqColumns(4).acceptance[ROW]
+    assert columns.acceptance[ROW] == FIRST_ACCEPTANCE
+    assert worth(columns, 0.03) == 1  # tried: a step would compute what nobody proposes
+    columns.draft_pause[ROW] = 0
+    assert drafts_worth(columns, ROW, np.array([MOST]), 0.03, leaves_out=True).item() > 1
+
+
+@pytest.mark.parametrize("cost", [0.03, 0.1, 0.4, 0.8])
+def test_a_request_without_proposals_tries_as_often_as_it_costs_little(cost: float) -> None:
+    """Not more and more seldom: refused drafts say that others would be refused, missing ones do not."""
+    columns = ReqColumns(4)
+
+    counts = []
+    for _ in range(1000):
+        counts.append(worth(columns, cost))
+        if counts[-1]:
+            observe(columns, 0, 0, cost)
+
+    later = counts[-300:]
+    assert sum(later) * cost < 0.02 * len(later)
+    assert sum(later) >= len(later) // LONGEST_PAUSE
+    assert abs(sum(later) - sum(counts[-600:-300])) <= 1
+
+
+def test_a_draft_that_is_left_out_is_tried_in_every_step() -> None:
+    """A CPU computes no draft that nobody proposes, so the router hears nothing of it."""
+    columns = ReqColumns(4)
+    columns.acceptance[:] = 0.0
+
+    counts = [drafts_worth(columns, ROW, np.array([MOST]), 0.4, leaves_out=True).item() for _ in range(30)]
+    observe(columns, 1, 0, 0.4)
+
+    assert counts == [1] * 30
+    assert drafts_worth(columns, ROW, np.array([MOST]), 0.4, leaves_out=True).item() == 0
+
+
+@pytest.mark.parametrize("is_proposed", [True, False], ids=["refused", "missing"])
+@pytest.mark.parametrize("weight_read_tokens", [1.5, 256.0], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("count", [1, 4, 64, 256])
+def test_drafts_that_are_never_accepted_cost_less_than_a_fiftieth(
+    count: int, weight_read_tokens: float, is_proposed: bool
+) -> None:
+    """Time is counted in steps without drafts. Each token of the step takes its share, as draft_cost says."""
+    columns, rows = ReqColumns(count), np.arange(count)
+    cost, ids, none = draft_cost(count, weight_read_tokens), np.arange(count), np.zeros(count, dtype=np.int64)
+    seconds = []
+
+    for _ in range(1000):
+        drafts = drafts_worth(columns, rows, np.full(count, 4), cost)
+        seconds.append(1 + cost * drafts.sum() / count)
+        has_drafts = drafts > 0
+        proposed = drafts if is_proposed else none
+        result = DraftColumns(int64s(ids[has_drafts]), int32s(proposed[has_drafts]), int32s(none[has_drafts]))
+        observe_drafts(columns, rows[has_drafts], result, cost)
+
+    assert np.mean(seconds[300:]) < 1.02
+    assert np.sum(seconds[:300]) < 300 + 20  # what it takes to learn that
