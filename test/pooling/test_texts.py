@@ -157,16 +157,23 @@ def test_a_template_that_is_not_there_is_refused_with_the_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "instruction", "message"),
+    ("text", "message"),
     [
-        ("{{ query }}", None, "does not show the query and the document once each"),
-        ("{{ query }} {{ document }} {{ query }}", None, "once each"),
-        ("{{ query }} {{ document }}", "find it", "instruction: the score template"),
+        ("{{ query }}", "does not show the query and the document once each"),
+        ("{{ query }} {{ document }} {{ query }}", "once each"),
+        ("{{ query }} {{ document", "--score_template: unexpected end"),
+        ("{{ query }} {{ document | upside_down }}", "--score_template: No filter named"),
+        ("{{ query }} {{ document }} {{ raise_exception('no') }}", "--score_template: .*rejects"),
     ],
 )
-def test_a_wrong_template_or_instruction_is_refused(text: str, instruction: str | None, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        PairPrompts(read_score_template(text)).of(instruction)
+def test_a_wrong_template_is_refused_at_the_start(text: str, message: str) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        read_score_template(text)
+
+
+def test_an_instruction_is_refused_by_a_template_that_shows_none() -> None:
+    with pytest.raises(InvalidRequestError, match="instruction: the score template"):
+        PairPrompts(read_score_template("{{ query }} {{ document }}")).of("find it")
 
 
 def test_a_template_has_the_special_tokens_of_the_tokenizer_around_it() -> None:

@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from jinja2 import TemplateError
+
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.template.chat_template import ChatTemplate
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
@@ -71,16 +73,23 @@ class PairPrompts:
 
 
 def read_score_template(value: str) -> ScoreTemplate:
-    """Of ``--score_template``: a name of TEMPLATES, a file, or the text itself."""
+    """Of ``--score_template``: a name of TEMPLATES, a file, or the text itself, which is tried here."""
     if value in TEMPLATES:
         return TEMPLATES[value]
-    if "{{" in value or "{%" in value:
-        return ScoreTemplate(value)
+    template = ScoreTemplate(value if "{{" in value or "{%" in value else _read(value))
     try:
-        return ScoreTemplate(Path(value).expanduser().read_text())
+        PairPrompts(template).of(None)
+    except (TemplateError, InvalidRequestError) as error:
+        raise ModelFilesError(f"--score_template: {error}") from error
+    return template
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFilesError(
-            f"--score_template {value[:200]}: no such file; give one of {', '.join(TEMPLATES)}, the path of a Jinja "
+            f"--score_template {path[:200]}: no such file; give one of {', '.join(TEMPLATES)}, the path of a Jinja "
             "file, or the template itself"
         ) from error
 
