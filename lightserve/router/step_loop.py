@@ -102,6 +102,16 @@ class StepLoop:
         """Wait until no step is in flight. Without a hold, the next one may be sent at once."""
         await self.wait_until(lambda: not self._in_flight)
 
+    async def wait_unwritten(self) -> None:
+        """Wait until nobody writes into the KV pool: no step, and no copy from other memory or another engine.
+
+        Copies go on when the steps that began them are back. With a hold, none begins.
+        """
+        await self.wait_idle()
+        for source in self._sources:
+            source.stop_writing()
+        await self.wait_until(lambda: not self._in_flight and not any(source.is_writing for source in self._sources))
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until it is true. It is asked whenever the loop has nothing more to do."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

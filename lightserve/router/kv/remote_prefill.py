@@ -134,6 +134,14 @@ class RemoteKvSource(KvSource, PoolListener):
                 self._declined.add(message.transfer_id)
             self._cancel(message.transfer_id)
 
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._open)
+
+    def stop_writing(self) -> None:
+        for transfer_id in self._open:
+            self._cancel(transfer_id)
+
     def _cancel(self, transfer_id: int) -> None:
         self._cancelled.add(transfer_id)
         self._receiver.cancel(transfer_id)

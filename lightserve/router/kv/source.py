@@ -127,3 +127,11 @@ class KvSource(StepPart):
 
     def cancel(self, message: KvCancel) -> None:
         """Another engine will not send what a request waits for."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the workers may still write into slots of the pool, beside their steps."""
+        return False
+
+    def stop_writing(self) -> None:
+        """End what can end early. It has ended when ``is_writing`` is false."""

@@ -44,7 +44,7 @@ class PauseControl:
         if self._pause is not message:
             raise ConflictError("the server was resumed, or paused in another way, before this pause was reached")
         self._steps.hold(_PAUSE)
-        await self._steps.wait_idle()
+        await (self._steps.wait_unwritten() if message.clears_cache else self._steps.wait_idle())
         if message.clears_cache and self._pause is message:
             self._scheduler.clear_cache()
         logger.info("generation is paused (mode %s): %d requests stay", message.mode, self.num_open)
@@ -65,7 +65,7 @@ class PauseControl:
             raise ConflictError(f"the cache is in use: {self.num_open} requests are open; wait, abort or pause them")
         self._steps.hold(_FLUSH)
         try:
-            await self._steps.wait_idle()
+            await self._steps.wait_unwritten()
             self._scheduler.clear_cache()
         finally:
             self._steps.release(_FLUSH)

@@ -271,7 +271,7 @@ class WeightsControl:
         if aborts:
             self._end_requests()
         self._steps.hold(_HOLD)
-        await self._steps.wait_idle()
+        await self._steps.wait_unwritten()  # what comes later would belong to the new weights
         self._is_open = True
 
     def _watch(self) -> None:

@@ -80,6 +80,10 @@ class KvTiers(KvSource, PoolListener):
         self._wake = wake
         self.storage.connect(workers.storage_tiers, wake)
 
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._loads)
+
     def begin_step(self) -> None:
         self.offload_queue.begin_step()
 
