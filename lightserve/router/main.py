@@ -177,7 +177,7 @@ async def _handle_launcher(
                 manager.use_workers(workers)
                 manager.reload_adapters(workers)
                 _enable_profiles(child_config, manager, workers)
-                manager.rl.sleep.on_workers_changed()
+                manager.rl.on_new_workers()
             except (EOFError, OSError) as error:
                 logger.warning("cannot connect to the new workers of generation %d: %s", message.generation, error)
                 launcher.send(WorkersLost(message.generation, str(error), caused_by_request=False))

@@ -65,6 +65,12 @@ class RlControl:
             raise RuntimeError("a control call came before the router ran")
         self._tasks.create_task(self._answer(message))
 
+    def on_new_workers(self) -> None:
+        """They are used from now on."""
+        self.sleep.on_workers_changed()
+        if self._tasks is not None:
+            self._tasks.create_task(self.sleep.free_again())  # a sleep or wake may be waiting for the launcher
+
     async def _answer(self, message: RlQuery) -> None:
         try:
             reply = await self._handlers[type(message)](message)

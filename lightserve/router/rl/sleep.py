@@ -95,13 +95,25 @@ class SleepControl:
         return FREED if self._is_kv_freed else KEPT
 
     async def _set_kv_memory(self, *, is_released: bool) -> None:
-        """New workers have all of it. If a release fails, some of them may have freed theirs."""
+        """If it fails, some workers may have freed theirs. Workers that are lost have none: see ``free_again``."""
         self._is_kv_freed = True
         async with asyncio.timeout(KV_TIMEOUT_S):
             reply = await self._steps.call_workers(SET_KV_MEMORY, KvMemory(is_released))
         if reply is not None and reply.error:
             raise ServerError(f"the memory of the KV cache could not be changed: {reply.error}")
-        self._is_kv_freed = is_released and reply is not None
+        self._is_kv_freed = is_released
+
+    async def free_again(self) -> None:
+        """New workers have come, with the memory that the trainer was given."""
+        async with self._lock:
+            if not self._is_kv_freed:
+                return
+            try:
+                await self._set_kv_memory(is_released=True)
+            except (ServerError, TimeoutError) as error:
+                logger.error("new workers keep the memory of their KV cache, which a trainer has released: %s", error)
+            else:
+                logger.info("new workers have freed the memory of their KV cache, as a trainer has asked")
 
     async def _pause_for_sleep(self, message: Sleep) -> None:
         was_paused = self._pause.is_paused

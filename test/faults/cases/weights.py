@@ -14,12 +14,13 @@ from typing import Any
 
 from test.faults.case import Case
 from test.faults.cases.processes import send_signal
-from test.faults.harness import FaultContext
-from test.faults.reactions import responds
+from test.faults.harness import STREAMING, FaultContext
+from test.faults.reactions import STREAMS_CONTINUE, responds
 from test.ports import free_port
 
 BODY = {"prompt": [501, 502, 503], "max_tokens": 8, "temperature": 0}
 NORM = "model.norm.weight"
+FREED_AGAIN = "new workers have freed the memory of their KV cache"
 FROM_DISK, FROM_TRAINER = "/update_weights_from_disk", "/update_weights_from_distributed"
 
 
@@ -97,7 +98,25 @@ def wrong_tensor(**fields: Any) -> Callable[[FaultContext], None]:
     return fault
 
 
+def kill_without_kv_memory(context: FaultContext) -> None:
+    """The new worker has freed the memory of its KV cache too, until the trainer gives it back."""
+    assert context.client.post("/release_kv_cache_memory?mode=keep", {})[0] == 200
+    frees = context.server.log.count(FREED_AGAIN)
+    send_signal("ls-worker", signal.SIGKILL)(context)
+    context.wait_until(lambda: context.server.log.count(FREED_AGAIN) > frees)
+    status, woken = context.client.post("/wake_up", {})
+    assert (status, woken["method"]) == (200, "kv_freed")
+
+
 CASES = [
+    Case(
+        "kill -9 ls-worker, its KV memory released",
+        kill_without_kv_memory,
+        STREAMS_CONTINUE,
+        during=STREAMING,
+        flags=(),
+        restarts=1,
+    ),
     Case("kill -9 ls-worker, weights of a folder", kill_after_folder, responds(200), flags=(), restarts=1),
     Case("kill -9 ls-worker, weights of a trainer", kill_after_broadcast, responds(503), flags=(), restarts=1),
     Case("a trainer dies in a broadcast", trainer_dies, responds(503), flags=(), within_s=60.0),

@@ -154,3 +154,20 @@ def test_transfers_of_other_engines_are_ended_before_kv_memory_is_freed(tmp_path
         await router.until(lambda: router.has_finished(1))
 
     check(scenario, tmp_path)
+
+
+def test_workers_that_come_while_kv_memory_is_released_release_theirs(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.manager.use_workers(Workers())
+        router.send(prompt(1, 50))
+        await router.until(lambda: router.has_finished(1))
+        assert (await ask(router, Sleep(1, tags=["kv_cache"]))).method == "kv_freed"
+
+        router.manager.use_workers(workers := Workers())
+        router.manager.rl.on_new_workers()
+
+        await until(lambda: workers.calls == ["KvMemory"])
+        assert (await ask(router, WakeUp(2))).method == "kv_freed"
+        assert workers.calls == ["KvMemory"] * 2
+
+    check(scenario, tmp_path)
