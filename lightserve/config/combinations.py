@@ -214,7 +214,6 @@ TABLE = (
         NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"
     ),
     # trainers
-    _not_built(RL, PINNED_PREFIXES, "pinned prefixes keep the KV of the weights before", "leave out --pinned_prefixes"),
     *(
         _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
         for feature, reason in (

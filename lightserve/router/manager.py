@@ -94,7 +94,9 @@ class RouterManager:
         self.adapters = AdapterControl(scheduler, self._output_processor, to_detokenization)
         self.weights = WeightsControl(scheduler, self.steps, self._output_processor, to_detokenization.send)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
+        self.weights.on_replaced = self._recompute_pinned
         pause = PauseControl(scheduler, self.steps, self._output_processor)
+        pause.on_kv_freed = self._recompute_pinned
         self.rl = RlControl(pause, SleepControl(self.steps, pause), to_detokenization)
 
     @property
@@ -127,6 +129,10 @@ class RouterManager:
         if self._output_processor.pinned is not None:
             self._output_processor.pinned.compute(self._make_internal, time.monotonic())
             self.steps.wake()
+
+    def _recompute_pinned(self) -> None:
+        if self._output_processor.pinned is not None:
+            self._output_processor.pinned.recompute(self._make_internal, time.monotonic())
 
     def _make_internal(self, message: GenerateReq) -> Req:
         req = self._make_req(message, None)

@@ -86,11 +86,21 @@ class PinnedPrefixes:
         self._failed: set[int] = set()  # not tried again: it may be what made the workers die
 
     def compute(self, make_req: Callable[[GenerateReq], Req], now_s: float) -> None:
-        """Queue what is neither pinned nor being computed: at the start, and when new workers have no KV."""
+        """Queue what is neither pinned nor being computed: at the start, and when there is no KV of them."""
         for req_id, (group, _, token_ids) in self._prompts.items():
             if not group.pool.pinned_tokens and req_id not in self._computing | self._failed:
                 self._computing.add(req_id)
                 self._scheduler.add(make_req(GenerateReq(req_id, token_ids, ONE_TOKEN, now_s)), group)
+
+    def recompute(self, make_req: Callable[[GenerateReq], Req], now_s: float) -> None:
+        """Their KV is of no use any more: of other weights, or in memory that was freed. No step is in flight."""
+        for req_id in self._computing:
+            self._scheduler.abort(req_id)
+        self._computing.clear()
+        self._failed.clear()
+        for group in self._scheduler.groups:
+            group.pool.unpin()
+        self.compute(make_req, now_s)
 
     def end(self, req: Req, has_failed: bool = False) -> None:
         """One of them has ended."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
+from test.pooling.files import word_tokenizer
 from test.ports import free_port
 from test.rl_checkpoints import save_checkpoints
 from test.rl_trainer import Trainer
@@ -34,6 +35,7 @@ PROMPT = [5, 17, 3, 99, 42]
 BODY = {"prompt": [PROMPT], "max_tokens": 8, "temperature": 0, "logprobs": 0, "return_token_ids": True}
 NAMES = ("first", "second", "third")
 NORM = "model.norm.weight"
+PINNED = " ".join(f"w{number}" for number in range(2, 90))
 
 
 class Text(NamedTuple):
@@ -44,7 +46,10 @@ class Text(NamedTuple):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model."""
-    return save_checkpoints(tmp_path_factory.mktemp("weights"), NAMES)
+    folders = save_checkpoints(tmp_path_factory.mktemp("weights"), NAMES)
+    word_tokenizer().save(str(folders["first"] / "tokenizer.json"))
+    (folders["first"] / "prompts.json").write_text(json.dumps({"pinned": PINNED}))
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,8 @@ def serving(folders: dict[str, Path], log: Path, *flags: str) -> AbstractContext
 
 @pytest.fixture(scope="module")
 def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving(folders, tmp_path_factory.mktemp("log") / "log") as server:
+    pinned = ("--pinned_prefixes", str(folders["first"] / "prompts.json"))
+    with serving(folders, tmp_path_factory.mktemp("log") / "log", *pinned) as server:
         yield server
 
 
@@ -184,6 +190,35 @@ def test_the_prefix_cache_has_nothing_of_the_weights_before(server: ServerProces
 
     assert post(server, "/v1/completions", long)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert_serves(server, expected["second"])
+
+
+def test_pinned_prefixes_are_computed_with_the_new_weights(server: ServerProcess, folders: dict[str, Path]) -> None:
+    static = server.post("/tokenize", {"prompt": PINNED})[1]["tokens"]
+    for name in ("second", "first"):
+        post(server, "/update_weights_from_disk", {"model_path": name, "flush_cache": name == "first"})
+        wait_until(lambda: server.metrics()["kv_pinned_tokens"] == len(static))
+        body = BODY | {"disable_prompt_cache": True, "prompt": [static + PROMPT]}
+        whole = post(server, "/v1/completions", body)[1]["choices"][0]
+
+        named = post(server, "/v1/completions", BODY | {"task_id": "pinned"})[1]
+
+        assert named["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(static)
+        assert named["choices"][0]["token_ids"] == whole["token_ids"]
+        assert named["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
+            whole["logprobs"]["token_logprobs"], abs=1e-2
+        )
+
+
+def test_pinned_prefixes_come_back_when_the_memory_of_the_kv_does(server: ServerProcess) -> None:
+    load_first(server)
+    body = BODY | {"task_id": "pinned"}
+    whole = post(server, "/v1/completions", body)[1]["choices"][0]["token_ids"]
+    assert post(server, "/release_kv_cache_memory", {})[0] == 200
+    assert post(server, "/wake_up?tags=kv_cache", {})[0] == 200
+
+    wait_until(lambda: server.metrics()["kv_pinned_tokens"] > 0)
+
+    assert post(server, "/v1/completions", body)[1]["choices"][0]["token_ids"] == whole
 
 
 # refused before anything changes

@@ -44,7 +44,7 @@ Features combine, except for the pairs below. A server that gets such a pair say
 what to do, before it loads anything:
 
 ```
-lightserve serve --model_dir DIR --enable_rl --pinned_prefixes prompts.json
+lightserve serve --model_dir DIR --kv_ram_gb 8 --disable_dynamic_prompt_cache
 ```
 
 `python -m test.config.combinations_page` writes this page from the one table of such pairs,

@@ -119,6 +119,28 @@ def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:
     assert scheduler.only_group.pool.used == 30
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_they_are_computed_again_beside_what_ran_on_the_old_ones(name: str) -> None:
+    pool = KvPool(400, make_group_pools(GROUPS[name], 400))
+    scheduler = Scheduler(GroupScheduler(pool, SchedulerLimits(4, 64, 64)))
+    pinned = PinnedPrefixes(scheduler, PROMPTS)
+    pinned.compute(make_req, 0.0)
+    scheduler.next_step()
+    pinned.recompute(make_req, 0.0)  # while they are computed
+    serve(scheduler, pinned)
+    held = [group.used for group in pool.groups]
+
+    pinned.recompute(make_req, 0.0)
+
+    assert (pool.pinned_tokens, pool.used) == (0, 0)
+    assert not any(group.used for group in pool.groups)
+    pool.clear_cache()
+    assert pool.cached_tokens == 0
+    serve(scheduler, pinned)
+    assert pool.pinned_tokens == pool.used == 30
+    assert [group.used for group in pool.groups] == held
+
+
 def test_new_workers_compute_them_again(scheduler: Scheduler) -> None:
     pinned = PinnedPrefixes(scheduler, PROMPTS)
     pinned.compute(make_req, 0.0)

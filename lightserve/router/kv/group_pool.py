@@ -14,6 +14,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array
 from lightserve.router.kv.group_slots import GroupSlots
 from lightserve.router.kv.slots import Slots
@@ -46,6 +48,7 @@ class KvGroupPool(StoredKvGroup):
         """``size``: slots of this pool; ``num_tokens``: of the pool of all tokens."""
         self._num_tokens = num_tokens
         self._evicted_before = 0  # the last reset
+        self._pinned: Slots = NO_INT32  # slots that pinned prefixes hold
         self.slots = GroupSlots(size, num_tokens)
         self.writes: Slots = NO_INT32  # slots to which the step writes that is being planned
         self.snapshots: Int32Array = NO_INT32  # of that step: see Step
@@ -89,6 +92,7 @@ class KvGroupPool(StoredKvGroup):
         """All KV is lost. No request holds anything."""
         self._evicted_before += self.slots.num_evicted
         self.slots = GroupSlots(self.size, self._num_tokens)
+        self._pinned = NO_INT32
         self._clear()
 
     @abstractmethod
@@ -163,9 +167,18 @@ class KvGroupPool(StoredKvGroup):
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""
         self.slots.remove_cached(tokens)
 
-    @abstractmethod
     def pin(self, tokens: Slots) -> None:
-        """Never lose what continues this cached prefix, which is usable."""
+        """Never lose what continues this cached prefix, which is usable, until ``unpin``."""
+        self._pinned = np.concatenate((self._pinned, self.slots.hold(self._continuing(tokens))))
+
+    def unpin(self) -> None:
+        """Of all prefixes."""
+        pinned, self._pinned = self._pinned, NO_INT32
+        self.slots.free(pinned)
+
+    @abstractmethod
+    def _continuing(self, tokens: Slots) -> Slots:
+        """The tokens of a usable prefix that the next token needs."""
 
     def invalidate(self, slots: Slots) -> None:
         """Cached tokens lose these slots, which ``alloc`` returned: the steps that should fill them have failed."""

@@ -110,6 +110,10 @@ class KvGroupPools(tuple[KvGroupPool, ...]):
         for group in self if usable else ():
             group.pin(tokens[:usable])
 
+    def unpin(self) -> None:
+        for group in self:
+            group.unpin()
+
     # slower memory; ``blocks`` are numbers of blocks of a prefix, by group, or nothing if no group gets any
 
     def can_load(self, blocks: Sequence[Sequence[int]], step_tokens: int) -> bool:

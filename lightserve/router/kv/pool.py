@@ -61,6 +61,7 @@ class KvPool:
         """All KV is lost."""
         self.slots = TokenSlots(self._size)
         self._cache = RadixCache()
+        self._pinned: list[RadixNode] = []
         self.pinned_tokens = 0
         self.loading_tokens = 0  # whose slots loads hold, and no request
         self.num_loads = 0  # some have slots of KV groups only
@@ -258,8 +259,17 @@ class KvPool:
         node, slots = self._cache.match(ids, salt)
         self._cache.lock(node)
         self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
+        self._pinned.append(node)
         self.groups.pin(slots)
         return len(slots)
+
+    def unpin(self) -> None:
+        """Of all prefixes: they stay cached until others need their slots."""
+        for node in self._pinned:
+            self._cache.unlock(node)
+        self._pinned.clear()
+        self.pinned_tokens = 0
+        self.groups.unpin()
 
     def clear_cache(self) -> None:
         """Drop all cached prefixes that no request uses and that are not pinned."""

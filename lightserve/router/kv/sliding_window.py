@@ -43,7 +43,6 @@ class SlidingWindowPool(KvGroupPool):
     def _clear(self) -> None:
         self._reqs: dict[Req, ReqSlots] = {}
         self._num_loading = 0  # slots that loads hold
-        self._num_pinned = 0
 
     def bind(self, running: RunningReqs) -> None:
         self._running = running
@@ -68,7 +67,7 @@ class SlidingWindowPool(KvGroupPool):
         """Whether so many slots can be held beside those of running requests and loads."""
         columns, rows = self._running.columns, self._running.rows
         lengths = columns.prompt_len[rows] + columns.max_new_tokens[rows]
-        held = int(np.minimum(lengths, self.kept_tokens + 1).sum()) + self._num_loading + self._num_pinned
+        held = int(np.minimum(lengths, self.kept_tokens + 1).sum()) + self._num_loading + len(self._pinned)
         return held + slots + min(step_tokens, self.size // 2) <= self.size
 
     def usable_len(self, tokens: Slots) -> int:
@@ -126,8 +125,8 @@ class SlidingWindowPool(KvGroupPool):
         begin = max(begin, self._begin.item(req.row))
         self.slots.add_cached(tokens[begin:], self._flush(req).view[begin : len(tokens)])
 
-    def pin(self, tokens: Slots) -> None:
-        self._num_pinned += len(self.slots.hold(tokens[max(len(tokens) - self._needed, 0) :]))
+    def _continuing(self, tokens: Slots) -> Slots:
+        return tokens[max(len(tokens) - self._needed, 0) :]
 
     @property
     def blocks_before(self) -> int:

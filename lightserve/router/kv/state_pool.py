@@ -201,8 +201,8 @@ class StatePool(KvGroupPool):
         if is_wanted and self.slots.add_cached(tokens[-1:], int32s([state.row])):
             self._set(state, state.row, is_kept=True)
 
-    def pin(self, tokens: Slots) -> None:
-        self.slots.hold(tokens[-1:])
+    def _continuing(self, tokens: Slots) -> Slots:
+        return tokens[-1:]
 
     def align(self, tokens: int) -> None:
         self._multiple = math.lcm(self.figures.block, tokens)

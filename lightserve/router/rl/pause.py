@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightserve.errors import ConflictError
 from lightserve.messages.rl import AbortAll, FlushCache, PauseGeneration, ResumeGeneration, RlReply
 from lightserve.router.output_processor import OutputProcessor
@@ -18,6 +20,7 @@ _PAUSE, _FLUSH = "pause", "flush"
 class PauseControl:
     def __init__(self, scheduler: Scheduler, steps: StepLoop, output_processor: OutputProcessor) -> None:
         self.refusal = ""  # why new requests are refused now; empty: they are not
+        self.on_kv_freed: Callable[[], None] = lambda: None
         self._scheduler = scheduler
         self._steps = steps
         self._output_processor = output_processor
@@ -70,6 +73,11 @@ class PauseControl:
         finally:
             self._steps.release(_FLUSH)
         return RlReply(0)
+
+    def forget_kv(self) -> None:
+        """Its memory is freed, also of what is pinned. No step is in flight."""
+        self.on_kv_freed()
+        self._scheduler.clear_cache()
 
     async def abort_all(self, message: AbortAll) -> RlReply:
         return RlReply(0, count=self._abort_all())

@@ -102,6 +102,8 @@ class SleepControl:
         if reply is not None and reply.error:
             raise ServerError(f"the memory of the KV cache could not be changed: {reply.error}")
         self._is_kv_freed = is_released
+        if is_released:
+            self._pause.forget_kv()
 
     async def free_again(self) -> None:
         """New workers have come, with the memory that the trainer was given."""

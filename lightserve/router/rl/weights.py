@@ -77,6 +77,7 @@ class WeightsControl:
         send: Callable[[ToDetokenization], None],
     ) -> None:
         self.served = ServedWeights()
+        self.on_replaced: Callable[[], None] = lambda: None  # called before cached prefixes are dropped
         self._scheduler = scheduler
         self._steps = steps
         self._output_processor = output_processor
@@ -289,6 +290,7 @@ class WeightsControl:
         self._forget_open()
         self._is_explicit = False
         self.served.replaced(source, version)
+        self.on_replaced()
         if recomputes:
             self._scheduler.clear_cache()
         for group in self._scheduler.groups:
