@@ -38,6 +38,7 @@ CONFIGS = {
     **{f"up to {most}": config for most, config in experts.CONFIGS},
     "invariant": experts.INVARIANT,
 }
+LIMITS_ACTIVATED = GatedSilu(limit=1.5, limits_activated=True)
 IN_INTERPRETER = FLOATS if torch.cuda.is_available() else (torch.float32, torch.float16)  # whose bfloat16 dot is wrong
 
 
@@ -134,14 +135,24 @@ def test_experts_without_a_gate_give_the_result_of_the_definition(
     assert_close(out, ops.experts(wide(x), ids, weights, in_float32(params)), dtype)
 
 
+def test_a_limit_of_the_activated_gate_is_that_of_step() -> None:
+    gate, up = torch.linspace(-9, 9, 200), randn(200) * 3
+
+    out = LIMITS_ACTIVATED(gate, up)
+
+    assert (F.silu(gate) > 1.5).any()
+    torch.testing.assert_close(out, F.silu(gate).clamp(max=1.5) * up.clamp(-1.5, 1.5))
+
+
 @each_backend_and_dtype(ops.experts)
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_experts_with_a_gated_gelu_give_the_result_of_the_definition(
-    backend: str, dtype: torch.dtype, tokens: int
+@pytest.mark.parametrize("activation", [ops.GATED_GELU_TANH, LIMITS_ACTIVATED], ids=["gelu", "limit"])
+def test_experts_with_another_activation_give_the_result_of_the_definition(
+    backend: str, dtype: torch.dtype, activation: GatedSilu, tokens: int
 ) -> None:
     device = device_of(backend)
     x = randn(tokens, 48, dtype=dtype, device=device) * 2
-    params = replace(experts_params(6, 48, 40, dtype, device), activation=ops.GATED_GELU_TANH)
+    params = replace(experts_params(6, 48, 40, dtype, device), activation=activation)
     ids, weights = choose(tokens, 6, 2, device)
 
     out = ops.experts.impls[backend](x, ids, weights, params)
@@ -149,7 +160,7 @@ def test_experts_with_a_gated_gelu_give_the_result_of_the_definition(
     assert_close(out, ops.experts(wide(x), ids, weights, in_float32(params)), dtype)
 
 
-@pytest.mark.parametrize("activation", [ops.GATED_GELU_TANH, ops.Relu2()])
+@pytest.mark.parametrize("activation", [ops.GATED_GELU_TANH, LIMITS_ACTIVATED, ops.Relu2()])
 def test_the_activation_of_grouped_products_is_that_of_the_others(activation: ops.ExpertActivation) -> None:
     device = device_of("triton")
     gate_up, ids = randn(6, 140, device=device) * 3, torch.tensor([[0], [1], [2], [0], [1], [2]], device=device)

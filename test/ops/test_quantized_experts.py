@@ -143,10 +143,11 @@ def test_half_precision_stays_within_its_tolerance(kind: Kind, backend: str) -> 
 @pytest.mark.parametrize(
     ("kind", "hidden"), [(KINDS["fp8"], 100), (KINDS["int4 in large groups with offsets"], 384), (KINDS["mxfp4"], 352)]
 )
+@pytest.mark.parametrize("limits_activated", [False, True])
 def test_the_product_reads_every_tile_and_writes_the_rows_of_its_pairs(
-    kind: Kind, hidden: int, block_m: int, backend: str
+    kind: Kind, hidden: int, limits_activated: bool, block_m: int, backend: str
 ) -> None:
-    device, activation = device_of(backend), GatedSilu(1.702, 0.5, 1.0)
+    device, activation = device_of(backend), GatedSilu(1.702, 0.5, 1.0, limits_activated=limits_activated)
     x, weight = randn(9, hidden, device=device), kind.make(3, 140, hidden, device=device)
     bias = randn(3, 140, device=device, seed=4)
     ids, _ = choose(9, 3, 2, device, padding=2)

@@ -60,7 +60,8 @@ class GatedSilu:
     """``(up + up_offset) * gate * sigmoid(alpha * (gate + cubic * gate**3))``.
 
     Gate is at most ``limit`` and up within ``+-limit``. The defaults are the usual gated SiLU. gpt-oss has alpha 1.702,
-    limit 7 and offset 1. The tanh form of GELU (``GATED_GELU_TANH``) is this with a cubic term.
+    limit 7 and offset 1. In Step 3.5 the limit is that of the activated gate (``limits_activated``). The tanh form of
+    GELU (``GATED_GELU_TANH``) is this with a cubic term.
     """
 
     rows_per_unit: ClassVar[int] = 2  # of w13: gate and up
@@ -68,12 +69,17 @@ class GatedSilu:
     limit: float | None = None
     up_offset: float = 0.0
     cubic: float = 0.0
+    limits_activated: bool = False  # the limit of the gate is that of ``gate * sigmoid(...)``
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            up = up.clamp(-self.limit, self.limit)
+            gate = gate if self.limits_activated else gate.clamp(max=self.limit)
         argument = gate + self.cubic * gate**3 if self.cubic else gate
-        return (up + self.up_offset) * gate * sigmoid(self.alpha * argument)
+        activated = gate * sigmoid(self.alpha * argument)
+        if self.limits_activated:
+            activated = activated.clamp(max=self.limit)
+        return (up + self.up_offset) * activated
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Of what ``w13`` computes, ``[tokens, 2 * width]``."""

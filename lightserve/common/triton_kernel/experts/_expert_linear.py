@@ -53,14 +53,26 @@ class PairBlocks:
 
 
 @triton.jit
-def gated_silu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, CUBIC: tl.constexpr):
+def gated_silu(
+    gate,
+    up,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr,
+):
     if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        if not LIMITS_ACTIVATED:
+            gate = tl.minimum(gate, LIMIT)
     argument = gate
     if CUBIC != 0:
         argument += CUBIC * gate * gate * gate
-    return (up + UP_OFFSET) * gate * tl.sigmoid(ALPHA * argument)
+    activated = gate * tl.sigmoid(ALPHA * argument)
+    if LIMITS_ACTIVATED:
+        activated = tl.minimum(activated, LIMIT)
+    return (up + UP_OFFSET) * activated
 
 
 @triton.jit
@@ -79,6 +91,7 @@ def activation_constants(activation: ExpertActivation | None) -> dict[str, Any]:
         "LIMIT": gated.limit,
         "UP_OFFSET": gated.up_offset,
         "CUBIC": gated.cubic,
+        "LIMITS_ACTIVATED": gated.limits_activated,
     }
 
 
@@ -116,6 +129,7 @@ def store_pairs(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr,
 ):
     """Store ``acc`` ``[rows of the weight, pairs]`` of this program, after bias and activation."""
     BLOCK_N: tl.constexpr = acc.shape[0]
@@ -126,7 +140,7 @@ def store_pairs(
         acc += bias.to(tl.float32)[:, None]
     if IS_GATED:
         gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
-        acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
+        acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC, LIMITS_ACTIVATED)
     if IS_RELU2:
         acc = relu2(acc)
     PARTS: tl.constexpr = 2 if IS_GATED else 1
@@ -156,6 +170,7 @@ def _expert_linear_kernel(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -179,7 +194,20 @@ def _expert_linear_kernel(
         weight = tl.load(weight_ptrs + start, mask=is_weight_row[:, None] & is_in, other=0.0)
         acc = tl.dot(weight, x.T, acc=acc, input_precision="ieee")
     store_pairs(
-        acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, IS_RELU2, ALPHA, LIMIT, UP_OFFSET, CUBIC
+        acc,
+        bias_ptr,
+        out_ptr,
+        expert,
+        rows,
+        is_row,
+        out_size,
+        IS_GATED,
+        IS_RELU2,
+        ALPHA,
+        LIMIT,
+        UP_OFFSET,
+        CUBIC,
+        LIMITS_ACTIVATED,
     )
 
 

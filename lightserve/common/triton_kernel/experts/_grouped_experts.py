@@ -44,6 +44,7 @@ def _activate_pairs_kernel(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +59,7 @@ def _activate_pairs_kernel(
         x += tl.load(bias_ptr + expert * in_size + in_cols, mask=in_cols < in_size, other=0.0).to(tl.float32)
     if IS_GATED:
         gate, up = tl.split(x.reshape(BLOCK, 2))
-        x = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC)
+        x = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET, CUBIC, LIMITS_ACTIVATED)
     if IS_RELU2:
         x = relu2(x)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -150,6 +150,7 @@ def _quantized_expert_linear_kernel(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
+    LIMITS_ACTIVATED: tl.constexpr,
     KIND: tl.constexpr,
     NUMBERS: tl.constexpr,  # of a byte
     GROUP: tl.constexpr,
@@ -203,7 +204,20 @@ def _quantized_expert_linear_kernel(
         if offsets_ptr is not None:
             acc += tl.load(offsets_ptr + at, mask=is_weight_row, other=0.0) * x_sum
     store_pairs(
-        acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, IS_RELU2, ALPHA, LIMIT, UP_OFFSET, CUBIC
+        acc,
+        bias_ptr,
+        out_ptr,
+        expert,
+        rows,
+        is_row,
+        out_size,
+        IS_GATED,
+        IS_RELU2,
+        ALPHA,
+        LIMIT,
+        UP_OFFSET,
+        CUBIC,
+        LIMITS_ACTIVATED,
     )
 
 
