@@ -150,6 +150,8 @@ MODELS = {
     "solar_open": "lightserve.models.solar_open.model:SolarOpenTpPartModel",
     "stablelm": "lightserve.models.stablelm.model:StableLmTpPartModel",
     "starcoder2": "lightserve.models.starcoder2.model:Starcoder2TpPartModel",
+    "step3p5": "lightserve.models.step3p5.model:Step3p5TpPartModel",
+    "step3p7": "lightserve.models.step3p5.model:Step3p5TpPartModel",
     "vaultgemma": "lightserve.models.vaultgemma.model:VaultGemmaTpPartModel",
     "xlm-roberta": "lightserve.models.roberta.model:RobertaTpPartModel",
     "xverse": "lightserve.models.llama.model:LlamaTpPartModel",

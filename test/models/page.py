@@ -142,6 +142,8 @@ FAMILIES = {
     "solar_open": "Solar Open",
     "stablelm": "StableLM 2, 3B, 12B",
     "starcoder2": "StarCoder 2",
+    "step3p5": "Step 3.5",
+    "step3p7": "Step 3.7, text only",
     "vaultgemma": "VaultGemma",
     "xlm-roberta": "XLM-RoBERTa, bge-m3, multilingual-e5",
     "xverse": "XVERSE",
@@ -207,7 +209,9 @@ NOTES = """\
   together with `--deterministic`.
   A cached prefix is continued where a state was kept: see [Recurrent states](scheduling.md#recurrent-states).
 - `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
-  a fifth more memory."""
+  a fifth more memory.
+- `step3p5`, `step3p7`: layers for drafts are not loaded. Images of Step 3.7 are refused, and the tensors
+  of its vision part are not loaded."""
 ENCODER_INTRODUCTION = """\
 
 ## Encoders

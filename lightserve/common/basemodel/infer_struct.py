@@ -79,7 +79,7 @@ class InferStateInfo:
         self.groups = RankGroup()  # attention groups, each with a step of its own
         self.routed_experts: RoutedExperts | None = None  # by KV slot; None: they are not kept
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
-        self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * dim]
+        self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * gate_dim]
         self.aux: dict[int, Tensor] = {}  # hidden states that a draft head reads: see TpPartBaseModel.aux_layers
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         if len(step.kv_groups) != len(mem_manager.group_sizes):

@@ -45,7 +45,7 @@ class MoeSpec:
     has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
     scales_input: bool = False  # the weight of the only expert of a token multiplies what the expert reads
     is_beside_ffn: bool = False  # the layer has its feed-forward too, and adds what both return
-    has_shared_apart: bool = False  # they are stored in another format than the others, or have adapters
+    has_shared_apart: bool = False  # they have another format or limit than the others, or adapters
 
     @property
     def num_shared(self) -> int:

@@ -82,6 +82,7 @@ class LayerNames:
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # the tensor itself
     o_norm: str | None = None  # RMSNorm of the input of o, over all heads of a token
+    head_gate: str | None = None  # a number for each head; its output is multiplied by the sigmoid before o
     o: str = "self_attn.o_proj"
     att_post_norm: str | None = None  # of what the attention or mixer adds to the hidden states
     ffn_norm: str | None = "post_attention_layernorm"  # None: as att_norm; in parallel layers: att_norm serves both
@@ -142,6 +143,7 @@ class LayerSpec:
     activation: str = "silu"  # a value of ACTIVATIONS
     is_gated: bool = True  # False: down(activation(up(x)))
     ffn_bias: bool = False
+    ffn_limit: float | None = None  # of silu(gate), and of up on both sides; in shared experts too
     moe: MoeSpec | None = None  # experts instead of one feed-forward
 
     # how the checkpoint stores the linears
@@ -165,6 +167,11 @@ class LayerSpec:
     def rotary_dim(self) -> int:
         """How many numbers of a head rotate."""
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
+
+    @property
+    def gate_dim(self) -> int:
+        """How many numbers of the projection gate the output of one head."""
+        return self.head_dim if self.has_output_gate else int(self.names.head_gate is not None)
 
     @property
     def num_weights(self) -> int:

@@ -52,3 +52,18 @@ LLAMA4 = {
     "floor_scale": 8192,
     "attn_scale": 0.1,
 }
+STEP3P5 = {
+    "vocab_size": 128_815,
+    "hidden_size": 4096,
+    "intermediate_size": 11_264,
+    "num_hidden_layers": 45,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 288,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280,
+    "share_expert_dim": 1280,
+}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightserve.model_files.config import derived as config_derived, derived_recurrent, model_defaults
+from lightserve.model_files.config import derived as config_derived, derived_recurrent, derived_step, model_defaults
 from lightserve.model_files.config.layer_shapes import layer_lists, nemotron_nas_fields
 from lightserve.model_files.config.text_part import with_text_config
 
@@ -413,6 +413,7 @@ MODELS = {
     ),
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+    "step3p5": ConfigNames(derived_step.NAMES, model_defaults.STEP3P5, derived_step.step3p5),
     "vaultgemma": ConfigNames(defaults={**_GEMMA2, "num_key_value_heads": 4}, derived=config_derived.gemma2),
     "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "youtu": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"tie_word_embeddings": True}),

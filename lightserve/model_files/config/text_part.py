@@ -29,6 +29,7 @@ TEXT_TYPES = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_vl_moe",
     "smolvlm": "llama",
+    "step3p7": "step3p5",
 }
 # model_type of text_config: as which model_type it is served; others are served as what they are
 SERVED_AS = {
@@ -54,7 +55,7 @@ TEXT_DEFAULTS = {
 # prefixes of the tensors of the other parts, with or without ``model.`` before them
 OTHER_PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
-    *("multi_modal_projector.", "mm_projector.", "connector.", "image_newline"),
+    *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "connector.", "image_newline"),
 )
 
 

@@ -13,8 +13,9 @@ from test.models.architectures import (
     llama_like,
     moe,
     moe_b,
+    step,
     vision_language,
 )
 
-MODULES = dense_a, dense_b, dense_c, gemma4, hybrid, latent, llama4, llama_like, moe, moe_b, vision_language
+MODULES = dense_a, dense_b, dense_c, gemma4, hybrid, latent, llama4, llama_like, moe, moe_b, step, vision_language
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from test.models.architectures import gemma4, llama4
+from test.models.architectures import gemma4, llama4, step
 from test.models.architectures.case import SMALL, Case, Json, Tensors
 from test.models.architectures.latent import GROUPS, LATENT, QUERY_SCALE
 
@@ -78,6 +78,7 @@ def _case(model_type: str, text: Json, vision: Json, **fields: object) -> tuple[
 CASES = {
     **gemma4.WITH_IMAGES,
     **llama4.WITH_IMAGES,
+    **step.WITH_IMAGES,
     "qwen2_vl": Case(*_case("qwen2_vl", THREE_AXES, QWEN2_VISION), _without_text_config),
     "qwen2_5_vl": Case(*_case("qwen2_5_vl", THREE_AXES, QWEN_VISION)),
     "qwen2_5_vl-today": Case(*_case("qwen2_5_vl", THREE_AXES, QWEN_VISION, tie_word_embeddings=True), _as_saved_today),

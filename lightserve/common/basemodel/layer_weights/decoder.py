@@ -182,6 +182,8 @@ def _qkv(spec: LayerSpec) -> list[Block]:
         maps[:2] = [pairs_to_halves(maps[i], heads[i], spec.rotary_dim) for i in range(2)]
     blocks = zip(prefixes, heads, maps, strict=True)
     linears = [Block(f"{spec.prefix}.{name}", count, spec.head_dim, rows) for name, count, rows in blocks]
+    if names.head_gate is not None:
+        linears.append(Block(f"{spec.prefix}.{names.head_gate}", spec.num_heads))
     return linears[:1] if spec.kv_source is not None else linears if spec.has_v_proj else linears[:2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -85,7 +86,9 @@ class GatedFfnWeight(DenseFfnWeight):
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
         self._activation = _activation(spec, GATED)
-        self._is_silu = spec.activation == "silu"
+        self._is_silu = spec.activation == "silu" and spec.ffn_limit is None
+        if spec.ffn_limit is not None:
+            self._activation = partial(_limited_silu, limit=spec.ffn_limit)
         self.gate_up_proj = ColumnWeight(
             _gate_up(spec), spec.hidden_size, context, bias=spec.ffn_bias, is_transposed=spec.is_transposed
         )
@@ -174,6 +177,12 @@ def _gate_up(spec: LayerSpec) -> list[Block]:
     if names.gate_up is None:
         return [Block(f"{spec.prefix}.{name}", size) for name in (names.gate, names.up)]
     return [Block(f"{spec.prefix}.{names.gate_up}", size, row_map=rows) for rows in in_blocks(size, size)]
+
+
+def _limited_silu(gate_up: Tensor, limit: float) -> Tensor:
+    """Of few layers of few models, so it is no op of its own."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ops.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def _activation(spec: LayerSpec, known: dict[str, Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:

@@ -42,9 +42,9 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
 
     def _without_gate(self, projected: Tensor, infer_state: InferStateInfo) -> Tensor:
         """The projection's output without the gate behind it, which is kept for ``_get_o``."""
-        if not self.spec.has_output_gate:
+        width = self.num_heads * self.spec.gate_dim
+        if not width:
             return projected
-        width = self.num_heads * self.spec.head_dim
         qkv, infer_state.output_gate = projected.split_with_sizes([projected.shape[1] - width, width], dim=1)
         return qkv
 

@@ -192,10 +192,11 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         return ops.token_attention(q, cache, infer_state.attn, layer_weight.attn_options)
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        rows = input.flatten(-2)
-        if self.spec.has_output_gate:
+        if self.spec.gate_dim:
             assert infer_state.output_gate is not None
-            rows = rows * ops.gate(infer_state.output_gate)
+            gates = ops.gate(infer_state.output_gate)
+            input = input * gates.view(*input.shape[:-1], self.spec.gate_dim)
+        rows = input.flatten(-2)
         if layer_weight.o_norm is not None:
             rows = layer_weight.o_norm.norm(rows)
         return layer_weight.o_proj.mm(rows)
