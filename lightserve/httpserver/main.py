@@ -202,6 +202,7 @@ async def _handle_launcher(
             message = await launcher.recv()
             if isinstance(message, EngineInfo):
                 manager.engine_info(message)
+                context.grammars.start()
             elif isinstance(message, EngineDied):
                 manager.engine_died(message.message)
             elif isinstance(message, Keys):

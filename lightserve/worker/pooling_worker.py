@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -23,7 +23,6 @@ from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 from lightserve.worker.batch.infer_batch import PackedStep
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.step_runner import StepRunner
-from lightserve.worker.warm_up import PROMPT_LENGTHS
 from lightserve.worker.worker import ModelWorker
 
 NOT_FINITE = "numerical error: the result has numbers that are not finite"
@@ -67,7 +66,8 @@ class PoolingWorker(ModelWorker):
             self._run_warm_up_steps()
 
     def _run_warm_up_steps(self) -> None:
-        for step in _warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len):
+        prompts = self._platform.warm_up_prompts
+        for step in _warm_up_steps(prompts, self.model.req_manager.max_reqs, self.max_req_total_len):
             self.run(step)
 
     def reset(self) -> None:
@@ -119,9 +119,9 @@ def _answer_ids(source: ModelSource, answers: tuple[str, ...]) -> list[int]:
     return [token_id for token_id in ids if token_id is not None]
 
 
-def _warm_up_steps(max_reqs: int, max_len: int) -> Iterator[Step]:
+def _warm_up_steps(prompts: Sequence[int], max_reqs: int, max_len: int) -> Iterator[Step]:
     """For a worker without requests: one of each length, then all of them together."""
-    lengths = [length for length in PROMPT_LENGTHS if length <= max_len][:max_reqs]
+    lengths = [length for length in prompts if length <= max_len][:max_reqs]
     for group in ([length] for length in lengths), [lengths] if len(lengths) > 1 else []:
         for prompt_lengths in group:
             yield from _whole_prompts(prompt_lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -12,12 +12,11 @@ from lightserve.messages.media import ImageRows
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 
-PROMPT_LENGTHS = (16, 7, 100, 1)  # Triton compiles one kernel for 1, one for multiples of 16, one for other lengths
 DRAFT_PROMPT = 7
 IMAGE_TOKENS = 4
 NUM_DECODES = 2
 FIRST_POOL_TOKENS = 512  # the KV pool before its size is known: all warm-up requests fit
-FIRST_STATE_ROWS = len(PROMPT_LENGTHS)  # the same of recurrent states
+FIRST_STATE_ROWS = 4  # the same of recurrent states
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(
@@ -32,13 +31,11 @@ SAMPLING = (
 )
 
 
-def warm_up_steps(max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
-    """For a worker without requests: all slots of its KV pool are free, before and after."""
-    longest = min(max_len, pool_len // len(PROMPT_LENGTHS)) - NUM_DECODES
+def warm_up_steps(prompts: Sequence[int], max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
+    """``prompts``: lengths. For a worker without requests: all slots of its KV pool are free, before and after."""
+    longest = min(max_len, pool_len // len(prompts)) - NUM_DECODES
     reqs = [
-        NewReq(-1 - i, [0] * length, SAMPLING[i % 2], seed=0)
-        for i, length in enumerate(PROMPT_LENGTHS)
-        if length <= longest
+        NewReq(-1 - i, [0] * length, SAMPLING[i % 2], seed=0) for i, length in enumerate(prompts) if length <= longest
     ]
     reqs = reqs[:max_reqs]
     for req in reqs[:2]:

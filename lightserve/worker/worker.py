@@ -265,9 +265,9 @@ class ModelWorker:
 
     def warm_up(self) -> None:
         """Run every kind of step once, so that no request waits for a compilation or a first allocation."""
-        self._grammars.warm_up()
         self._platform.compile_kernels(self._device, self._launch_every_kernel)
         self._run_warm_up_steps()
+        self._grammars.warm_up()  # its thread would take a core from the steps
         self.capture()
 
     def capture(self) -> None:
@@ -294,7 +294,8 @@ class ModelWorker:
     def _warm_up_steps(self) -> Iterator[Step]:
         max_reqs = self.model.req_manager.max_reqs
         max_reqs = min(max_reqs, self.model.mem_manager.state_rows or max_reqs)
-        for step in warm_up_steps(max_reqs, self.max_req_total_len, self._smallest_pool):
+        prompts = self._platform.warm_up_prompts
+        for step in warm_up_steps(prompts, max_reqs, self.max_req_total_len, self._smallest_pool):
             yield self._in_all_pools(step)
 
     def _in_all_pools(self, step: Step) -> Step:

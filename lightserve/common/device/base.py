@@ -127,6 +127,8 @@ class Device(ABC):
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
+    # lengths that use every code path. Triton compiles a kernel for 1, one for multiples of 16, one for other lengths
+    warm_up_prompts: ClassVar[tuple[int, ...]] = (16, 7, 100, 1)
     num_parts: int = 1  # of this server, which share the host's memory: engines and pipeline stages
     # returns when the other processes of this server have taken their memory on the device; before ``kv_budget``
     wait_for_others: Callable[[], None] = staticmethod(lambda: None)

@@ -37,6 +37,7 @@ class CpuDevice(Device):
     dtypes = (torch.float32,)
     pipeline_depth = 1
     launches_async = False
+    warm_up_prompts = (4, 3, 2, 1)  # lengths compile nothing here, and a prompt of 100 tokens takes a second
     step_timeout_s = 600.0  # 2048 tokens of a model of 8 billion weights on two cores take minutes
 
     def unavailable_reason(self) -> str | None:

@@ -47,9 +47,14 @@ class GrammarCheck:
         self._compiling: dict[bytes, asyncio.Task[GrammarReport]] = {}
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Start the process before requests come. It reads the vocabulary meanwhile."""
+        """Write the vocabulary down, which takes a while."""
         with suppress(InvalidRequestError):  # there are no grammars for it: requests with one are told why
             self._process_for(tokenizer)
+
+    def start(self) -> None:
+        """Start the process before a request needs it, but after those that the server waits for: it takes 0.6 s."""
+        if self._process is not None:
+            self._process.start()
 
     async def check(self, tokenizer: Tokenizer, spec: GrammarSpec) -> GrammarSpec:
         """The grammar with the memory that it takes. InvalidRequestError if it cannot be compiled.
@@ -99,30 +104,40 @@ class GrammarCheck:
 
 
 class GrammarProcess:
-    """It ends with this process. If it dies, it is started again for the next grammar."""
+    """It ends with this process. It is started for the first grammar, and if it dies, again for the next one."""
 
     def __init__(self, vocabulary: GrammarVocabulary, path: str) -> None:
         """It listens at ``path``."""
         self._path = path
         self._vocabulary = _memory_file(encode(vocabulary))
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Unless it runs."""
+        if self._process is None:
+            self._process = self._start()
+        elif self._process.poll() is not None:
+            logger.warning("the process that compiles grammars died (%s); starting it again", self._process.returncode)
+            self._forget(self._process)
+            self._process = self._start()
 
     async def compile(self, spec: GrammarSpec) -> GrammarReport:
         """UnavailableError if there was no time for it, or no process."""
         for attempt in range(ATTEMPTS):
+            self.start()
             try:
                 return await self._compile(spec)
             except ConnectionError:  # the process has died, and not of this grammar
                 await asyncio.sleep(attempt * _RETRY_S)
-                self._restart()
             except TimeoutError as error:
                 raise UnavailableError("too many grammars are being compiled; try again") from error
         raise UnavailableError("the process that compiles grammars has died; try again")
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._forget()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._forget(self._process)
         os.close(self._vocabulary)
         with suppress(FileNotFoundError):
             os.unlink(self._path)
@@ -136,17 +151,15 @@ class GrammarProcess:
                 has_started = await reader.read(len(STARTED)) == STARTED
             async with asyncio.timeout(REPLY_LIMIT_S):
                 answer = await reader.read()
-            if not answer and (not has_started or self._process.poll() is not None):
+            if not answer and (not has_started or self._has_died):
                 raise ConnectionResetError  # another reason than this grammar
             return _decode_report(answer) if answer else KILLED
         finally:
             writer.close()
 
-    def _restart(self) -> None:
-        if self._process.poll() is not None:
-            logger.warning("the process that compiles grammars died (%s); starting it again", self._process.returncode)
-            self._forget()
-            self._process = self._start()
+    @property
+    def _has_died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
 
     def _start(self) -> subprocess.Popen[bytes]:
         with suppress(FileNotFoundError):
@@ -160,9 +173,10 @@ class GrammarProcess:
             env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # it forks, and needs no threads
             return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, env=env)
 
-    def _forget(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+    @staticmethod
+    def _forget(process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _memory_file(content: bytes) -> int:

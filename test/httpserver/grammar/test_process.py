@@ -71,6 +71,18 @@ def test_a_grammar_that_can_be_compiled_is_returned(check: GrammarCheck) -> None
     assert results(check, REGEX, REGEX) == [REGEX, REGEX]
 
 
+def test_the_process_is_started_once_and_not_before_the_server_is_ready() -> None:
+    before = len(psutil.Process().children())
+    with checking() as check:
+        check.prepare(TOKENIZER)
+        while_loading = len(psutil.Process().children())
+        check.start()
+        check.start()
+        started = len(psutil.Process().children())
+
+    assert (while_loading, started) == (before, before + 1)
+
+
 def test_an_error_says_what_is_wrong_with_the_grammar(check: GrammarCheck) -> None:
     (error,) = results(check, GrammarSpec("regex", "("))
 
