@@ -72,6 +72,12 @@ class ResponseSpec:
             or self.versions is not None
         )
 
+    @property
+    def has_only_logprobs(self) -> bool:
+        """A chunk of a stream has text, as the model wrote it, and logprobs."""
+        of_tokens = self.prompt_token_ids or self.prompt_logprobs or self.is_prompt_only or self.versions is not None
+        return self.new_logprobs is not None and self.new_parser is None and not of_tokens
+
     def head(self, is_chunk: bool = False) -> JsonObject:
         kind = self.endpoint.chunk_object_name if is_chunk else self.endpoint.object_name
         ident = self.endpoint.id_prefix + self.request_id

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import orjson
+import pytest
 from hypothesis import given, strategies as st
 
+from lightserve.httpserver.openai import logprobs
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs, chat_logprobs, concatenated
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
@@ -21,11 +24,15 @@ def outs(ids: list[int], k: int = 0) -> list[StrOut]:
     ]
 
 
+def chat_entry(out: StrOut, k: int) -> Any:
+    return orjson.loads(orjson.dumps(chat_logprobs(smol(), k)(out)["content"][0]))
+
+
 def test_part_of_a_character_is_escaped_as_openai_does() -> None:
     ids = smol().encode("👩", add_special_tokens=False)
     assert len(ids) > 1
 
-    entry = chat_logprobs(smol(), 0)(outs(ids)[0])["content"][0]
+    entry = chat_entry(outs(ids)[0], 0)
     tokens = CompletionLogprobs(smol(), 0, skips_special=True)(outs(ids)[0])["tokens"]
 
     assert entry["token"].startswith("\\xf0")
@@ -44,6 +51,21 @@ def test_the_offset_of_a_token_is_the_length_of_the_text_before_it(text: str) ->
     assert offsets == [len(data.decode(errors="ignore")) for data in before]
 
 
+def test_kept_json_of_tokens_is_bounded_and_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CACHED_TOKENS", 2)
+    made: list[int] = []
+
+    def text_of(token_id: int) -> str:
+        made.append(token_id)
+        return str(token_id)
+
+    texts = logprobs._OfTokens(text_of)
+
+    assert [texts[i] for i in (1, 1, 2, 3, 3, 1)] == ["1", "1", "2", "3", "3", "1"]
+    assert made == [1, 2, 3, 1]
+    assert len(texts) == 2
+
+
 def test_a_token_that_is_not_shown_does_not_move_the_offset() -> None:
     ids = [*smol().encode("ab"), 2, *smol().encode("c")]
 
@@ -57,7 +79,7 @@ def test_a_token_that_is_not_shown_does_not_move_the_offset() -> None:
 def test_alternatives_are_limited_to_top_logprobs_and_completions_add_the_sampled_token() -> None:
     out = outs([smol().encode("Hi")[0]], k=5)[0]
 
-    chat: Any = chat_logprobs(smol(), 2)(out)["content"][0]
+    chat = chat_entry(out, 2)
     completion = CompletionLogprobs(smol(), 2, skips_special=True)(out)
 
     assert len(chat["top_logprobs"]) == 2
@@ -68,7 +90,7 @@ def test_alternatives_are_limited_to_top_logprobs_and_completions_add_the_sample
 def test_the_logprob_of_an_impossible_token_is_a_json_number() -> None:
     out = StrOut(0, "", Token(100, logprob=-math.inf, top_logprobs=[(101, -math.inf)]))
 
-    entry = chat_logprobs(smol(), 1)(out)["content"][0]
+    entry = chat_entry(out, 1)
     completion = CompletionLogprobs(smol(), 1, skips_special=True)(out)
 
     assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.openai.chat_routes import CHAT
-from lightserve.httpserver.openai.response import ResponseSpec
+from lightserve.httpserver.openai.completions_routes import COMPLETION
+from lightserve.httpserver.openai.logprobs import CompletionLogprobs, chat_logprobs
+from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
 from lightserve.httpserver.openai.stream import ChunkWriter, delta_json
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
@@ -187,6 +190,24 @@ def test_a_chunk_from_a_prepared_head_is_the_json_of_its_delta(finish: FinishRea
     assert {choice["index"] for choice in choices} == {1}
     assert [choice["finish_reason"] for choice in choices] == [None] * 6 + [finish and finish.value]
     assert all(("usage" in chunk) == has_usage for chunk in chunks)
+
+
+@given(pieces=PIECES, has_usage=st.booleans())
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETION])
+def test_a_chunk_of_text_and_logprobs_is_written_as_one_with_more(
+    endpoint: EndpointFormat, pieces: list[tuple[int, str]], has_usage: bool
+) -> None:
+    new_logprobs: Any = {
+        CHAT: lambda _: chat_logprobs(smol(), 2),
+        COMPLETION: lambda offset: CompletionLogprobs(smol(), 2, offset=offset),
+    }[endpoint]
+    spec = ResponseSpec(endpoint, "r", "m", n=1, echoes=[""], new_logprobs=new_logprobs, created=7)
+    short, general = (ChunkWriter(spec, AccessLog("r", "/", is_written=False), has_usage, False) for _ in range(2))
+    general._has_only_logprobs = False
+    top = [(5, -1.5), (9, -math.inf)]
+    outs = [(0, StrOut(0, text, Token(token_id, -0.5, top))) for token_id, text in pieces]
+
+    assert [short.write([out]) for out in outs] == [general.write([out]) for out in outs]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
