@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightserve.messages.params import GenerationParams
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.text.logprobs import PromptToken
 from lightserve.worker.sampling.logprobs import ranked_logprobs
 from test.ops.cases import needs_library

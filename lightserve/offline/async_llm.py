@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from lightserve.errors import ServerError
-from lightserve.offline.llm import LLM, Generation, Loras, Params, Prompt, StreamOut
+from lightserve.offline.llm import LLM, Loras, Params, Prompt
+from lightserve.offline.results import Generation, StreamOut
 
 Begin = Callable[[LLM], Iterator[Any]]
 

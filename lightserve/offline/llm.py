@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
 from numbers import Integral
-from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, overload
 
-from lightserve.common.device import pick_device
 from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
-from lightserve.detokenization.req_text import ReqText
-from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError, TextOnlyError
+from lightserve.errors import InvalidRequestError, PromptTooLongError, TextOnlyError
 from lightserve.media.tokens import room_for_tokens, with_image_ids
 from lightserve.messages.int_arrays import int32s
-from lightserve.messages.output import RequestDrafts
-from lightserve.messages.params import FinishReason, GenerationParams
-from lightserve.messages.step import ReqFailed, StepResult, TokenOut
+from lightserve.messages.params import GenerationParams
 from lightserve.messages.worker_calls import LoraLoad
 from lightserve.model_files.config.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.lora.paths import parse_module
@@ -33,17 +23,16 @@ from lightserve.offline.chat import Conversation, check_conversation, is_convers
 from lightserve.offline.checks import checked_model
 from lightserve.offline.fields import check_n, known_fields, repeated
 from lightserve.offline.image_parts import for_template
-from lightserve.offline.images import ImagePrompt, apply_sight, is_of, open_images, plain_ids
+from lightserve.offline.images import ImagePrompt, apply_sight, open_images, plain_ids
 from lightserve.offline.pooling import PoolingMethods
-from lightserve.router.images.image_waits import ImageFailed, without_image_ids
+from lightserve.offline.results import Generation, StreamOut
+from lightserve.router.images.image_waits import without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
-from lightserve.router.scheduler import GroupScheduler, LoraSlots, ReqTokens, Scheduler, make_limits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
-from lightserve.text.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.utils.logger import init_logger
-from lightserve.worker.rpc import GetResult
 from lightserve.worker.select import worker_class
 
 logger = init_logger(__name__)
@@ -51,47 +40,6 @@ logger = init_logger(__name__)
 Prompt = str | Sequence[int]
 Loras = str | Sequence[str | None] | None  # an adapter for all prompts, or one each
 Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOut:
-    """One token of one prompt. The texts of a prompt's tokens add up to its whole text."""
-
-    index: int  # of the prompt
-    token_id: int | None  # None: the request failed before a token was sampled
-    logprob: float | None  # if requested
-    text: str
-    finish_reason: FinishReason | None
-    top: list[tuple[int, float]] | None = None  # the most likely tokens and their logprobs, if requested
-    error: str | None = None  # why it was aborted
-    prompt: list[PromptToken] | None = None  # with the first token, if prompt_logprobs were requested
-    drafts: RequestDrafts | None = None  # with the last token, if there were any
-
-
-@dataclass(slots=True)
-class Generation:
-    """The result of one prompt."""
-
-    prompt_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, logprob), most likely first
-    finish_reason: FinishReason | None = None
-    error: str | None = None  # why it was aborted
-    prompt_logprobs: list[PromptToken] | None = None  # if requested
-    drafts: RequestDrafts | None = None  # None: there were none
-
-    def add(self, out: StreamOut) -> None:
-        """Its next token."""
-        self.text += out.text
-        if out.token_id is not None:
-            self.token_ids.append(out.token_id)
-        if out.logprob is not None:
-            self.logprobs.append(out.logprob)
-            self.top_logprobs.append(out.top or [])
-        self.finish_reason, self.error, self.drafts = out.finish_reason, out.error, out.drafts
-        self.prompt_logprobs = self.prompt_logprobs or out.prompt
 
 
 class LLM(PoolingMethods):
@@ -115,48 +63,27 @@ class LLM(PoolingMethods):
         if self.config.load_format != "dummy":
             require_weights(source)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
-        self._tokenizer = load_tokenizer_or_none(source)
-        if self._tokenizer is None:
+        tokenizer = load_tokenizer_or_none(source)
+        if tokenizer is None:
             logger.warning(NO_TOKENIZER, source.path)
-        elif self._tokenizer.note:
-            logger.info(self._tokenizer.note)
-        self._images = open_images(self.config, source, self._tokenizer, limit_mm_per_prompt)
-        self.worker = worker_class(self.config, source)(self.config, source, Parallel())
-        if self._images is not None:
-            self._images.use_worker(self.worker)
-        self.worker.capture()
-        vocab_size = self.worker.model_config.vocab_size
+        elif tokenizer.note:
+            logger.info(tokenizer.note)
+        images = open_images(self.config, source, tokenizer, limit_mm_per_prompt)
+        worker = worker_class(self.config, source)(self.config, source, Parallel())
+        if images is not None:
+            images.use_worker(worker)
+        worker.capture()
+        vocab_size = worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
-        tokens = self.worker.max_total_token_num
-        pool = KvPool(tokens, make_group_pools(self.worker.kv_groups, tokens), limits.kv_lookahead)
-        self._scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
-        if self._images is not None:
-            self._images.use_scheduler(self._scheduler.only_group)
+        limits = make_limits(self.config, RouterConfig(), worker.step_limits, worker.pooling_limits)
+        tokens = worker.max_total_token_num
+        pool = KvPool(tokens, make_group_pools(worker.kv_groups, tokens), limits.kv_lookahead)
+        scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
+        if images is not None:
+            images.use_scheduler(scheduler.only_group)
+        super().__init__(worker, scheduler, tokenizer, images)
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
-        self._open: dict[int, _OpenStream] = {}
-        self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()
-
-    def close(self) -> None:
-        """Free the memory of the model. An LLM that is closed cannot be used any more."""
-        if "worker" in self.__dict__:
-            self._open.clear()
-            self._in_flight.clear()
-            del self.worker, self._scheduler
-            gc.collect()
-            pick_device(self.config.device).free_cached_memory()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("worker", "_scheduler"):
-            raise ServerError("this LLM is closed; make another one")
-        raise AttributeError(f"LLM has no attribute {name!r}", name=name, obj=self)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -323,127 +250,3 @@ class LLM(PoolingMethods):
         vocab_size = self.worker.model_config.vocab_size
         if not all(isinstance(token, Integral) and 0 <= int(token) < vocab_size for token in ids):
             raise InvalidRequestError(f"{what} must be integers in 0..{vocab_size - 1}")
-
-    def _run(self, requests: Sequence[Req]) -> Iterator[StreamOut]:
-        """Run steps until these requests end. Other open streams share the steps."""
-        outs: deque[StreamOut] = deque()
-        decoder = None if self._tokenizer is None else self._tokenizer.decoder
-        for i, req in enumerate(requests):
-            self._open[req.req_id] = _OpenStream(i, ReqText(decoder, req.params.text), outs)
-            if self._images is not None:
-                self._images.enter(req, self._scheduler.only_group.pool.cached_len(req))
-            self._scheduler.add(req)
-        pending = len(requests)
-        try:
-            while pending:
-                while not outs:
-                    self._step()
-                out = outs.popleft()
-                pending -= out.finish_reason is not None
-                yield out
-        finally:  # the caller may stop iterating
-            for req in requests:
-                if self._open.pop(req.req_id, None) is not None:
-                    self._scheduler.abort(req.req_id)
-
-    def _step(self) -> None:
-        """Keep the worker busy, and give the tokens of the oldest step to their streams."""
-        try:
-            if self._images is not None and self._fail_images(self._images.encode()):
-                return
-            while len(self._in_flight) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
-                self._in_flight.append(self.worker.launch(step))
-            if not self._in_flight:
-                raise ServerError("the request was dropped because a step of its batch failed")
-            result = self._in_flight.popleft()()
-            self._scheduler.complete_step()
-            self._distribute(result)
-        except Exception:
-            self._drop_requests()
-            self._scheduler.cancel_steps()
-            raise
-        except BaseException:  # an interrupt may have stopped the scheduler in the middle of a change
-            self._drop_requests()
-            self._scheduler.reset()
-            raise
-
-    def _drop_requests(self) -> None:
-        """End all streams. The worker has no step in flight and no request afterwards."""
-        self._open.clear()
-        self._in_flight.clear()
-        self.worker.reset()
-
-    def _distribute(self, result: StepResult) -> None:
-        """Give the tokens of a step to their streams."""
-        for embedding in result.embeddings:
-            if self._scheduler.process_embedding(embedding.req_id) is not None:
-                self._results[embedding.req_id] = embedding.values
-        self._scheduler.observe_drafts(result.drafts)
-        for req_id, proposed, accepted in result.drafts.rows():
-            if req_id in self._open:
-                self._open[req_id].text.count_drafts(proposed, accepted)
-        for _, outs in groupby(result.tokens, key=lambda out: out.req_id):
-            tokens = self._scheduler.process_req(list(outs))
-            if tokens is not None:
-                self._push_tokens(tokens)
-        for failure in result.failed:
-            if self._scheduler.fail(failure) is None:
-                continue
-            if failure.req_id in self._open:
-                self._fail(failure)
-            else:
-                self._failures[failure.req_id] = failure.message
-
-    def _fail_images(self, failures: Sequence[ImageFailed]) -> bool:
-        """Returns whether requests ended."""
-        for failed in failures:
-            for req in self._scheduler.drop(partial(is_of, failed)):
-                self._fail(ReqFailed(req.req_id, failed.status, failed.message))
-        return bool(failures)
-
-    def _fail(self, failure: ReqFailed) -> None:
-        stream = self._open.pop(failure.req_id)
-        stream.outs.append(StreamOut(stream.index, None, None, "", FinishReason.ABORT, error=failure.message))
-
-    def _push_tokens(self, tokens: ReqTokens) -> None:
-        """The last token may end the request, and a stop string before it."""
-        for out in tokens.outs:
-            is_last = out is tokens.outs[-1]
-            self._push_token(tokens.req, out, tokens.req.finish_reason if is_last else None)
-            if tokens.req.req_id not in self._open:
-                return
-
-    def _push_token(self, req: Req, out: TokenOut, finish_reason: FinishReason | None) -> None:
-        stream, token = self._open[req.req_id], out.token
-        text = stream.text.push(token.id, finish_reason, req.is_text_token)
-        if stream.text.matched_stop is not None:
-            finish_reason = FinishReason.STOP
-            self._scheduler.abort(req.req_id)
-        if finish_reason is not None:
-            del self._open[req.req_id]
-        prompt = (
-            None
-            if token.prompt_logprobs is None
-            else unpack_prompt_logprobs(without_image_ids(req).tolist(), token.prompt_logprobs)
-        )
-        stream.outs.append(
-            StreamOut(
-                stream.index,
-                token.id,
-                token.logprob,
-                text,
-                finish_reason,
-                token.top_logprobs,
-                prompt=prompt,
-                drafts=None if finish_reason is None else stream.text.drafts,
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenStream:
-    """The stream of a request that has not ended."""
-
-    index: int  # of its prompt
-    text: ReqText
-    outs: deque[StreamOut]  # of the stream that it belongs to

@@ -14,25 +14,19 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, cosine, embedding, pair_score, probabilities, vector_of
 from lightserve.model_files.pooling.texts import PoolingTexts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+from lightserve.offline.step_loop import StepLoop
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
-from lightserve.worker.worker import ModelWorker
 
 ONE_RESULT = GenerationParams.of(max_new_tokens=1)
 
 
-class PoolingMethods:
-    """What LLM adds to this: it loads the model and runs steps."""
+class PoolingMethods(StepLoop):
+    """What LLM adds to this: it loads the model."""
 
-    worker: ModelWorker
-    _scheduler: Scheduler
     _ids: itertools.count[int]
 
     @property
     def tokenizer(self) -> Tokenizer:
-        raise NotImplementedError
-
-    def _step(self) -> None:
         raise NotImplementedError
 
     def embed(
@@ -90,16 +84,6 @@ class PoolingMethods:
     def _texts(self) -> PoolingTexts:
         return PoolingTexts(self._config, self.tokenizer, self.worker.model_config.vocab_size)
 
-    @cached_property
-    def _results(self) -> dict[int, bytes]:
-        """By request: results that are not returned yet."""
-        return {}
-
-    @cached_property
-    def _failures(self) -> dict[int, str]:
-        """By request: messages of failed ones."""
-        return {}
-
     def _check_generates(self) -> None:
         if self.worker.pooling is not None:
             raise InvalidRequestError(f"this model generates no text; its task is {self.worker.pooling.task}")
@@ -125,15 +109,15 @@ class PoolingMethods:
         try:
             while pending:
                 self._step()
-                pending -= self._results.keys() | self._failures.keys()
+                pending -= self._embeddings.keys() | self._failures.keys()
             failed = [self._failures[req.req_id] for req in reqs if req.req_id in self._failures]
             if failed:
                 raise ServerError(failed[0])
-            return [vector_of(self._results[req.req_id]) for req in reqs]
+            return [vector_of(self._embeddings[req.req_id]) for req in reqs]
         finally:
             for req in reqs:
                 self._scheduler.abort(req.req_id)
-                self._results.pop(req.req_id, None)
+                self._embeddings.pop(req.req_id, None)
                 self._failures.pop(req.req_id, None)
 
     def _pooling_request(self, ids: list[int], truncate: bool) -> Req:

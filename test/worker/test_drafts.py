@@ -16,7 +16,8 @@ from lightserve.common import ops
 from lightserve.messages.int_arrays import Int64Array, int32s, int64s
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step, StepResult
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.scheduler import GroupScheduler, Scheduler

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from lightserve.errors import CheckpointError, OptionError
 from lightserve.messages.params import GenerationParams
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.worker.worker import ModelWorker
 from test.worker.heads import AUX_LAYERS, Recorder, TorchHead, save_head
 from test.worker.test_ngram import (

@@ -8,7 +8,8 @@ import pytest
 
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
 from lightserve.messages.step import Step
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar

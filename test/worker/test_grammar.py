@@ -21,7 +21,8 @@ from lightserve.messages.params import FinishReason, GenerationParams, GrammarSp
 from lightserve.messages.step import NewReq
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.source import resolve
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.text.grammar import compiler as compiler_module
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar

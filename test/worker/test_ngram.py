@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lightserve.messages.params import GenerationParams, GrammarSpec, ThinkingLimit
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.text.beam_search import BeamParams
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar, structural_tag_grammar
 from lightserve.worker.worker import ModelWorker

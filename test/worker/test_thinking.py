@@ -9,7 +9,8 @@ import torch
 
 from lightserve.messages.int_arrays import GrowingArray
 from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
-from lightserve.offline.llm import LLM, Generation
+from lightserve.offline.llm import LLM
+from lightserve.offline.results import Generation
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget
