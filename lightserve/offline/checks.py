@@ -8,6 +8,7 @@ from lightserve.model_files.config.facts import model_facts
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.served_config import read_served_config
+from lightserve.server.checks import check_ranks
 
 
 def checked_model(worker: WorkerConfig, source: ModelSource) -> ModelConfig:
@@ -17,4 +18,5 @@ def checked_model(worker: WorkerConfig, source: ModelSource) -> ModelConfig:
     )
     config = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     check_combinations(Setup(config, facts, is_offline=True))
+    check_ranks(worker, model)
     return model

@@ -6,16 +6,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lightserve.config import WorkerConfig
 from lightserve.config.parse import Parser, add_flags, config_from_args, server_parser
 from lightserve.errors import LightserveError, with_docs
 from lightserve.messages.params import GenerationParams
 
-# an LLM in this process has one rank and no KV tiers
+if TYPE_CHECKING:
+    from lightserve.offline.llm import LLM
+
+# an LLM has one group of requests and no KV tiers
 OF_THE_SERVER = (
-    *("tp", "pp", "ep", "enable_dp_attention", "attention_dp", "disable_custom_allreduce"),
+    *("enable_dp_attention", "attention_dp"),
     *("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote"),
 )
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
@@ -60,7 +63,11 @@ def generate(config: WorkerConfig, prompt: str, params: GenerationParams) -> Non
     from lightserve.offline.llm import LLM  # here, because it imports torch: --help and errors in flags do not need it
 
     begin = time.monotonic()
-    llm = LLM(**asdict(config))
+    with LLM(**asdict(config)) as llm:
+        _answer(llm, prompt, params, begin)
+
+
+def _answer(llm: LLM, prompt: str, params: GenerationParams, begin: float) -> None:
     loaded = time.monotonic()
     if llm.tokenizer.has_chat_template:
         stream = llm.chat([{"role": "user", "content": prompt}], params)

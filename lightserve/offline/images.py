@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import InvalidRequestError
 from lightserve.media.sources import ImageSource, ReadImage
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
 from lightserve.model_files.source import ModelSource
@@ -24,13 +27,11 @@ from lightserve.router.images.image_waits import ImageFailed, ImageWaits
 from lightserve.router.images.sight import PromptSight
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler
-from lightserve.server.images import with_images
-from lightserve.worker.worker import ModelWorker
+from lightserve.server.images import open_arena, with_images
 
 if TYPE_CHECKING:
     from lightserve.encoder.image_encoder import ImageEncoder
 
-GIB, PAGE = 2**30, 4096
 MAX_BYTES = 2**30  # of an image: the caller's own data need no limit
 
 
@@ -48,18 +49,16 @@ class OfflineImages:
         from lightserve.media.make_reader import make_reader
         from lightserve.outbound.urls import UrlRules
 
-        self._arena = mmap(-1, max(int(config.worker.embed_cache_gb * GIB) // PAGE, 1) * PAGE)
-        self._encoder: ImageEncoder = load_encoder(config, self._arena)
+        self.arena_fd = open_arena(config.worker.embed_cache_gb)
+        weakref.finalize(self, os.close, self.arena_fd)
+        self.arena = mmap(self.arena_fd, os.fstat(self.arena_fd).st_size)  # ranks read the embeddings here
+        self._encoder: ImageEncoder = load_encoder(config, self.arena)
         http = config.http
         rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
         self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
         self._waits = ImageWaits(lambda encoder, generation: self._to_encode.append)
-
-    def use_worker(self, worker: ModelWorker) -> None:
-        """Before it captures its steps."""
-        worker.enable_images(self._arena)
 
     def use_scheduler(self, group: GroupScheduler) -> None:
         group.enable_images(self._waits)
@@ -109,9 +108,9 @@ class OfflineImages:
         return ImageEncoded(0, message.digest)
 
 
-def apply_sight(req: Req, worker: ModelWorker, group: GroupScheduler) -> Req:
+def apply_sight(req: Req, engine: EngineInfo, group: GroupScheduler) -> Req:
     """A new request, as tokens of its prompt may see later ones."""
-    sight = PromptSight(worker.sight, worker.model_config.window)
+    sight = PromptSight(engine.sight, engine.sight_window)
     req.boundaries = sight.boundaries(len(req.prompt_ids), req.images)
     req.salt = sight.salt(req.prompt_ids)
     reason = sight.why_refused(len(req.prompt_ids)) or why_undivided(req.boundaries, group.chunking.max_span)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, overload
 
-from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import InvalidRequestError, PromptTooLongError, TextOnlyError
 from lightserve.media.tokens import room_for_tokens, with_image_ids
@@ -24,7 +23,9 @@ from lightserve.offline.checks import checked_model
 from lightserve.offline.fields import check_n, known_fields, repeated
 from lightserve.offline.image_parts import for_template
 from lightserve.offline.images import ImagePrompt, apply_sight, open_images, plain_ids
+from lightserve.offline.options import known_options
 from lightserve.offline.pooling import PoolingMethods
+from lightserve.offline.ranks import start_ranks
 from lightserve.offline.results import Generation, StreamOut
 from lightserve.router.images.image_waits import without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
@@ -33,7 +34,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.utils.logger import init_logger
-from lightserve.worker.select import worker_class
+from lightserve.worker.select import served_pooling
 
 logger = init_logger(__name__)
 
@@ -56,7 +57,7 @@ class LLM(PoolingMethods):
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
-        self.config = served_with_head(WorkerConfig(model_dir=model_dir, **options))
+        self.config = served_with_head(WorkerConfig(**known_options({"model_dir": model_dir, **options})))
         source = resolve(self.config.model_dir, needs_weights=False, trusts_code=self.config.trust_remote_code)
         model = checked_model(self.config, source)
         self.config = resolved_speculation(self.config, source, model)
@@ -69,19 +70,17 @@ class LLM(PoolingMethods):
         elif tokenizer.note:
             logger.info(tokenizer.note)
         images = open_images(self.config, source, tokenizer, limit_mm_per_prompt)
-        worker = worker_class(self.config, source)(self.config, source, Parallel())
-        if images is not None:
-            images.use_worker(worker)
-        worker.capture()
-        vocab_size = worker.model_config.vocab_size
-        self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        limits = make_limits(self.config, RouterConfig(), worker.step_limits, worker.pooling_limits)
-        tokens = worker.max_total_token_num
-        pool = KvPool(tokens, make_group_pools(worker.kv_groups, tokens), limits.kv_lookahead)
+        ranks = start_ranks(self.config, source, images)
+        engine = ranks.engine
+        limits = make_limits(self.config, RouterConfig(), engine.step_limits, engine.pooling)
+        tokens = engine.max_total_token_num
+        pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
         scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
         if images is not None:
             images.use_scheduler(scheduler.only_group)
-        super().__init__(worker, scheduler, tokenizer, images)
+        super().__init__(ranks, scheduler, tokenizer, images)
+        self.eos_token_ids = engine.eos_token_ids
+        self.pooling = served_pooling(self.config, source)
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._ids = itertools.count()
 
@@ -181,7 +180,7 @@ class LLM(PoolingMethods):
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
         starts = [plain_ids(req) for req in self._requests(prompts, None, {})]
-        searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
+        searches = [BeamSearch(params, self.eos_token_ids, self._engine.max_req_total_len - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
             batch.advance([generation.top_logprobs[0] for generation in self.generate(sequences, batch.params)])
@@ -219,12 +218,12 @@ class LLM(PoolingMethods):
         """The id of an adapter, which is in host memory afterwards."""
         if lora is None:
             return None
-        if self.worker.loras is None:
+        if not self._engine.lora_slots:
             raise InvalidRequestError("this LLM takes no adapters; give max_loras or lora_modules", "lora")
         folder = dict(map(parse_module, self.config.lora_modules)).get(lora, lora)
         if folder not in self._adapters:
             lora_id = len(self._adapters)
-            loaded = self.worker.loras.load(LoraLoad(lora_id, folder))
+            loaded = self._ranks.load_adapter(LoraLoad(lora_id, folder))
             if loaded.error:
                 raise InvalidRequestError(f"the adapter {lora!r} cannot be used: {loaded.error}", "lora")
             self._adapters[folder] = lora_id
@@ -234,7 +233,7 @@ class LLM(PoolingMethods):
     def _request(self, prompt: Any, params: GenerationParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         images = prompt.images if isinstance(prompt, ImagePrompt) else ()
-        longest = room_for_tokens(self.worker.longest_request, len(ids), images)
+        longest = room_for_tokens(self._engine.max_req_total_len, len(ids), images)
         if not ids:
             raise InvalidRequestError("the prompt is empty")
         self._check_ids("a prompt's token ids", ids)
@@ -244,9 +243,9 @@ class LLM(PoolingMethods):
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
         prompt_ids = with_image_ids(int32s(ids), images)
         req = Req(next(self._ids), prompt_ids, params, max_new_tokens, self.eos_token_ids, images=images)
-        return apply_sight(req, self.worker, self._scheduler.only_group)
+        return apply_sight(req, self._engine, self._scheduler.only_group)
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
-        vocab_size = self.worker.model_config.vocab_size
+        vocab_size = self._engine.vocab_size
         if not all(isinstance(token, Integral) and 0 <= int(token) < vocab_size for token in ids):
             raise InvalidRequestError(f"{what} must be integers in 0..{vocab_size - 1}")

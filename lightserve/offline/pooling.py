@@ -14,15 +14,16 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.pooling.results import Vector, cosine, embedding, pair_score, probabilities, vector_of
 from lightserve.model_files.pooling.texts import PoolingTexts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
-from lightserve.offline.step_loop import StepLoop
+from lightserve.offline.steps import OfflineSteps
 from lightserve.router.req import Req
 
 ONE_RESULT = GenerationParams.of(max_new_tokens=1)
 
 
-class PoolingMethods(StepLoop):
+class PoolingMethods(OfflineSteps):
     """What LLM adds to this: it loads the model."""
 
+    pooling: PoolingConfig | None  # None: it generates text
     _ids: itertools.count[int]
 
     @property
@@ -45,7 +46,7 @@ class PoolingMethods(StepLoop):
         return [embedding(vector, dimensions, normalize) for vector in self._pool(ids, truncate)]
 
     def classify(self, texts: str | Sequence[Any], *, truncate: bool = False) -> list[Vector]:
-        """The probability of each label, for each text. The labels are in ``self.worker.pooling.labels``."""
+        """The probability of each label, for each text. The labels are in ``self.pooling.labels``."""
         self._check_task("classify")
         many = [texts] if isinstance(texts, str) else list(texts)
         vectors = self._pool([self._text_ids(text, None) for text in many], truncate)
@@ -70,23 +71,23 @@ class PoolingMethods(StepLoop):
             return [cosine(first, vector) for vector in others]
         if not self._config.is_pair_scorer:
             raise InvalidRequestError("score: the model has several labels; use classify")
-        limit = self.worker.longest_request if truncate else None
+        limit = self._engine.max_req_total_len if truncate else None
         ids = [self._texts.encode_pair(query, document, instruction, limit) for document in many]
         return [pair_score(self._config, vector) for vector in self._pool(ids, truncate=False)]
 
     @property
     def _config(self) -> PoolingConfig:
-        if self.worker.pooling is None:
+        if self.pooling is None:
             raise InvalidRequestError('this model generates text; LLM(..., task="embed") makes it embed')
-        return self.worker.pooling
+        return self.pooling
 
     @cached_property
     def _texts(self) -> PoolingTexts:
-        return PoolingTexts(self._config, self.tokenizer, self.worker.model_config.vocab_size)
+        return PoolingTexts(self._config, self.tokenizer, self._engine.vocab_size)
 
     def _check_generates(self) -> None:
-        if self.worker.pooling is not None:
-            raise InvalidRequestError(f"this model generates no text; its task is {self.worker.pooling.task}")
+        if self.pooling is not None:
+            raise InvalidRequestError(f"this model generates no text; its task is {self.pooling.task}")
 
     def _check_task(self, *tasks: str) -> None:
         if self._config.task not in tasks:
@@ -95,7 +96,7 @@ class PoolingMethods(StepLoop):
     def _text_ids(self, text: Any, prompt_name: str | None) -> list[int]:
         if isinstance(text, str):
             return self._texts.encode(text, prompt_name)
-        vocab_size = self.worker.model_config.vocab_size
+        vocab_size = self._engine.vocab_size
         ids = [int(token_id) for token_id in text]
         if not all(0 <= token_id < vocab_size for token_id in ids):
             raise InvalidRequestError(f"token ids must be in 0..{vocab_size - 1}")
@@ -121,7 +122,7 @@ class PoolingMethods(StepLoop):
                 self._failures.pop(req.req_id, None)
 
     def _pooling_request(self, ids: list[int], truncate: bool) -> Req:
-        limit, limits = self.worker.longest_request, self.worker.pooling_limits
+        limit, limits = self._engine.max_req_total_len, self._engine.pooling
         if not ids:
             raise InvalidRequestError("the text is empty")
         ids = self._texts.truncate(ids, limit) if truncate else ids

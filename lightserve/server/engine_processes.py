@@ -82,6 +82,10 @@ class EngineProcesses:
         """A node did not come in time: it is no use to wait for it again."""
         return any(worker.is_node_missing for worker in self.workers)
 
+    def use_arena(self, fd: int) -> None:
+        """Before the workers: memory with the embeddings of images, which somebody else encodes."""
+        self._arena_fd = fd
+
     async def start_first_encoders(self) -> None:
         """Before the workers: on a GPU they wait until these have their memory, and take what is left."""
         self._arena_fd = open_arena(self._config.worker.embed_cache_gb)

@@ -15,7 +15,7 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compilers_for
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
-from lightserve.messages.control import EngineInfo, RoutedExpertsShape, StartupPhase, StartupProgress
+from lightserve.messages.control import StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
@@ -37,7 +37,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     with compilers_for(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.worker.kv.identity import exchanged_identity
+            from lightserve.worker.engine_info import engine_info
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
@@ -60,29 +60,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         profiler = _profiler(child_config, platform, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
-    vocab_size, experts = worker.model_config.vocab_size, worker.model.routed_experts_shape
-    launcher.send(
-        EngineInfo(
-            max_total_token_num=worker.max_total_token_num,
-            max_req_total_len=worker.longest_request,
-            kv_groups=worker.kv_groups,
-            pooling=worker.pooling_limits,
-            vocab_size=vocab_size,
-            pipeline_depth=worker.pipeline_depth,
-            eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
-            dtype_and_device=worker.dtype_and_device,
-            step_limits=worker.step_limits,
-            launch_lead_s=worker.launch_lead_s,
-            step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
-            lora_slots=config.num_loras,
-            cpu_kv=worker.cpu_kv,
-            kv_identity=exchanged_identity(worker.kv_identity, len(worker.kv_groups)),
-            sight=worker.sight,
-            sight_window=worker.model_config.window,
-            routed_experts=None if experts is None else RoutedExpertsShape(*experts),
-            speculation="" if config.speculation is None else config.speculation.summary,
-        )
-    )
+    launcher.send(engine_info(worker, config, source))
     launch = worker.launch if profiler is None else profiler.launch
     server.serve(launch, worker.pipeline_depth, call_handlers(worker, profiler))
 

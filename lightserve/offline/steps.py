@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
-from lightserve.common.device import pick_device
-from lightserve.config import WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import ServerError
 from lightserve.messages.params import FinishReason
 from lightserve.messages.step import ReqFailed, StepResult, TokenOut
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.offline.images import OfflineImages, is_of
+from lightserve.offline.ranks import Ranks
 from lightserve.offline.results import StreamOut
 from lightserve.router.images.image_waits import ImageFailed, without_image_ids
 from lightserve.router.req import Req
@@ -28,19 +26,14 @@ from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
 
-class StepLoop:
+class OfflineSteps:
     """It ends with ``close()``, or a ``with`` block."""
 
-    config: WorkerConfig
-
     def __init__(
-        self,
-        worker: ModelWorker,
-        scheduler: Scheduler,
-        tokenizer: Tokenizer | None,
-        images: OfflineImages | None,
+        self, ranks: Ranks, scheduler: Scheduler, tokenizer: Tokenizer | None, images: OfflineImages | None
     ) -> None:
-        self.worker = worker
+        self._ranks = ranks
+        self._engine = ranks.engine
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._images = images
@@ -51,12 +44,16 @@ class StepLoop:
 
     def close(self) -> None:
         """Free the memory of the model. An LLM that is closed cannot be used any more."""
-        if "worker" in self.__dict__:
+        if "_ranks" in self.__dict__:
             self._open.clear()
             self._in_flight.clear()
-            del self.worker, self._scheduler
-            gc.collect()
-            pick_device(self.config.device).free_cached_memory()
+            self._ranks.close()
+            del self._ranks, self._scheduler
+
+    @property
+    def worker(self) -> ModelWorker:
+        """Of a single rank, which is in this process."""
+        return self._ranks.worker
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +62,7 @@ class StepLoop:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("worker", "_scheduler"):
+        if name in ("_ranks", "_scheduler"):
             raise ServerError("this LLM is closed; make another one")
         raise AttributeError(f"LLM has no attribute {name!r}", name=name, obj=self)
 
@@ -96,8 +93,8 @@ class StepLoop:
         try:
             if self._images is not None and self._fail_images(self._images.encode()):
                 return
-            while len(self._in_flight) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
-                self._in_flight.append(self.worker.launch(step))
+            while len(self._in_flight) < self._engine.pipeline_depth and (step := self._scheduler.next_step()):
+                self._in_flight.append(self._ranks.launch(step))
             if not self._in_flight:
                 raise ServerError("the request was dropped because a step of its batch failed")
             result = self._in_flight.popleft()()
@@ -113,10 +110,10 @@ class StepLoop:
             raise
 
     def _drop_requests(self) -> None:
-        """End all streams. The worker has no step in flight and no request afterwards."""
+        """End all streams. The ranks have no request afterwards."""
         self._open.clear()
         self._in_flight.clear()
-        self.worker.reset()
+        self._ranks.reset()
 
     def _distribute(self, result: StepResult) -> None:
         """Give the tokens of a step to their streams."""
