@@ -12,12 +12,11 @@ import msgspec
 
 from lightserve.cluster.engine import Engine
 from lightserve.messages.output import AdapterCard, AdapterReply
-from lightserve.messages.request import AdapterQuery, LoadAdapter, UnloadAdapter
+from lightserve.messages.request import NOBODY, AdapterQuery, LoadAdapter, UnloadAdapter
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
-NOBODY = -1  # id of a query whose reply is not needed
 NO_ENGINE = "no engine runs now; retry later"
 
 

@@ -15,7 +15,6 @@ import time
 
 import msgspec
 
-from lightserve.cluster.adapters import NOBODY
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
@@ -46,6 +45,7 @@ from lightserve.messages.output import (
     WeightsReplaced,
 )
 from lightserve.messages.request import (
+    NOBODY,
     AbortByRequestId,
     AbortReq,
     ContinueReq,

@@ -167,6 +167,7 @@ RouterInbox = ToRouter | FromEncoder
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
 HTTP_PROCESS_BITS = 8  # above them is the number of the process: see ChildConfig.http_process
+NOBODY = (1 << REQ_ID_BITS - HTTP_PROCESS_BITS) - 1  # id of a query whose reply nobody waits for; counts end before it
 
 
 def http_process_of(req_id: int) -> int:

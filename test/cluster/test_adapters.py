@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightserve.cluster.adapters import NOBODY, ClusterAdapters
+from lightserve.cluster.adapters import ClusterAdapters
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.load_estimate import SharedRates
 from lightserve.messages.output import AdapterCard, AdapterReply, RouterStats
-from lightserve.messages.request import ListAdapters, LoadAdapter, UnloadAdapter
+from lightserve.messages.request import NOBODY, ListAdapters, LoadAdapter, UnloadAdapter
 from lightserve.router.observability.stats import RouterMetrics
 
 OK, REFUSED = AdapterReply(7), AdapterReply(7, 400, "rank 64 is too large")
