@@ -106,7 +106,7 @@ class Dispatcher:
             raise RuntimeError("an engine joined before the dispatcher ran")
         engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
-        self._queries.adapters.restore(engine)
+        self._queries.engine_joined(engine)
         if self._pause is not None:  # it has replaced one that was paused
             link.send(msgspec.structs.replace(self._pause, query_id=NOBODY))
         self._place_all()
@@ -218,8 +218,7 @@ class Dispatcher:
         self._forget(req)
         if engine is not None:
             engine.link.send(message)
-        is_kept = message.keeps_tokens
-        ids = [req.req_id]
+        ids, is_kept = [req.req_id], message.keeps_tokens
         self._to_detokenization.send(BatchTokenIdOut(ended=ids if is_kept else [], aborted=[] if is_kept else ids))
 
     # from engines
@@ -256,6 +255,7 @@ class Dispatcher:
             reply = self._queries.add_reply(engine.number, message)
             if reply is not None:
                 self._to_detokenization.send(reply)
+            self._place_all()  # an engine may have got the weights that it lacked
 
     def _handle_batch(self, engine: Engine, batch: BatchTokenIdOut) -> None:
         outs = [out for out in batch.tokens if out.req_id in engine.requests]  # others have ended or left the engine

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from lightserve.cluster.adapters import NO_ENGINE, ClusterAdapters
 from lightserve.cluster.engine import Engine
+from lightserve.cluster.weights import ClusterWeights
 from lightserve.messages.output import AdapterReply, ProfileReply, QueryReply, RequestTimeline, Timelines
 from lightserve.messages.request import AdapterQuery, GetTimelines, StartProfile, StopProfile
-from lightserve.messages.rl import RlQuery, RlReply, joined_replies
+from lightserve.messages.rl import JoinWeightGroup, RlQuery, RlReply, joined_replies
 
 Query = GetTimelines | StartProfile | StopProfile | AdapterQuery | RlQuery
 
@@ -29,12 +32,18 @@ class ClusterQueries:
         """``engines``: those that run now, whenever it is iterated."""
         self._open: dict[int, _OpenQuery] = {}
         self.adapters = ClusterAdapters(engines)
+        self._weights = ClusterWeights(engines)
+
+    def engine_joined(self, engine: Engine) -> None:
+        """It gets what was changed in the others while they ran."""
+        self.adapters.restore(engine)
+        self._weights.restore(engine)
 
     def ask(self, query: Query, engines: Iterable[Engine]) -> QueryReply | None:
         """Send a query to all engines. Returns the reply if there is no engine."""
         asked = list(engines)
-        for engine in asked:
-            engine.link.send(query)
+        for place, engine in enumerate(asked):
+            engine.link.send(replace(query, engine=place) if isinstance(query, JoinWeightGroup) else query)
         opened = _OpenQuery(query, {engine.number for engine in asked})
         if not asked:
             return self._joined(opened)
@@ -44,6 +53,9 @@ class ClusterQueries:
     def add_reply(self, engine: int, reply: QueryReply) -> QueryReply | None:
         """The joined reply, if this was the last one."""
         opened = self._open.get(reply.query_id)
+        if isinstance(reply, RlReply):
+            query = None if opened is None else opened.query
+            self._weights.observe(engine, reply, query if isinstance(query, RlQuery) else None)
         if opened is None:
             return None
         opened.replies[engine] = reply

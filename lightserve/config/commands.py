@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-ENGINE_HTTP = frozenset({"model_name"})  # what `lightserve engine` takes of the HTTP flags: its banner has it
+# what `lightserve engine` takes of the HTTP flags: its banner has the name, and its router does what trainers ask
+ENGINE_HTTP = frozenset({"model_name", "enable_rl", "weights_dir"})
 # what a gateway takes besides the flags of HTTP and of the cluster; the others are of engines
 GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "score_template", "trust_remote_code"})
 GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "pinned_prefixes"})

@@ -119,7 +119,7 @@ FromEngine = (
     | KvTransferTimeout
 )
 
-LINK_PROTOCOL = 12  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 13  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

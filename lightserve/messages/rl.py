@@ -13,10 +13,11 @@ from lightserve.messages.weights import WeightBuffering, WeightTensor
 
 PauseMode = Literal["abort", "wait", "keep"]
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+TRAINER = "trainer"  # the source of weights that were broadcast: nobody can load them again
 
 
 class GetRlState(msgspec.Struct, frozen=True, tag=True):
-    """Is the engine paused, or asleep?"""
+    """Is the engine paused, or asleep, and how many ranks has it?"""
 
     query_id: int
 
@@ -64,6 +65,7 @@ class JoinWeightGroup(msgspec.Struct, frozen=True, tag=True):
     buffer_bytes: int = 0
     uses_torch: bool = True  # a process group of torch; False: a communicator of NCCL alone
     unique_id: bytes = b""  # of such a communicator; empty: a store at the address has it
+    engine: int = 0  # its place among those that join: the ranks of those before it come first
 
 
 class LeaveWeightGroup(msgspec.Struct, frozen=True, tag=True):
@@ -174,10 +176,15 @@ class RlReply(msgspec.Struct, frozen=True, tag=True):
     status: int = 200  # HTTP's
     message: str = ""  # what went wrong
     state: RlState = RlState()
-    count: int = 0  # of requests that were aborted, paused or are still open
+    count: int = 0  # of requests that were aborted, paused or are still open, or of ranks (GetRlState)
     method: str = ""  # how a Sleep or WakeUp did it: see router/rl/sleep.py
     seconds: float = 0.0  # that it took
-    weights: WeightsState = WeightsState()
+    weights: WeightsState | None = None  # in replies to a WeightQuery
+    engines: int = 1  # whose replies this is
+
+
+def _has_problem(weights: WeightsState) -> bool:
+    return bool(weights.problem)
 
 
 def joined_replies(query_id: int, replies: dict[int, RlReply]) -> RlReply:
@@ -192,5 +199,6 @@ def joined_replies(query_id: int, replies: dict[int, RlReply]) -> RlReply:
         sum(reply.count for reply in replies.values()),
         next(iter(replies.values())).method,
         max(reply.seconds for reply in replies.values()),
-        max((reply.weights for reply in replies.values()), key=lambda weights: bool(weights.problem)),
+        max(filter(None, (reply.weights for reply in replies.values())), key=_has_problem, default=None),
+        len(replies),
     )

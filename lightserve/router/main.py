@@ -98,7 +98,8 @@ def _enable_features(
     if engine.lora_slots:
         manager.adapters.enable(config.worker, workers)
     if config.http.enable_rl:
-        manager.weights.enable(manager.rl, config.http.weights_dir, child_config.engine * config.worker.num_ranks)
+        manager.weights.enable(manager.rl, config.http.weights_dir, config.worker.num_ranks)
+        manager.rl.num_ranks = config.worker.num_ranks
     _pin_prefixes(manager, config, engine)
     _enable_profiles(child_config, manager, workers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
@@ -11,6 +11,8 @@ from lightserve.errors import UnavailableError
 from lightserve.httpserver.admin.server_info import server_info
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.errors import error_response
+from lightserve.httpserver.rl.calls import ask
+from lightserve.messages.rl import GetRlState
 
 LOADS = {"num_running_reqs": "num_requests_running", "num_waiting_reqs": "num_requests_waiting"}
 
@@ -19,13 +21,14 @@ def add_info(router: APIRouter, context: ServerContext) -> None:
     @router.get("/get_world_size")
     async def get_world_size(include_dp: Annotated[bool, Query()] = True) -> JSONResponse:
         """The ranks that hold weights: of all engines, or of one."""
-        settings = context.rl
-        return JSONResponse({"world_size": settings.ranks * (settings.dp if include_dp else 1)})
+        engines, ranks = await _ranks(context)
+        return JSONResponse({"world_size": ranks * (engines if include_dp else 1)})
 
     @router.get("/server_info")
     async def get_rl_server_info() -> JSONResponse:
         """That of /get_server_info, with the fields that trainers read."""
-        return JSONResponse(await server_info(context) | _of_vllm(context) | _of_sglang(context))
+        parallel = await _parallel_sizes(context)
+        return JSONResponse(await server_info(context) | _of_vllm(context, parallel) | _of_sglang(context, parallel))
 
 
 def add_loads(router: APIRouter, context: ServerContext) -> None:
@@ -44,13 +47,35 @@ def add_loads(router: APIRouter, context: ServerContext) -> None:
         return JSONResponse({"loads": [{"dp_rank": 0, **load}]})
 
 
+class ParallelSizes(NamedTuple):
+    tp: int
+    pp: int
+    dp: int
+
+
+async def _ranks(context: ServerContext) -> tuple[int, int]:
+    """Engines, and the ranks of each. A gateway has them from its engines, which are alike."""
+    settings = context.rl
+    if settings.dp is not None:
+        return settings.dp, settings.ranks
+    reply = await ask(context, GetRlState)
+    return reply.engines, reply.count // reply.engines
+
+
+async def _parallel_sizes(context: ServerContext) -> ParallelSizes:
+    """A gateway does not know how its engines divide a model: all of their ranks count as tp."""
+    engines, ranks = await _ranks(context)
+    settings = context.rl
+    return ParallelSizes(ranks if settings.dp is None else settings.tp, settings.pp, engines)
+
+
 def dtype_of(context: ServerContext) -> str:
     """In which the model computes, as ``bfloat16``."""
     words = context.manager.limits.dtype_and_device.split()  # in bfloat16 on cuda
     return words[1] if len(words) > 1 else ""
 
 
-def _of_vllm(context: ServerContext) -> dict[str, Any]:
+def _of_vllm(context: ServerContext, parallel: ParallelSizes) -> dict[str, Any]:
     settings = context.rl
     lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": settings.max_loras}
     return {
@@ -61,9 +86,9 @@ def _of_vllm(context: ServerContext) -> dict[str, Any]:
                 "max_model_len": context.manager.limits.max_req_total_len,
             },
             "parallel_config": {
-                "tensor_parallel_size": settings.tp,
-                "pipeline_parallel_size": settings.pp,
-                "data_parallel_size": settings.dp,
+                "tensor_parallel_size": parallel.tp,
+                "pipeline_parallel_size": parallel.pp,
+                "data_parallel_size": parallel.dp,
             },
             "lora_config": lora if settings.max_loras else None,
             "weight_transfer_config": {"backend": "nccl"},
@@ -71,15 +96,15 @@ def _of_vllm(context: ServerContext) -> dict[str, Any]:
     }
 
 
-def _of_sglang(context: ServerContext) -> dict[str, Any]:
+def _of_sglang(context: ServerContext, parallel: ParallelSizes) -> dict[str, Any]:
     settings = context.rl
     return {
         "model_path": settings.model_path or context.model_name,
         "served_model_name": context.model_name,
         "dtype": dtype_of(context),
-        "tp_size": settings.tp,
-        "pp_size": settings.pp,
-        "dp_size": settings.dp,
+        "tp_size": parallel.tp,
+        "pp_size": parallel.pp,
+        "dp_size": parallel.dp,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,  # slime compares it with its --offload-rollout
         "enable_return_routed_experts": context.manager.limits.routed_experts is not None,

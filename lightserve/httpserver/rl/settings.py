@@ -13,7 +13,7 @@ class RlSettings:
 
     tp: int = 1
     pp: int = 1
-    dp: int = 1  # engines
+    dp: int | None = 1  # engines; None: a gateway asks them
     ranks: int = 1  # of an engine
     max_loras: int = 0
     max_lora_rank: int = 0
@@ -25,7 +25,7 @@ def settings_of(config: ServerConfig) -> RlSettings:
     return RlSettings(
         worker.tp,
         worker.pp,
-        config.cluster.dp,
+        None if config.cluster.is_gateway else config.cluster.dp,
         worker.num_ranks,
         worker.num_loras,
         worker.max_lora_rank,

@@ -38,6 +38,7 @@ from lightserve.messages.rl import (
     RlQuery,
     RlReply,
     SetWeightVersion,
+    WeightsState,
 )
 
 B = TypeVar("B", bound=Body)
@@ -144,11 +145,15 @@ class _WeightRoutes:
 
     async def get_by_name(self, request: Request) -> JSONResponse:
         body = await self._body(request, NamedWeight)
-        reply = await self._ask(lambda query_id: GetWeights(query_id, body.name, body.truncate_size))
-        return JSONResponse(reply.weights.values)
+        weights = await self._weights(body.name, body.truncate_size)
+        return JSONResponse(weights.values)
+
+    async def _weights(self, name: str = "", limit: int = 0) -> WeightsState:
+        reply = await self._ask(lambda query_id: GetWeights(query_id, name, limit))
+        return reply.weights or WeightsState()
 
     async def get_version(self) -> JSONResponse:
-        weights = (await self._ask(GetWeights)).weights
+        weights = await self._weights()
         return JSONResponse(
             {
                 "weight_version": weights.version,

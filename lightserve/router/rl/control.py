@@ -34,6 +34,7 @@ Q = TypeVar("Q", bound=RlQuery)
 
 class RlControl:
     def __init__(self, pause: PauseControl, sleep: SleepControl, replies: Sender[ToDetokenization]) -> None:
+        self.num_ranks = 1
         self.pause = pause
         self.sleep = sleep
         self._replies = replies
@@ -82,4 +83,4 @@ class RlControl:
         self._replies.send(msgspec.structs.replace(reply, query_id=message.query_id, state=self.state))
 
     async def _get_state(self, message: GetRlState) -> RlReply:
-        return RlReply(0)
+        return RlReply(0, count=self.num_ranks)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from lightserve.messages.rl import WeightsState
 from lightserve.router.req import Req
 
-TRAINER = "trainer"  # the source of weights that were broadcast: nobody can load them again
 SALT, SALT_END = "weights ", "\n"
 
 

@@ -17,6 +17,7 @@ from lightserve.errors import ConflictError, InvalidRequestError, ServerError
 from lightserve.ipc.worker_calls import UPDATE_WEIGHTS, WorkerCaller
 from lightserve.messages.output import ToDetokenization, VersionedReq, WeightsReplaced
 from lightserve.messages.rl import (
+    TRAINER,
     BeginWeightUpdate,
     EndWeightUpdate,
     GetWeights,
@@ -46,7 +47,7 @@ from lightserve.messages.weights import (
 )
 from lightserve.router.output_processor import OutputProcessor
 from lightserve.router.rl.control import RlControl
-from lightserve.router.rl.served_weights import TRAINER, ServedWeights
+from lightserve.router.rl.served_weights import ServedWeights
 from lightserve.router.rl.weights_folder import weights_folder
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_loop import StepLoop
@@ -84,7 +85,7 @@ class WeightsControl:
         self._send = send
         self._lock = asyncio.Lock()
         self._root: str | None = None
-        self._first_rank = 0
+        self._num_ranks = 1
         self._is_open = False  # some weights are new and others are not
         self._is_explicit = False  # the trainer said that it begins, and will say that it ends
         self._last_tensors: dict[str, list[WeightTensor]] = {}  # of the groups: an update may repeat them
@@ -94,9 +95,9 @@ class WeightsControl:
         self._resume_paused: Callable[[ResumeGeneration], Awaitable[RlReply]]
         self._stalled: asyncio.TimerHandle | None = None
 
-    def enable(self, control: RlControl, weights_dir: str | None, first_rank: int) -> None:
-        """``first_rank``: number of this engine's worker 0 among the workers of all engines."""
-        self._root, self._first_rank = weights_dir, first_rank
+    def enable(self, control: RlControl, weights_dir: str | None, num_ranks: int) -> None:
+        """``num_ranks``: of this engine, and of every other one that a trainer has."""
+        self._root, self._num_ranks = weights_dir, num_ranks
         control.handle(JoinWeightGroup, self._join)
         control.handle(LeaveWeightGroup, self._leave)
         control.handle(BeginWeightUpdate, self._begin)
@@ -111,7 +112,7 @@ class WeightsControl:
     # groups
 
     async def _join(self, message: JoinWeightGroup) -> RlReply:
-        first = message.first_rank + self._first_rank
+        first = message.first_rank + message.engine * self._num_ranks
         command: WorkerWeightsCommand
         if message.uses_torch:
             command = JoinTorchGroup(
