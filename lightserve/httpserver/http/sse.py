@@ -33,6 +33,10 @@ class EventWriter(Protocol):
 
     def write(self, outs: Outs) -> bytes: ...
 
+    def is_slow(self, outs: Outs) -> bool:
+        """Whether ``write`` takes so long that a thread should do it."""
+        return False
+
     def end(self) -> bytes:
         """What follows the last token."""
 
@@ -225,7 +229,7 @@ class GenerationEvents:
             self._generation.write_with(partial(self._write, connection, on_written))
 
     def _write(self, connection: Connection, on_written: Callable[[], None], outs: Outs) -> bool:
-        if not connection.can_write():
+        if not connection.can_write() or self._writer.is_slow(outs):
             return False
         events = self._writer.write(outs)
         if events:
@@ -248,7 +252,7 @@ class GenerationEvents:
                 if recorder is not None:
                     await _replay(recorder, writer)
                 async for outs in batches:
-                    events = writer.write(outs)
+                    events = await asyncio.to_thread(writer.write, outs) if writer.is_slow(outs) else writer.write(outs)
                     if recorder is not None:
                         events = recorder.add(outs, events)
                     if events:

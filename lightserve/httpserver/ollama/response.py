@@ -19,7 +19,7 @@ from lightserve.httpserver.engine_client import Generation
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import JsonObject, json_response
 from lightserve.httpserver.http.errors import ErrorFormat, error_object
-from lightserve.httpserver.http.sse import EventStream, GenerationEvents, until_disconnect
+from lightserve.httpserver.http.sse import EventStream, EventWriter, GenerationEvents, until_disconnect
 from lightserve.messages.output import StrOut
 from lightserve.messages.params import FinishReason
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
@@ -179,7 +179,7 @@ class Collected(_Output):
         return {**head, **content_fields, **_given(logprobs=self._all_logprobs), **self._end()}
 
 
-class LineWriter(_Output):
+class LineWriter(_Output, EventWriter):
     """Writes a line for every delta. The JSON around a piece of text is prepared once."""
 
     def __init__(self, spec: OutputSpec, log: AccessLog) -> None:

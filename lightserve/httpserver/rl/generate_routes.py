@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -82,7 +83,8 @@ def add_generate(router: APIRouter, context: ServerContext) -> None:
         if body.stream:
             return await EventStream.open(request, GenerationEvents(generation, writer, log.request_id))
         choices = await until_disconnect(request, generation.collect())
-        return json_response(writer.whole(choices))
+        outs = [(index, out) for index, of_choice in enumerate(choices) for out in of_choice]
+        return await asyncio.to_thread(writer.whole, choices) if writer.is_slow(outs) else writer.whole(choices)
 
 
 async def _parse(context: ServerContext, body: TokensBody) -> TokensRequest:
@@ -135,17 +137,29 @@ class TokensWriter(EventWriter):
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return b"data: %b\n\n" % orjson.dumps(error_object(error, request_id)) + DONE
 
-    def whole(self, choices: list[list[StrOut]]) -> JsonObject:
+    def is_slow(self, outs: Outs) -> bool:
+        """Experts that come now are not written before the end."""
+        if self._parsed.experts is None or all(out.finish_reason is None for _, out in outs):
+            return False
+        coming = RoutedExperts()
+        for _, out in outs:
+            coming.add(out.token)
+        return coming.are_many or any(experts.are_many for experts in self._experts.values())
+
+    def whole(self, choices: list[list[StrOut]]) -> Response:
         parsed = self._parsed
         prompt = parsed.prompt_logprobs
         packed = choices[0][0].token.prompt_logprobs
-        return self._id | {
-            "choices": [self._choice(index, outs) for index, outs in enumerate(choices)],
-            "usage": self._usage(),
-            "prompt_token_ids": parsed.prompt_request.prompt_ids if parsed.body.return_token_ids else None,
-            "prompt_logprobs": None if prompt is None else prompt.field(packed),
-            "output_mode": parsed.body.output_mode or "tokens",
-        }
+        return json_response(
+            self._id
+            | {
+                "choices": [self._choice(index, outs) for index, outs in enumerate(choices)],
+                "usage": self._usage(),
+                "prompt_token_ids": parsed.prompt_request.prompt_ids if parsed.body.return_token_ids else None,
+                "prompt_logprobs": None if prompt is None else prompt.field(packed),
+                "output_mode": parsed.body.output_mode or "tokens",
+            }
+        )
 
     def _choice(self, index: int, outs: list[StrOut]) -> JsonObject:
         tokens = [out for out in outs if out.has_token]
@@ -168,7 +182,7 @@ class TokensWriter(EventWriter):
             choice["text"] = "".join(out.text for out in outs)
         return choice
 
-    def _routed_experts(self, index: int, shape: RoutedExpertsShape) -> str:
+    def _routed_experts(self, index: int, shape: RoutedExpertsShape) -> orjson.Fragment:
         start = self._parsed.body.routed_experts_prompt_start or 0
         tokens = len(self._parsed.prompt_request.prompt_ids) + self._num_tokens[index] - 1
         return self._experts[index].for_vllm(shape, start, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -49,8 +50,7 @@ async def sglang_response(
     for index, outs in enumerate(choices):
         for out in outs:
             writer.sequences[index].add(out)
-    responses = [writer.sequence_json(index) for index in range(len(choices))]
-    return json_response(responses if parsed.is_list else responses[0])
+    return await asyncio.to_thread(writer.whole) if writer.has_many_experts else writer.whole()
 
 
 class Sequence:
@@ -92,6 +92,17 @@ class SglangWriter(EventWriter):
         self._request_id = request_id
         self.shape: RoutedExpertsShape | None = None  # of chosen experts, if they are kept
         self.sequences = [Sequence() for _ in range(len(parsed.prompt_requests) * parsed.n)]
+
+    @property
+    def has_many_experts(self) -> bool:
+        return self._parsed.experts_start is not None and any(of.experts.are_many for of in self.sequences)
+
+    def is_slow(self, outs: Outs) -> bool:
+        return self.has_many_experts and any(out.finish_reason is not None for _, out in outs)
+
+    def whole(self) -> Response:
+        responses = [self.sequence_json(index) for index in range(len(self.sequences))]
+        return json_response(responses if self._parsed.is_list else responses[0])
 
     def write(self, outs: Outs) -> bytes:
         """An event for each sequence that has new tokens: of several at once, the last says it all."""
