@@ -241,8 +241,9 @@ TABLE = (
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
     # speculation
+    _not_built(DRAFT_HEAD, PP, "a head reads embeddings, which the first stage has", "use the method ngram, or --tp"),
     _not_built(
-        SPECULATION, PP, "the first stage needs the tokens, which the last one samples", "use --tp, or leave one out"
+        DRAFTED_STATES, PP, "only the last stage knows which drafts its states may see", "use --tp, or leave one out"
     ),
     Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
     _not_built(DRAFT_HEAD, ATTENTION_DP, "a head drafts for one group of ranks", "use the method ngram"),

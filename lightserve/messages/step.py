@@ -134,10 +134,15 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     loras: list[LoraPlace] = []
     stores: list[KvStore] = []
     loads: list[KvLoad] = []
-    token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
+    # of all tokens of the rows, in their order, drafts too, if the first stage does not sample them
+    token_ids: Int32s = NO_INT32
     sends: list[KvSend] = []
     recvs: list[KvRecv] = []
-    drafts_follow: bool = False  # the next step may have drafts of its requests, so a head computes some
+    # of a request in the next step, at most: so many a head, or the last stage of a pipeline, drafts after this one
+    next_drafts: int = 0
+    ready_lens: Int32s = (
+        NO_INT32  # of a pipeline with drafts: tokens of each of ``decode_ids`` computed before the step
+    )
     groups: list[Step] = []  # of all attention groups, also of those without rows; empty: there is one group
 
     @property
@@ -328,6 +333,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     plain: TokenColumns = NO_TOKENS
     launch_s: float = 0.0  # how long the worker took to launch it
     drafts: DraftColumns = NO_DRAFTS
+    proposals: TokenColumns = NO_TOKENS  # of a pipeline: drafts of requests for their next steps, which bring them
 
     @property
     def tokens(self) -> list[TokenOut]:
@@ -346,4 +352,5 @@ def joined_results(results: Sequence[StepResult]) -> StepResult:
         joined_columns([result.plain for result in results]),
         max(result.launch_s for result in results),
         joined_drafts([result.drafts for result in results]),
+        joined_columns([result.proposals for result in results]),
     )

@@ -88,6 +88,7 @@ class OutputProcessor:
         """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
         now = time.monotonic()
         self._count_drafts(result.drafts)
+        self._scheduler.take_proposals(result.proposals)
         num_forced = self._num_forced
         plain, others = self._process_plain(result.plain, now)
         others += result.detailed

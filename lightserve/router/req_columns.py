@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.messages.int_arrays import Int64Array, Tails
+from lightserve.config.speculation import MAX_DRAFTS
+from lightserve.messages.int_arrays import Int32Array, Int64Array, Tails, int32s
+from lightserve.messages.step import TokenColumns
 from lightserve.router.draft_rates import DraftRates
 
 FIELDS = (
@@ -27,6 +29,7 @@ FIELDS = (
     "may_draft",  # 1: steps may compute drafts of its next tokens; or one of those below
     "has_drafted",  # 1: a step since its admission computes drafts
     "num_accepted",  # drafts among the tokens that it gets next
+    "ready_drafts",  # that its next step may have: a head computes them, or the last stage of a pipeline has sent them
     "spare_slots",  # KV slots that it has for the tokens after ``planned_len``; drafts are written there
     "draft_pause",  # decodes until the next draft is tried
     "last_pause",  # the length of the last such pause; 0: a draft was accepted since
@@ -58,6 +61,7 @@ class ReqColumns:
             self.may_draft,
             self.has_drafted,
             self.num_accepted,
+            self.ready_drafts,
             self.spare_slots,
             self.draft_pause,
             self.last_pause,
@@ -67,6 +71,7 @@ class ReqColumns:
         self.acceptance: npt.NDArray[np.float64] = np.full(rows, FIRST_ACCEPTANCE)  # share of the drafts it reached
         self.proposals: npt.NDArray[np.float64] = np.ones(rows)  # share of its steps with drafts that had proposals
         self.draft_rates = DraftRates()  # of all requests
+        self.draft_ids: Int32Array = np.zeros((rows, MAX_DRAFTS), dtype=np.int32)  # if the last stage has sent them
         self.slots = Tails(rows)  # of KV
         self.outputs = Tails(rows)  # token ids
 
@@ -78,15 +83,15 @@ class ReqColumns:
         prompt_len, max_new_tokens, _, planned_len, _, planned_outputs, drafts = self.values[:PLANNING, rows]
         return np.where(planned_outputs + drafts >= max_new_tokens, 0, prompt_len + planned_outputs - planned_len)
 
-    def max_drafts(self, rows: Int64Array, most: int) -> Int64Array:
-        """How many drafts the next step may compute after the next token of each of these requests."""
+    def max_drafts(self, rows: Int64Array, most: int, if_refused: bool) -> Int64Array:
+        """How many drafts the next step may compute after the next token of each of these requests.
+
+        ``if_refused``: so will be all drafts in flight.
+        """
         prompt_len, max_new_tokens, _, planned_len, _, planned_outputs, drafts = self.values[:PLANNING, rows]
         may_draft = (self.may_draft[rows] > 0) & (planned_len >= prompt_len)
-        return np.where(may_draft, np.minimum(max_new_tokens - planned_outputs - drafts - 1, most), 0)
-
-    def may_draft_soon(self, rows: Int64Array) -> bool:
-        """Whether some of these requests may have drafts in the step after the one that is planned."""
-        return bool(((self.may_draft[rows] > 0) & (self.draft_pause[rows] == 0)).any())
+        left = max_new_tokens - planned_outputs - 1 - (0 if if_refused else drafts)
+        return np.where(may_draft, np.clip(left, 0, most), 0)
 
     def missing_slots(self, rows: Int64Array, drafts: Int64Array) -> Int64Array:
         """KV slots that these requests need for their next token and so many drafts, beside those that they have."""
@@ -111,6 +116,13 @@ class ReqColumns:
         self.spare_slots[rows] -= counts
         self.num_accepted[rows] = 0
 
+    def take_proposals(self, rows: Int64Array, proposals: TokenColumns) -> None:
+        """Drafts of the requests in these rows, for their next steps."""
+        counts = int32s(proposals.each_counts)
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.draft_ids[np.repeat(rows, counts), numbers] = int32s(proposals.token_ids)
+        self.ready_drafts[rows] = counts
+
     def in_flight(self, rows: Int64Array) -> Int64Array:
         """Steps in flight that will return output tokens."""
         return self.planned_outputs[rows] - self.output_len[rows]
@@ -121,3 +133,4 @@ class ReqColumns:
         self.last_token_s[row] = source.last_token_s[source_row]
         self.acceptance[row] = source.acceptance[source_row]
         self.proposals[row] = source.proposals[source_row]
+        self.draft_ids[row] = source.draft_ids[source_row]

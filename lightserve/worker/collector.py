@@ -30,6 +30,7 @@ from lightserve.common.device import copy_to_host
 from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import (
     NO_DRAFTS,
+    NO_TOKENS,
     DraftColumns,
     ReqFailed,
     StepResult,
@@ -45,6 +46,7 @@ from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
 from lightserve.worker.sampling.sampler import NONE_ALLOWED
 from lightserve.worker.speculation.draft_input import VerifiedCounts
+from lightserve.worker.speculation.proposals import Proposals, ProposalsOnHost
 
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
 
@@ -60,19 +62,28 @@ class PendingStep:
     """A launched step."""
 
     def __init__(
-        self, tokens: Tensor, sampled: Sampled, logprobs: SampledLogprobs | None, drafts: VerifiedCounts | None = None
+        self,
+        tokens: Tensor,
+        sampled: Sampled,
+        logprobs: SampledLogprobs | None,
+        drafts: VerifiedCounts | None = None,
+        proposals: Proposals | None = None,
     ) -> None:
-        """``drafts``: how many tokens each request gets; None: one each."""
+        """``drafts``: how many tokens each request gets; None: one each. ``proposals``: for next steps."""
         self.sampled = sampled
         self.result: StepResult | None = None  # when it is collected
         self.error: BaseException | None = None  # if that failed
         self._tokens = copy_to_host(tokens) if drafts is None else copy_to_host(tokens, *drafts)
         self._logprobs = logprobs
+        self._proposals = None if proposals is None else ProposalsOnHost(proposals)
 
     def token_ids(self) -> tuple[Int64Array, HostCounts | None]:
         """Wait for the sampled tokens. Return one per row, and the counts of tokens, if the step has drafts."""
         tokens, *drafts = self._tokens.tensors()
         return tokens.numpy(), HostCounts(*(counts.numpy() for counts in drafts)) if drafts else None
+
+    def proposals(self) -> TokenColumns:
+        return NO_TOKENS if self._proposals is None else self._proposals.columns()
 
     def logprobs(self) -> dict[int, TopLogprobs]:
         return {} if self._logprobs is None else self._logprobs.by_row()
@@ -126,7 +137,13 @@ class StepCollector:
         columns = _without_last(columns, ~has_token)
         if with_details.plain:
             columns = joined_columns([columns, TokenColumns.of(with_details.plain)])
-        return StepResult(with_details.detailed, failed, plain=columns, drafts=_draft_columns(step.sampled, drafts))
+        return StepResult(
+            with_details.detailed,
+            failed,
+            plain=columns,
+            drafts=_draft_columns(step.sampled, drafts),
+            proposals=step.proposals(),
+        )
 
 
 class OtherResults(NamedTuple):

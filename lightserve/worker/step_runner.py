@@ -108,9 +108,10 @@ class StepRunner:
             return []
         max_reqs = self._model.req_manager.max_reqs
         shapes = list(graph_shapes(max_reqs, self._ranges, self._batch.shares_prefixes))
-        shapes += draft_shapes(max_reqs, self._ranges, self._num_drafts)
+        has_head = self.states_of_model is not None
+        shapes += draft_shapes(max_reqs, self._ranges, self._num_drafts, has_head)
         if self._batch.states is None:  # states see only accepted tokens, which a step with prompts finds on the host
-            shapes += mixed_draft_shapes(max_reqs, self._ranges, self._num_drafts)
+            shapes += mixed_draft_shapes(max_reqs, self._ranges, self._num_drafts, has_head)
         slots = self._batch.lora_slots
         with_adapters = [shape._replace(lora_slots=slots) for shape in shapes if slots and not shape.has_shared]
         return sorted(shapes + with_adapters, reverse=True)
@@ -124,10 +125,11 @@ class StepRunner:
     def captured_shape(self, shape: StepShape) -> StepShape:
         """The captured shape to pad this one to, or this shape if there is none."""
         if self._graphs is None or self._ranges is None:
-            return shape._replace(num_drafts=0)
+            return shape._replace(num_drafts=0, next_drafts=0)
         if shape.num_drafts:
-            larger = draft_shape_for(shape, self._ranges, self._num_drafts)
-            return larger if larger is not None and larger in self._graphs else shape._replace(num_drafts=0)
+            larger = draft_shape_for(shape, self._ranges, self._num_drafts, self.states_of_model is not None)
+            is_captured = larger is not None and larger in self._graphs
+            return larger if larger is not None and is_captured else shape._replace(num_drafts=0, next_drafts=0)
         # a graph saves more than reading a prefix once
         for wanted in (shape, shape._replace(has_shared=False)) if shape.has_shared else (shape,):
             larger = graph_shape_for(wanted, self._ranges)
@@ -353,21 +355,25 @@ def graph_shape_for(shape: StepShape, ranges: GraphRanges) -> StepShape | None:
     return shape._replace(tokens=tokens, requests=requests, has_decodes=True)
 
 
-def draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> Iterator[StepShape]:
+def draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int, has_head: bool = False) -> Iterator[StepShape]:
     """Shapes of steps that compute decodes, and drafts after them.
 
     The tokens of a request are not padded, only those of the whole step. So many requests with few drafts each have
-    shapes of their own.
+    shapes of their own. If a head drafts after the step, few requests have shapes for fewer drafts of it.
     """
     most = _most_decodes(max_reqs, ranges)
     for requests in ranges.decodes:
         for drafts in _padded_drafts(requests, num_drafts):
             tokens = requests * (1 + drafts)
             if requests <= most and tokens <= ranges.max_draft_tokens:
-                yield StepShape(tokens, requests, has_decodes=False, has_prompts=True, num_drafts=num_drafts)
+                shape = StepShape(tokens, requests, has_decodes=False, has_prompts=True, num_drafts=num_drafts)
+                for following in _next_drafts(requests, num_drafts) if has_head else (0,):
+                    yield shape._replace(next_drafts=following)
 
 
-def mixed_draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> Iterator[StepShape]:
+def mixed_draft_shapes(
+    max_reqs: int, ranges: GraphRanges, num_drafts: int, has_head: bool = False
+) -> Iterator[StepShape]:
     """Shapes of steps that compute prompts beside decodes with drafts.
 
     Launching one takes twice as long as without drafts, so all are captured that a step is padded to.
@@ -375,7 +381,18 @@ def mixed_draft_shapes(max_reqs: int, ranges: GraphRanges, num_drafts: int) -> I
     most = _most_decodes(max_reqs, ranges)
     for tokens in ranges.tokens if num_drafts else ():
         for requests in _requests_beside(tokens, most, ranges):
-            yield StepShape(tokens, requests, has_decodes=True, has_prompts=True, num_drafts=num_drafts)
+            shape = StepShape(tokens, requests, has_decodes=True, has_prompts=True, num_drafts=num_drafts)
+            yield shape._replace(next_drafts=num_drafts if has_head else 0)
+
+
+def _next_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
+    """Drafts of each of so many requests that a head computes after a captured step: 1, 2, 4 ... and all.
+
+    Few requests often have fewer drafts than that, and a pass of a head that nobody needs takes 5 % of their steps.
+    """
+    if requests >= MANY_DRAFTING:
+        return (num_drafts,)
+    return (*[1 << bits for bits in range((num_drafts - 1).bit_length())], num_drafts)
 
 
 def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
@@ -388,16 +405,20 @@ def _padded_drafts(requests: int, num_drafts: int) -> tuple[int, ...]:
     return tuple(sorted({half, (half + num_drafts) // 2, num_drafts} - {0}))
 
 
-def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int) -> StepShape | None:
+def draft_shape_for(shape: StepShape, ranges: GraphRanges, num_drafts: int, has_head: bool = False) -> StepShape | None:
     """The smallest shape of ``draft_shapes``, or of ``mixed_draft_shapes``, that holds this one."""
     if shape.has_decodes:
         larger = graph_shape_for(shape, ranges)
-        return None if larger is None else larger._replace(num_drafts=num_drafts)
+        following = num_drafts if has_head else 0
+        return None if larger is None else larger._replace(num_drafts=num_drafts, next_drafts=following)
     requests = _next_size(shape.requests, ranges.decodes)
     if requests is None:
         return None
     tokens = _next_size(shape.tokens, [requests * (1 + drafts) for drafts in _padded_drafts(requests, num_drafts)])
-    return None if tokens is None else shape._replace(tokens=tokens, requests=requests, num_drafts=num_drafts)
+    if tokens is None:
+        return None
+    following = _next_size(shape.next_drafts, _next_drafts(requests, num_drafts)) or num_drafts if has_head else 0
+    return shape._replace(tokens=tokens, requests=requests, num_drafts=num_drafts, next_drafts=following)
 
 
 def _most_decodes(max_reqs: int, ranges: GraphRanges) -> int:

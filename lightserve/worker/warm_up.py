@@ -51,7 +51,7 @@ def draft_steps(num_drafts: int, max_len: int, pool_len: int) -> Iterator[Step]:
     if not num_drafts or len(prompt) + 2 * count > min(max_len, pool_len):
         return
     req = NewReq(-1, int32s(prompt), SAMPLING[0], seed=0)
-    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req], drafts_follow=True)
+    yield Step([StepRow(req.req_id, int32s(range(len(prompt))))], [req], next_drafts=num_drafts)
     for begin in (len(prompt), len(prompt) + count):
         slots = int32s(range(begin, begin + count))
         yield Step(
@@ -60,6 +60,8 @@ def draft_steps(num_drafts: int, max_len: int, pool_len: int) -> Iterator[Step]:
             decode_slots=slots,
             slot_counts=int32s([count]),
             draft_counts=int32s([num_drafts]),
+            next_drafts=num_drafts,
+            ready_lens=int32s([begin]),
         )
     yield Step([], free=[req.req_id])
 

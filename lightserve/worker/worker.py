@@ -174,8 +174,8 @@ class ModelWorker:
             self._batch,
             self._runner,
             config.speculation,
-            # attention groups tell each other before a step how many tokens they have
-            may_leave_out=not self._platform.launches_async and self._parallel.dp.size == 1,
+            # attention groups tell each other before a step how many tokens they have; so does the router all stages
+            may_leave_out=not self._platform.launches_async and self._parallel.dp.size == self.model.pp.size == 1,
             head=self._head,
         )
         self._step_limits = replace(self._step_limits, leaves_out_drafts=self._drafts.leaves_out)
@@ -339,10 +339,12 @@ class ModelWorker:
             return StepResult
         if self._drafts.needs_tokens(step):
             self._wait_for_tokens()
+        if not self.model.pp.is_last:
+            self._batch.take_lengths(step)
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         shape = packed.shape._replace(group_tokens=group_tokens)
         if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, shape, packed.images)
+            self._drafts.run_stage(packed, shape)
             return StepResult  # the last stage has the tokens
         draft_ids = None if packed.drafts is None else self._drafts.propose(packed)
         plan = self._sampler.prepare(packed.reqs if draft_ids is None else self._drafts.logit_reqs(packed, draft_ids))
@@ -351,18 +353,20 @@ class ModelWorker:
         if draft_ids is not None:
             is_verified_later = masks is not None or bool(plan.sampler_reqs)
             out = self._drafts.run(packed, shape, prompts, draft_ids, is_verified_later)
-            return self._launch_drafts(packed, out, plan, masks)
+            return self._launch_drafts(packed, out, plan, masks, step.next_drafts)
         out = self._runner.run(packed.inputs, shape, prompts, masks, packed.images)
         tokens, logprobs = self._sample(plan, out, masks)
         if plan.sampler_reqs:
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][: len(tokens)].long(), tokens)
         self._drafts.record(out.columns, tokens)
-        self._drafts.draft_next(packed, out, step.drafts_follow)
+        self._drafts.draft_next(packed, out, step.next_drafts)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
-        return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
+        sampled = self._batch.take_sampled(packed)
+        proposals = self._drafts.propose_next(sampled, step.next_drafts)
+        return self._collector.add(PendingStep(tokens, sampled, logprobs, proposals=proposals))
 
     def _launch_drafts(
-        self, packed: PackedStep, out: StepOut, plan: SamplingPlan, masks: StepMasks | None
+        self, packed: PackedStep, out: StepOut, plan: SamplingPlan, masks: StepMasks | None, next_drafts: int
     ) -> GetResult:
         """Sample after every draft of a step, and accept those drafts that were sampled."""
         if masks is not None:
@@ -373,8 +377,10 @@ class ModelWorker:
         if counts is None or plan.sampler_reqs:
             counts = self._drafts.verify(out, tokens)
         self._drafts.advance_states(out, counts)
-        self._drafts.draft_after(out, tokens, counts)
-        return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs, counts))
+        self._drafts.draft_after(out, tokens, counts, next_drafts)
+        sampled = self._batch.take_sampled(packed)
+        proposals = self._drafts.propose_next(sampled, next_drafts)
+        return self._collector.add(PendingStep(tokens, sampled, logprobs, counts, proposals))
 
     def compile_grammar(self, command: CompileGrammar) -> None:
         """From any thread."""

@@ -46,10 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=["--tp", "--pp"])
+def server(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with running_server(log, *flags_of(folder), "--tp", "2") as server:
+    with running_server(log, *flags_of(folder), request.param, "2") as server:
         yield server
 
 

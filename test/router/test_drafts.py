@@ -86,8 +86,8 @@ def test_the_step_before_drafts_says_that_they_follow() -> None:
 
     has_drafts = [any(drafts_of(step).values()) for step in steps]
     assert 2 < sum(has_drafts) < 20  # none is accepted
-    assert all(step.drafts_follow for step, follow in zip(steps, has_drafts[1:], strict=False) if follow)
-    assert sum(step.drafts_follow for step in steps) < 30
+    assert all(step.next_drafts for step, follow in zip(steps, has_drafts[1:], strict=False) if follow)
+    assert sum(step.next_drafts > 0 for step in steps) < 30
 
 
 def test_a_request_gets_no_slots_beyond_its_longest_output() -> None:
@@ -200,13 +200,39 @@ def test_a_step_waits_for_the_tokens_before_it_only_beside_few_requests(others: 
     assert all(drafts.values())
 
 
-def test_a_pipeline_has_no_drafts() -> None:
+def test_the_steps_of_a_pipeline_bring_the_drafts_that_its_last_stage_has_proposed() -> None:
     scheduler = drafting(num_stages=2)
-    scheduler.add(make_req(0, [1, 2, 3], 50))
+    begin(scheduler, 50, 50)
+    steps = []
+
+    for proposals, counts in (([(0, [7, 8, 9])], (2, 1)), ([(1, [4])], (1, 2)), ([], (1, 1))):
+        scheduler.take_proposals(TokenColumns.of([*proposals, (77, [3])]))  # 77 has left
+        steps.append([next_step(scheduler), next_step(scheduler)])
+        for step, count in zip(steps[-1], counts, strict=True):
+            (req_id,) = step.decode_ids.tolist()
+            outs = StepOuts([TokenOut(req_id, Token(OTHER))] * count)
+            outs.drafts = drafts_result({req_id: count - 1} if step.num_drafts else {})
+            process_tokens(scheduler, outs)
+
+    assert [[step.token_ids.tolist() for step in both] for both in steps] == [
+        [[OTHER, 7, 8, 9], [OTHER]],
+        [[OTHER], [OTHER, 4]],
+        [[OTHER], [OTHER]],
+    ]
+    assert [[step.ready_lens.tolist() for step in both] for both in steps] == [[[3], [3]], [[5], [4]], [[6], [6]]]
+    assert all(step.next_drafts == NUM_DRAFTS for both in steps for step in both)
+
+
+def test_a_pipeline_drafts_nothing_for_a_grammar() -> None:
+    """Only its last stage knows what the grammar allows."""
+    scheduler = drafting(num_stages=2)
+    params = GenerationParams.of(max_new_tokens=50, grammar=GrammarSpec("regex", "[ab]*"))
+    scheduler.add(Req(0, int32s([1, 2, 3]), params, 50, (EOS,)))
     next_step(scheduler)
     complete(scheduler, 1)
+    scheduler.take_proposals(TokenColumns.of([(0, [7, 8, 9])]))
 
-    assert not drafts_of(next_step(scheduler))
+    assert not next_step(scheduler).num_drafts
 
 
 def test_drafts_take_no_memory_from_a_request_that_fills_the_pool() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.offline.llm import LLM
+from lightserve.worker.sampling.verification import NO_DRAFT
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.step_runner import StepOut
 
@@ -104,13 +105,11 @@ class Recorder:
             self._logits.append(logits)
             return sample(logits, *at)
 
-        def record(
-            out: StepOut, rows: RowsOfStep | None, known_after: Tensor | None, drafts_follow: bool = True
-        ) -> None:
+        def record(out: StepOut, rows: RowsOfStep | None, known_after: Tensor | None, num_drafts: int) -> None:
             self._logits = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ops, "sample", record_logits)
-                draft(out, rows, known_after, drafts_follow)
+                draft(out, rows, known_after, num_drafts)
             if self._logits:  # some request has sampled
                 self._record(proposer, out, rows)
 
@@ -124,7 +123,9 @@ class Recorder:
         for index, row in enumerate(out.columns.reqs["row"].tolist()):
             position = int(step.position_ids[places[index]])
             logits = [of_draft[index] for of_draft in self._logits]
-            self.drafted.append((row, position, proposer._table[row].tolist(), logits))
+            drafts = proposer._table[row].tolist()
+            assert set(drafts[len(logits) :]) <= {NO_DRAFT}
+            self.drafted.append((row, position, drafts[: len(logits)], logits))
 
 
 class TorchHead:

@@ -135,6 +135,15 @@ def test_drafts_add_few_graphs() -> None:
     assert {shape.num_drafts for shape in draft_shapes(64, H200_GRAPHS, 8)} == {8}
 
 
+@pytest.mark.parametrize(("num_drafts", "most"), [(1, 26), (3, 42), (8, 60), (32, 60)])
+def test_the_passes_of_a_head_add_few_graphs(num_drafts: int, most: int) -> None:
+    shapes = list(draft_shapes(256, H200_GRAPHS, num_drafts, has_head=True))
+
+    assert len(shapes) <= most
+    assert all(draft_shape_for(shape, H200_GRAPHS, num_drafts, has_head=True) == shape for shape in shapes)
+    assert all(0 < shape.next_drafts <= num_drafts for shape in shapes)
+
+
 def test_a_head_drafts_the_same_tokens_after_captured_steps(
     tmp_path: Path, graphs: list[RerunGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,3 +165,4 @@ def test_a_head_drafts_the_same_tokens_after_captured_steps(
     replayed = {shape for shape, count in graphs[-1].replays.items() if count}
     assert graphs[-1].replays.total() > before
     assert {shape.has_decodes for shape in replayed if shape.num_drafts} == {False, True}  # True: with prompts
+    assert {shape.next_drafts for shape in replayed if shape.num_drafts} == {1, 2, 3}  # fewer before the last tokens

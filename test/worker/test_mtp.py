@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from lightserve.errors import CheckpointError, OptionError
+from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
+from lightserve.worker.rpc import GetResult
+from lightserve.worker.worker import ModelWorker
 from test.models.architectures.cases import CASES
 from test.worker.heads import Recorder
-from test.worker.test_ngram import GREEDY, make, params_of, prompts_of
+from test.worker.test_ngram import GREEDY, assert_same, make, params_of, prompts_of
 
 NUM_DRAFTS = 3
 MODELS = ["deepseek_v3", "glm4_moe"]
@@ -100,6 +104,46 @@ def test_the_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.
                     torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
                     compared += 1
         assert compared >= NUM_DRAFTS * 3
+
+
+def test_a_head_computes_no_draft_that_the_next_step_cannot_have(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are worth something in some texts only. Alone, a request has the drafts of the step before."""
+    prompts, params = prompts_of(2, seed=5), params_of(LIKELY, {"temperature": 1.5, "seed": 7, "max_new_tokens": 40})
+    expected = make(folder, None).generate(prompts, params)
+    llm = make(folder, MTP)
+    object.__setattr__(llm._scheduler.only_group.limits, "weight_read_tokens", 3.0)
+    passes = count_passes(llm, monkeypatch)
+
+    for prompt, plain in zip(prompts, expected, strict=True):
+        passes.clear()
+        assert_same(llm.generate([prompt], params), [plain])
+
+        assert all(computed == wanted for _, wanted, computed in passes)
+        assert all(drafts <= before[2] for before, (drafts, _, _) in pairwise(passes))
+        assert len({computed for _, _, computed in passes}) > 1
+
+
+def count_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Of each step: its drafts, those that the next one may have, and how often the head has sampled after it."""
+    worker, steps = llm.worker, list[tuple[int, int, int]]()
+    assert isinstance(worker, ModelWorker)
+    head = worker._head
+    assert head is not None
+    launch, sample, samples = worker.launch, head.sample, list[Tensor]()
+
+    def count(step: Step) -> GetResult:
+        samples.clear()
+        get_result = launch(step)
+        steps.append((step.num_drafts, step.next_drafts, len(samples)))
+        return get_result
+
+    def counted(*args: Any) -> Tensor:
+        samples.append(sample(*args))
+        return samples[-1]
+
+    monkeypatch.setattr(worker, "launch", count)
+    monkeypatch.setattr(head, "sample", counted)
+    return steps
 
 
 def test_auto_takes_the_mtp_layer_if_the_checkpoint_has_it(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightserve.router.req_columns import SPARE_SLOTS
 from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
-from lightserve.router.scheduler.decodes import Decodes, has_drafts
+from lightserve.router.scheduler.decodes import Decodes
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.waits import AdapterWaits, PrefixWaits
 from lightserve.router.token_budget import OutputEstimate, Rates, peak_tokens
@@ -272,7 +272,7 @@ class AdmissionControl:
 
     def _tokens_a_step(self, *waiting: Req) -> Rates | None:
         """Of running requests and of these; None: one each."""
-        if not has_drafts(self._limits):
+        if not self._limits.num_drafts:
             return None
         columns = [(self._batch.columns, self._batch.rows), *((req.columns, int64s([req.row])) for req in waiting)]
         return np.concatenate([each.tokens_a_step(rows, self._limits.num_drafts) for each, rows in columns])

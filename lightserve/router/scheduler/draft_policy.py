@@ -55,7 +55,7 @@ def drafts_worth(
         return allowed
     is_paused = columns.draft_pause[rows] > 0
     columns.draft_pause[rows] -= is_paused
-    chances = columns.acceptance[rows, None] * columns.draft_rates.factors(int(allowed.max()))
+    chances = _chances(columns, rows, int(allowed.max()))
     if not leaves_out:
         chances[:, :1] *= columns.proposals[rows, None]
     counts = _most_productive(chances, np.where(is_paused, 0, allowed), cost)
@@ -63,6 +63,22 @@ def drafts_worth(
     if not leaves_out:  # the next steps are planned before it is known what became of this one
         columns.draft_pause[rows[is_tried]] = np.maximum(columns.last_pause[rows[is_tried]], FIRST_PAUSE)
     return np.where(is_tried, 1, counts)
+
+
+def most_drafts(columns: ReqColumns, rows: Int64Array, allowed: Int64Array, cost: float) -> int:
+    """The most drafts of a request for which ``drafts_worth`` would give these decodes now. Changes nothing."""
+    if not cost:
+        return int(allowed.max())
+    allowed = np.where(columns.draft_pause[rows] > 0, 0, allowed)
+    most = int(allowed.max())
+    if not most:
+        return 0
+    return max(int(_most_productive(_chances(columns, rows, most), allowed, cost).max()), 1)  # one is tried
+
+
+def _chances(columns: ReqColumns, rows: Int64Array, most: int) -> npt.NDArray[np.float64]:
+    """``[requests, drafts]``, of each draft if all before it are accepted."""
+    return columns.acceptance[rows, None] * columns.draft_rates.factors(most)
 
 
 def _most_productive(acceptance: npt.NDArray[np.float64], allowed: Int64Array, cost: float) -> Int64Array:

@@ -137,11 +137,12 @@ class GroupScheduler:
             decode_slots=planned.slots[: planned.decodes.num_slots],
             slot_counts=planned.decodes.slot_counts,
             draft_counts=planned.decodes.draft_counts,
-            drafts_follow=planned.drafts_follow,
+            next_drafts=planned.next_drafts,
             loras=loras,
             stores=planned.transfers.stores,
             loads=planned.transfers.loads,
             token_ids=planned.token_ids,
+            ready_lens=planned.ready_lens,
             sends=planned.transfers.sends,
             recvs=planned.transfers.recvs,
         )
@@ -202,6 +203,11 @@ class GroupScheduler:
                 req.num_accepted = int(drafts.accepted[index])
         cost = draft_cost(len(self.batch), self.limits.weight_read_tokens)
         observe_drafts(self.batch.columns, rows[is_here], drafts.where(is_here), cost)
+
+    def take_proposals(self, proposals: TokenColumns) -> None:
+        """Drafts that the last stage of a pipeline has found for the next steps of its requests."""
+        rows = self.batch.rows_of(int64s(proposals.req_ids))
+        self.batch.columns.take_proposals(rows[rows >= 0], proposals.where(rows >= 0))
 
     def observe_first_token(self, req: Req, seconds: float) -> None:
         """A request, perhaps of another group, has got its first token so long after its admission."""

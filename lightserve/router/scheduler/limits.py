@@ -19,7 +19,8 @@ class SchedulerLimits:
     token_ratio: float = 0.0  # share of the pool up to which output lengths are estimated; above it the maximum counts
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     max_step_s: float | None = None  # what a step with prompts and decodes may take; None: chunk_size decides
-    num_drafts: int = 0  # tokens that the workers draft after the next one of a request; not by a pipeline
+    num_drafts: int = 0  # tokens that the workers draft after the next one of a request
+    has_draft_head: bool = False  # a head computes them after each step, for the next one
     kv_lookahead: int = 0  # tokens after a token that its KV depends on: see KvPool
     past_outputs: int = 0  # from which drafts may come: how many are kept of a salt
     has_synthetic_drafts: bool = False  # a schedule accepts them
@@ -58,6 +59,7 @@ def _draft_limits(worker: WorkerConfig) -> dict[str, Any]:
         return {}
     return {
         "num_drafts": config.num_speculative_tokens,
+        "has_draft_head": config.has_head,
         "kv_lookahead": int(config.has_head),
         "past_outputs": config.past_outputs,
         "has_synthetic_drafts": config.is_synthetic,

@@ -17,7 +17,7 @@ from lightserve.router.req_queue import ReqQueue, Wait
 from lightserve.router.scheduler.background import BackgroundLimit
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
-from lightserve.router.scheduler.decodes import Decodes, plan_drafts
+from lightserve.router.scheduler.decodes import Decodes, next_drafts, plan_drafts
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 
@@ -39,7 +39,8 @@ class PlannedStep:
     snapshots: Int32Array = field(default_factory=lambda: NO_INT32)  # see Step
     prefills: list[PrefillChunk] = field(default_factory=list)
     token_ids: Int32Array = field(default_factory=lambda: NO_INT32)  # of all tokens, if the model is a pipeline
-    drafts_follow: bool = False  # see Step
+    next_drafts: int = 0  # see Step
+    ready_lens: Int32Array = field(default_factory=lambda: NO_INT32)  # the same
     loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
     transfers: KvTransfers = field(default_factory=KvTransfers)
     num_background: int = 0  # tokens of background requests
@@ -110,6 +111,9 @@ class StepPlanner:
         self._pool.groups.end_step(decodes.rows, chunks)
         self.num_planned += 1
         columns.planned_step[rows] = self.num_planned
+        following = next_drafts(rows, columns, self._limits)
+        token_ids = self._token_ids(decodes, chunks)
+        columns.ready_drafts[rows] = following if self._limits.num_stages == 1 else 0
         return PlannedStep(
             decodes,
             batch.req_ids(rows),
@@ -121,22 +125,34 @@ class StepPlanner:
             group_slots,
             self._pool.groups.snapshots,
             prefills + _recomputed_outputs(chunks),
-            self._token_ids(decodes.rows, chunks),
-            self._limits.num_drafts > 0 and (bool(chunks) or columns.may_draft_soon(decodes.rows)),
+            token_ids,
+            following,
+            self._ready_lens(decodes),
             num_background=int(counts[columns.is_background[rows] > 0].sum()) if batch.num_background else 0,
         )
 
-    def _token_ids(self, decodes: Int64Array, chunks: list[Chunk]) -> Int32Array:
+    def _token_ids(self, decodes: Decodes, chunks: list[Chunk]) -> Int32Array:
         """Of the tokens that a step computes. Only the last stage of a pipeline samples tokens, so the first gets them.
 
-        The tokens are known: see ``_without_in_flight``. That of a decode is the last one of its request.
+        The tokens are known: see ``_without_in_flight``. That of a decode is the last one of its request, and drafts
+        follow it that the last stage has proposed.
         """
         if self._limits.num_stages == 1:
             return NO_INT32
-        last, is_known = self._batch.columns.outputs.last(decodes)
-        last[~is_known] = [req.last_token_id for req in self._batch.at(decodes[~is_known])]
+        rows, columns = decodes.rows, self._batch.columns
+        last, is_known = columns.outputs.last(rows)
+        last[~is_known] = [req.last_token_id for req in self._batch.at(rows[~is_known])]
+        if len(decodes.draft_counts):
+            with_drafts = np.concatenate((last[:, None], columns.draft_ids[rows]), axis=1)
+            last = with_drafts[np.arange(with_drafts.shape[1]) <= decodes.draft_counts[:, None]]
         parts = [req.tokens_between(req.planned_len - count, req.planned_len) for req, count in chunks]
         return np.concatenate((last, *parts))
+
+    def _ready_lens(self, decodes: Decodes) -> Int32Array:
+        """Of decodes that are planned: only the last stage has counted the accepted drafts of the steps before."""
+        if self._limits.num_stages == 1 or not self._limits.num_drafts:
+            return NO_INT32
+        return (self._batch.columns.planned_len[decodes.rows] - 1).astype(np.int32)
 
     def _cache_prompt(self, req: Req, count: int) -> PrefillChunk:
         """``count`` more tokens of its prompt are planned."""

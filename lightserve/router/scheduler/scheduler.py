@@ -183,6 +183,12 @@ class Scheduler:
             for group in self.groups:
                 group.observe_drafts(drafts)
 
+    def take_proposals(self, proposals: TokenColumns) -> None:
+        """Drafts for the next steps of requests."""
+        if len(proposals):
+            for group in self.groups:
+                group.take_proposals(proposals)
+
     def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
         """These requests, which run, have got a token now. Returns the times since their last ones, and how often."""
         if len(self.groups) == 1:

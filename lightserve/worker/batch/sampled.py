@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
+import numpy as np
+
+from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array, int64s
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.routed_experts import NO_EXPERTS, StepExperts
 from lightserve.worker.sampling.logprobs import PromptChunk
@@ -45,6 +47,10 @@ class Sampled(NamedTuple):
     with_details: Sequence[SampledRow]
     plain: TokenOnlyRows = NO_TOKEN_ONLY_ROWS
     experts: StepExperts = NO_EXPERTS
+
+    @property
+    def req_ids(self) -> Int64Array:
+        return np.concatenate((self.plain.req_ids, int64s([row.req.req_id for row in self.with_details])))
 
 
 class StepUpdates(NamedTuple):

@@ -41,6 +41,7 @@ class StepShape(NamedTuple):
     # Of a request, at most, in a captured step with drafts; 0: another step. With ``has_decodes`` the captured step has
     # room for prompts, otherwise every token is a decode or a draft after it.
     num_drafts: int = 0
+    next_drafts: int = 0  # that a head computes after such a captured step; 0: there is no head
 
     @property
     def lora_groups(self) -> int:

@@ -24,11 +24,15 @@ class StepRows(NamedTuple):
     counts: DraftCounts | None = None  # if the step has drafts
     state_rows: WrittenRows | None = None  # if the model has recurrent layers
 
-    def draft_shape(self, shape: StepShape, captured_shape: Callable[[StepShape], StepShape]) -> StepShape:
-        """The shape of a step with drafts, padded to a captured one if there is one."""
-        assert self.counts is not None
+    def captured_shape(
+        self, shape: StepShape, next_drafts: int, captured_shape: Callable[[StepShape], StepShape]
+    ) -> StepShape:
+        """The shape of the step, padded to a captured one if there is one. ``next_drafts``: as in Step."""
+        if self.counts is None:
+            return captured_shape(shape)
         has_prompts = bool((self.q_len - self.counts.drafts > 1).any())
-        captured = captured_shape(shape._replace(has_decodes=has_prompts, has_prompts=True, num_drafts=1))
+        wanted = shape._replace(has_decodes=has_prompts, has_prompts=True, num_drafts=1, next_drafts=next_drafts)
+        captured = captured_shape(wanted)
         return captured if captured.num_drafts else shape
 
     def arranged(self, first: Int64Array) -> StepRows:

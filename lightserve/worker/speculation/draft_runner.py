@@ -26,6 +26,7 @@ from lightserve.worker.batch.drafted_req import DraftedReq
 from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.batch.sampled import Sampled
 from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
@@ -44,6 +45,7 @@ from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.speculation.heads.proposer import HeadProposer, RowsOfStep
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.predictions_first import PredictionsFirst
+from lightserve.worker.speculation.proposals import Proposals, drafts_of
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
 from lightserve.worker.speculation.state_replay import StateReplay
 from lightserve.worker.speculation.token_table import TokenTable
@@ -89,7 +91,7 @@ class DraftRunner:
         self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
         self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
-        if config is not None:
+        if config is not None and model.pp.is_last:
             self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
             self.proposer = NgramProposer(config, self._table)
             if self._head is not None:
@@ -119,6 +121,8 @@ class DraftRunner:
         """
         self._found = None
         counts = int32s(step.draft_counts).astype(np.int64)
+        if len(step.token_ids) and counts.any():
+            self._found = to_device(drafts_of(step), self._model.device)
         if not self.leaves_out or not counts.any():
             return step
         reqs = self._batch.reqs_of(int64s(step.decode_ids))
@@ -141,10 +145,10 @@ class DraftRunner:
             self._table.record(reqs["row"][:count], reqs["seq_len"][:count], tokens)
 
     @torch.inference_mode()
-    def draft_next(self, packed: PackedStep, out: StepOut, drafts_follow: bool = True) -> None:
+    def draft_next(self, packed: PackedStep, out: StepOut, num_drafts: int) -> None:
         """Let a head draft the tokens of the next step. This one has no drafts, and its tokens are sampled.
 
-        If no ``drafts_follow``, the head only updates its KV.
+        ``num_drafts``: of a request in the next step, at most. If that is 0, the head only updates its KV.
         """
         if self._head is None:
             return
@@ -152,15 +156,17 @@ class DraftRunner:
         if known_after is not None:
             padding = len(out.columns.reqs["row"]) - len(known_after)
             on_device = to_device(np.pad(known_after, (0, padding), constant_values=UNKNOWN), self._model.device)
-            drafts_follow = drafts_follow and bool((known_after == UNKNOWN).any())  # a request samples a token
-        self._head.draft(out, None, on_device, drafts_follow)
+            if not (known_after == UNKNOWN).any():  # no request samples a token
+                num_drafts = 0
+        self._head.draft(out, None, on_device, num_drafts)
 
     @torch.inference_mode()
-    def draft_after(self, out: StepOut, tokens: Tensor, counts: VerifiedCounts) -> None:
+    def draft_after(self, out: StepOut, tokens: Tensor, counts: VerifiedCounts, num_drafts: int) -> None:
         """``draft_next`` of a step with drafts. ``tokens``: those that ``verify`` got. A captured step has done it."""
         assert out.drafts is not None
         if self._head is not None and counts is not out.drafts.verified:
-            self._head.draft(out, RowsOfStep.of(out, tokens, counts), out.drafts.tensors.known_after)
+            rows = RowsOfStep.of(out, tokens, counts)
+            self._head.draft(out, rows, out.drafts.tensors.known_after, num_drafts)
 
     @torch.inference_mode()
     def propose(self, packed: PackedStep) -> Tensor:
@@ -235,10 +241,39 @@ class DraftRunner:
         on_device = to_device(inputs, self._model.device)
         if shape.num_drafts:
             return self._compute_padded(on_device, shape)
-        columns = columns_of(on_device[: len(packed.inputs)], shape, self._batch.states is not None)
-        tensors = DraftTensors.of(on_device[len(packed.inputs) :], shape, drafts.num_rows)
+        columns, tensors = self._split(on_device, packed, shape)
         step_drafts = StepDrafts(tensors, draft_ids, drafts.max_drafts, drafts.num_drafting)
         return self._compute(columns, shape, step_drafts, prompts, packed.images)
+
+    @torch.inference_mode()
+    def run_stage(self, packed: PackedStep, shape: StepShape) -> None:
+        """A step in a stage of a pipeline that is not the last one. The router has sent its drafts, if it has any."""
+        if packed.drafts is None:
+            self._runner.run_stage(packed.inputs, shape, packed.images)
+            return
+        inputs = np.concatenate((packed.inputs, packed.drafts.packed(shape)))
+        columns, tensors = self._split(to_device(inputs, self._model.device), packed, shape)
+        step = self._runner.model_input(self._located(columns, tensors), shape, packed.images)
+        self._model.send_to_next_stage(self._model.hidden_states(step))
+
+    def _split(self, inputs: Tensor, packed: PackedStep, shape: StepShape) -> tuple[StepColumns, DraftTensors]:
+        """The input of a step that is not captured."""
+        assert packed.drafts is not None
+        columns = columns_of(inputs[: len(packed.inputs)], shape, self._batch.states is not None)
+        return columns, DraftTensors.of(inputs[len(packed.inputs) :], shape, packed.drafts.num_rows)
+
+    @torch.inference_mode()
+    def propose_next(self, sampled: Sampled, num_drafts: int) -> Proposals | None:
+        """Drafts for the next steps of these requests. None: the model is no pipeline, and finds them then."""
+        if self._model.pp.size == 1 or not num_drafts or not len(sampled.req_ids):
+            return None
+        reqs = self._batch.reqs_of(sampled.req_ids)
+        rows = np.array([req.row for req in reqs], dtype=np.int64)
+        counts = np.full(len(rows), num_drafts, dtype=np.int64)
+        draft_ids = self.proposer.propose(reqs, counts, self._ready_len(rows, ready_len(rows, self._batch.columns)))
+        if self._synthetic is not None:
+            draft_ids = draft_ids.clamp(min=0)
+        return Proposals(sampled.req_ids, draft_ids.view(len(rows), num_drafts))
 
     @torch.inference_mode()
     def masked(self, out: StepOut, masks: StepMasks) -> StepOut:
@@ -299,7 +334,8 @@ class DraftRunner:
         verified = self.verify(out, out.tokens)
         self.advance_states(out, verified)
         if self._head is not None:
-            self._head.draft(out, RowsOfStep.of(out, out.tokens, verified), out.drafts.tensors.known_after)
+            rows = RowsOfStep.of(out, out.tokens, verified)
+            self._head.draft(out, rows, out.drafts.tensors.known_after, shape.next_drafts)
         return out._replace(drafts=out.drafts._replace(verified=verified), replay=None)
 
     def _compute_padded(self, inputs: Tensor, shape: StepShape) -> StepOut:

@@ -81,12 +81,10 @@ class HeadProposer:
             known[index] = req.token_ids[req.cache_len]
         return known
 
-    def draft(
-        self, out: StepOut, rows: RowsOfStep | None, known_after: Tensor | None, drafts_follow: bool = True
-    ) -> None:
+    def draft(self, out: StepOut, rows: RowsOfStep | None, known_after: Tensor | None, num_drafts: int) -> None:
         """``out``: of a step whose tokens are sampled, and written to ``last_ids`` of the batch.
 
-        ``known_after``: as that method says, on the device. If the next step has no drafts, no ``drafts_follow``.
+        ``known_after``: as that method says, on the device. ``num_drafts``: of a request in the next step, at most.
         """
         assert out.for_head is not None
         step, columns = out.for_head.step, out.columns.reqs
@@ -95,12 +93,13 @@ class HeadProposer:
         attn = replace(step.attn, shared_prefixes=None, plans={})
         step = replace(step, input_ids=next_ids, attn=attn, lora=None)
         summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
-        if not drafts_follow:
-            self._table[b_row] = NO_DRAFT
+        num_drafts = min(num_drafts, self._num_drafts)
+        self._table[b_row, num_drafts:] = NO_DRAFT
+        if not num_drafts:
             return
         positions = step.position_ids[last]
         at = SampledAt(self._temperatures[b_row], columns["seed"], positions)
-        self._draft_further(summed, at, step)
+        self._table[b_row, :num_drafts] = self._draft(summed, at, step, num_drafts)
 
     def _tokens_after(
         self, step: ModelInput, b_row: Tensor, rows: RowsOfStep | None, known_after: Tensor | None
@@ -120,31 +119,31 @@ class HeadProposer:
         with_padding[torch.where(q_len > 0, last, len(next_ids))] = sampled.clamp(min=0)
         return with_padding[:-1], last
 
-    def _draft_further(self, summed: Tensor, at: SampledAt, step: ModelInput) -> None:
-        """``summed``: of the last token of each request, at the positions of ``at``."""
+    def _draft(self, summed: Tensor, at: SampledAt, step: ModelInput, num_drafts: int) -> Tensor:
+        """``[requests, num_drafts]``. ``summed``: of the last token of each request, at the positions of ``at``."""
         positions = at.positions
         b_row = step.attn.b_req_idx.long()
         table = step.attn.req_to_token
-        columns = positions + torch.arange(1, self._num_drafts, device=positions.device)[:, None]
+        columns = positions + torch.arange(1, num_drafts, device=positions.device)[:, None]
         places = b_row, columns.clamp(max=table.shape[1] - 1).long()
         slots_before = table[places]
-        table[places] = slots = self._scratch_slots(b_row)
+        table[places] = slots = self._scratch_slots(b_row, num_drafts)
         drafts = []
-        for number in range(self._num_drafts):
+        for number in range(num_drafts):
             normed = self._head.normed(summed)
             # the draft follows the token that was sampled, which follows the last one that is computed
             ids = self._head.sample(normed, at._replace(positions=positions + number + 2), self._sample_local)
             drafts.append(ids)
-            if number + 1 < self._num_drafts:
+            if number + 1 < num_drafts:
                 hidden = self._head.recycled(summed, normed)
                 next_step = self._one_token(step, ids, places[1][number].int(), slots[number])
                 summed = self._head.forward(hidden, next_step)
         table[places] = slots_before
-        self._table[b_row] = torch.stack(drafts, dim=1)
+        return torch.stack(drafts, dim=1)
 
-    def _scratch_slots(self, b_row: Tensor) -> Tensor:
+    def _scratch_slots(self, b_row: Tensor, num_drafts: int) -> Tensor:
         """``[num_drafts - 1, requests]`` int32. Padding writes to its own slot."""
-        numbers = torch.arange(1, self._num_drafts, device=b_row.device)[:, None]
+        numbers = torch.arange(1, num_drafts, device=b_row.device)[:, None]
         memory, padding_row = self._model.mem_manager, self._model.req_manager.padding_row
         slots = memory.padding_slot + b_row * (self._num_drafts - 1) + numbers
         return slots.where(b_row != padding_row, memory.padding_slot).int()
