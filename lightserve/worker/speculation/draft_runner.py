@@ -92,10 +92,11 @@ class DraftRunner:
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
         self._head = None if head is None else HeadProposer(head, batch, runner, self.num_drafts)
         if config is not None and model.pp.is_last:
-            self._table = TokenTable(model.req_manager.max_reqs, model.req_manager.max_len, model.device)
+            reqs = model.req_manager
+            self._table = TokenTable(reqs.max_reqs, reqs.max_len, model.device, only_predictions=head is not None)
             self.proposer = NgramProposer(config, self._table)
             if self._head is not None:
-                self.proposer = PredictionsFirst(self.proposer, self._head)
+                self.proposer = PredictionsFirst(self.proposer, self._head, self._table.holds)
             self.leaves_out = may_leave_out and not config.is_synthetic and not config.has_head
             if config.synthetic_acceptance_length is not None:
                 self._synthetic = SyntheticAcceptance.of_length(config.synthetic_acceptance_length)

@@ -44,5 +44,7 @@ class NgramProposer:
         table = self._table
         longest = max(req.total_len + req.columns.drafts_in_flight.item(req.columns_row) for req in reqs)
         columns = table.first_column(reqs), min(table.text_begin + longest, table.token_ids.shape[1])
-        texts = ops.DraftTexts(table.token_ids, b_row.int(), table.begins[b_row], b_len.int() + table.text_begin)
+        texts = ops.DraftTexts(
+            table.token_ids, table.rows_of(b_row).int(), table.begins[b_row], b_len.int() + table.text_begin
+        )
         return ops.ngram_drafts(texts, columns, self._sizes)

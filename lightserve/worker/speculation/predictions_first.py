@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from lightserve.worker.speculation.proposer import Proposer
 class PredictionsFirst:
     """A request has all its drafts from its prediction, or from another proposer if that has no first draft."""
 
-    def __init__(self, of_predictions: Proposer, fallback: Proposer) -> None:
-        """``of_predictions`` is asked for the drafts of requests that have a prediction."""
+    def __init__(self, of_predictions: Proposer, fallback: Proposer, holds: Callable[[InferReq], bool]) -> None:
+        """``of_predictions`` is asked for the drafts of requests that have a prediction, if it ``holds`` that."""
+        self._holds = holds
         self._of_predictions = of_predictions
         self._fallback = fallback
 
     def propose(self, reqs: Sequence[InferReq], counts: Int64Array, ready_len: Tensor) -> Tensor:
-        is_predicted = np.array([bool(req.sampling.prediction_ids) for req in reqs], dtype=bool)
+        is_predicted = np.array([bool(req.sampling.prediction_ids) and self._holds(req) for req in reqs], dtype=bool)
         wanted = np.where(is_predicted, counts, 0)
         if not wanted.any():
             return self._fallback.propose(reqs, counts, ready_len)
