@@ -1,12 +1,12 @@
 """The text is the one without drafts: every option of a request, with every drafter, greedily and with a seed.
 
-N-grams and EAGLE-3 heads have these tests in test_ngram.py and test_eagle3.py; several ranks in test/api.
+N-grams and EAGLE-3 heads have these tests in test_ngram.py and test_eagle3.py; ranks of --tp in test/api.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,18 +54,25 @@ def save_smaller_model(folder: Path) -> tuple[str, str]:
     return save_small_model(folder / "model"), draft_model_config(smaller)
 
 
+def save_for_two_stages(folder: Path) -> tuple[str, str]:
+    return save_small_model(folder), CONFIG
+
+
 SAVERS: list[Callable[[Path], tuple[str, str]]] = [
     save_suffix,
     save_mtp,
     save_mtp_of_recurrent_layers,
     save_smaller_model,
+    save_for_two_stages,
 ]
+RANKS = {save_for_two_stages: {"pipeline_parallel_size": 2}}
 
 
 @pytest.fixture(scope="module", params=SAVERS, ids=lambda save: save.__name__.removeprefix("save_"))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, config = request.param(tmp_path_factory.mktemp("model"))
-    return Pair(make(folder, config), make(folder, None))
+    with make(folder, config, **RANKS.get(request.param, {})) as drafting:
+        yield Pair(drafting, make(folder, None))
 
 
 def repeating_prompts(count: int, seed: int) -> list[list[int]]:
