@@ -69,7 +69,7 @@ setup(
     cmdclass={"build_ext": BuildCpuKernels},
     package_data={
         "lightserve.common.cpu_kernel": ["csrc/*"],
-        "lightserve.httpserver.web": ["chat/*", "docs/*"],
+        "lightserve.httpserver.web": ["chat/**/*", "docs/*"],
     },
     install_requires=[
         "fastapi>=0.115",

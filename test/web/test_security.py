@@ -116,7 +116,7 @@ def test_a_text_full_of_markers_is_rendered_quickly(page: ChatPage) -> None:
     """Text that makes careless expressions and searches take minutes; the deadline of a script is 30 s."""
     render = """
     const [texts, done] = arguments;
-    import(new URL("web/markdown.js", document.baseURI)).then(({MarkdownView}) => {
+    import(new URL("web/markdown/markdown.js", document.baseURI)).then(({MarkdownView}) => {
       const view = new MarkdownView(document.createElement("div"));
       const begin = performance.now();
       texts.forEach((text) => view.show(text));

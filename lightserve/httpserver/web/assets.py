@@ -36,11 +36,12 @@ HEADERS = {
 
 
 class Assets:
-    """The files of a folder by name. Nothing else can be requested: a name is looked up, never joined to a path."""
+    """The files of a folder by their paths in it. Nothing else can be requested: a path is looked up, never opened."""
 
     def __init__(self, folder: Path, extra_headers: Mapping[str, str] | None = None) -> None:
         self._headers = HEADERS | dict(extra_headers or {})
-        self._files = {path.name: _File(path) for path in folder.iterdir() if path.suffix in MEDIA_TYPES}
+        paths = (path for path in folder.rglob("*") if path.suffix in MEDIA_TYPES)
+        self._files = {path.relative_to(folder).as_posix(): _File(path) for path in paths}
 
     async def respond(self, request: Request, name: str) -> Response:
         """The file, or 304 if the client has it."""

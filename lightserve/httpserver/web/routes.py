@@ -37,7 +37,7 @@ def routes(context: ServerContext) -> APIRouter:
     chat = Assets(FOLDER / "chat", {"Content-Security-Policy": CHAT_POLICY})
     _add_home(router, context, chat if context.has_chat else None)
     if context.has_chat:
-        _add_files(router, "/web/{name}", chat)
+        _add_files(router, "/web/{name:path}", chat)
     _add_docs(router)
     return router
 

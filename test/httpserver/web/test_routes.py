@@ -18,7 +18,8 @@ from test.httpserver.app_client import served
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 KEYED = HttpConfig(api_key=["secret"])
 ROOTED = HttpConfig(root_path="/llm")
-CHAT_FILES = sorted(path.name for path in (FOLDER / "chat").iterdir())
+CHAT = FOLDER / "chat"
+CHAT_FILES = sorted(path.relative_to(CHAT).as_posix() for path in CHAT.rglob("*.*"))
 MEDIA_TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}
 MAX_PAGE_BYTES = 200_000  # compressed
 
@@ -106,22 +107,28 @@ def test_every_file_has_its_media_type(tmp_path: Path) -> None:
 
 def test_files_import_only_files_of_the_package() -> None:
     imports = [
+        (path.parent / found).resolve()
+        for path in CHAT.rglob("*.js")
+        for found in re.findall(r'(?:from |import\()"(\.\.?/.*?)"', path.read_text())
+    ]
+    others = [
         found
-        for path in (FOLDER / "chat").glob("*.js")
-        for found in re.findall(r'(?:from |import\()"(.*?)"', path.read_text())
+        for path in CHAT.rglob("*.js")
+        for found in re.findall(r'(?:from |import\()"(?!\.\.?/)(.*?)"', path.read_text())
     ]
 
     assert imports
-    assert all(name.startswith("./") and name.removeprefix("./") in CHAT_FILES for name in imports)
+    assert {path.relative_to(CHAT).as_posix() for path in imports} <= set(CHAT_FILES)
+    assert others == []
 
 
 def test_every_imported_name_is_exported() -> None:
     """What a browser reports first; this finds it without one."""
-    sources = {path.name: path.read_text() for path in (FOLDER / "chat").glob("*.js")}
+    sources = {path: path.read_text() for path in CHAT.rglob("*.js")}
     imports = [
-        (name.strip(), module)
-        for source in sources.values()
-        for names, module in re.findall(r'^import \{(.*?)\} from "\./(.*?)";$', source, flags=re.MULTILINE)
+        (name.strip(), (path.parent / module).resolve())
+        for path, source in sources.items()
+        for names, module in re.findall(r'^import \{(.*?)\} from "(.*?)";$', source, flags=re.MULTILINE)
         for name in names.split(",")
     ]
 

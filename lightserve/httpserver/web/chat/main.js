@@ -1,22 +1,22 @@
 // @ts-check
 /** The chat page: connects the parts with the elements of index.html. */
 
-import { forgetKey, getJson, hasKey, setKeyDialog } from "./api.js";
-import { Chat } from "./chat.js";
-import { Comparison } from "./comparison.js";
-import { Composer } from "./composer.js";
-import { ContextMeter } from "./context_meter.js";
-import { ConversationList } from "./conversation_list.js";
-import { ConversationStore, isConversationChange } from "./conversations.js";
-import { ask } from "./dialogs.js";
-import { announce, byId } from "./dom.js";
-import { connectDrawers } from "./drawers.js";
-import { readConversation } from "./import.js";
-import { MessageList } from "./message_list.js";
-import { ModelCard } from "./model_card.js";
-import { PromptLibrary } from "./prompt_library.js";
-import { DEFAULT_SETTINGS, SettingsError, SettingsForm } from "./settings.js";
-import { connectThemeSelect } from "./theme.js";
+import { forgetKey, getJson, hasKey, setKeyDialog } from "./requests/api.js";
+import { Chat } from "./requests/chat.js";
+import { Comparison } from "./requests/comparison.js";
+import { Composer } from "./requests/composer.js";
+import { ContextMeter } from "./requests/context_meter.js";
+import { ConversationList } from "./conversations/conversation_list.js";
+import { ConversationStore, isConversationChange } from "./conversations/conversations.js";
+import { ask } from "./page/dialogs.js";
+import { announce, byId } from "./page/dom.js";
+import { connectDrawers } from "./page/drawers.js";
+import { readConversation } from "./conversations/import.js";
+import { MessageList } from "./messages/message_list.js";
+import { ModelCard } from "./model/model_card.js";
+import { PromptLibrary } from "./model/prompt_library.js";
+import { DEFAULT_SETTINGS, SettingsError, SettingsForm } from "./model/settings.js";
+import { connectThemeSelect } from "./page/theme.js";
 
 const sendButton = byId("send", HTMLButtonElement);
 const forgetKeyButton = byId("forget-key", HTMLButtonElement);
@@ -101,7 +101,7 @@ function run(start) {
   start().catch(showFailure);
 }
 
-/** @param {import("./conversations.js").Conversation} conversation */
+/** @param {import("./conversations/conversations.js").Conversation} conversation */
 function openConversation(conversation) {
   chat.open(conversation);
   comparison.reset();
@@ -111,7 +111,7 @@ function openConversation(conversation) {
   }
 }
 
-/** @param {import("./conversations.js").Conversation} conversation */
+/** @param {import("./conversations/conversations.js").Conversation} conversation */
 async function renameConversation(conversation) {
   const title = await ask({
     title: "Rename the chat",
@@ -126,7 +126,7 @@ async function renameConversation(conversation) {
   }
 }
 
-/** @param {import("./conversations.js").Conversation} conversation */
+/** @param {import("./conversations/conversations.js").Conversation} conversation */
 async function removeConversation(conversation) {
   const message = `"${conversation.title}" is kept only in this browser.`;
   if ((await ask({ title: "Delete the chat?", message, confirm: "Delete" })) !== null) {

@@ -1,8 +1,8 @@
 // @ts-check
 /** Inline Markdown as DOM nodes: emphasis, code, links, formulas. HTML in the text stays text. */
 
-import { element } from "./dom.js";
-import { MAX_FORMULA, formulaNode } from "./math.js";
+import { element } from "../page/dom.js";
+import { MAX_FORMULA, formulaNode } from "../math/math.js";
 
 const SPECIAL = /[\\`*_~[\]!<$\n]|https?:\/\//g;
 const ESCAPABLE = /[!-/:-@[-`{-~]/;

@@ -1,7 +1,7 @@
 // @ts-check
 /** Parts of formulas as MathML. */
 
-import { mathElement } from "./dom.js";
+import { mathElement } from "../page/dom.js";
 import { styled } from "./math_symbols.js";
 
 /**

@@ -1,13 +1,13 @@
 // @ts-check
 /** The messages of the conversation that is shown. Of a long one, the earlier ones are built when they come into view. */
 
-import { branchCount, branchIndex, siblings } from "./branches.js";
-import { announce, button, element } from "./dom.js";
+import { branchCount, branchIndex, siblings } from "../conversations/branches.js";
+import { announce, button, element } from "../page/dom.js";
 import { MessageView } from "./message_view.js";
 
 /**
- * @typedef {import("./conversations.js").Conversation} Conversation
- * @typedef {import("./conversations.js").Message} Message
+ * @typedef {import("../conversations/conversations.js").Conversation} Conversation
+ * @typedef {import("../conversations/conversations.js").Message} Message
  *
  * @typedef {object} ListActions
  * @property {(message: Message) => void} regenerate

@@ -2,7 +2,7 @@
 /** The list of conversations, with buttons to rename, export and delete the one that is open. */
 
 import { hasText, openaiMessages } from "./conversations.js";
-import { byId, button, element } from "./dom.js";
+import { byId, button, element } from "../page/dom.js";
 
 /**
  * @typedef {import("./conversations.js").Conversation} Conversation

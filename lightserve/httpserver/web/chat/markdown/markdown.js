@@ -2,10 +2,10 @@
 /** Markdown as DOM nodes. While an answer grows, only the blocks that changed are built again. */
 
 import { codeNode } from "./code_view.js";
-import { element } from "./dom.js";
+import { element } from "../page/dom.js";
 import { parseBlocks } from "./markdown_blocks.js";
 import { inlineNodes } from "./markdown_inline.js";
-import { MAX_FORMULA, formulaNode } from "./math.js";
+import { MAX_FORMULA, formulaNode } from "../math/math.js";
 
 /** @typedef {import("./markdown_blocks.js").Block} Block */
 

@@ -1,7 +1,7 @@
 // @ts-check
 /** The settings of a conversation: system prompt, sampling, structured output and tools. */
 
-import { byId, element } from "./dom.js";
+import { byId, element } from "../page/dom.js";
 
 /**
  * Fields as a person typed them. An empty field is not sent: the server's default holds.

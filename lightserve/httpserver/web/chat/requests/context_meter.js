@@ -1,14 +1,14 @@
 // @ts-check
 /** How much of the model's context the chat uses. */
 
-import { byId } from "./dom.js";
+import { byId } from "../page/dom.js";
 
 export class ContextMeter {
   constructor() {
     this.limit = 0; // tokens; 0: not known yet
   }
 
-  /** @param {import("./conversations.js").Message[]} messages */
+  /** @param {import("../conversations/conversations.js").Message[]} messages */
   show(messages) {
     const stats = messages.findLast((message) => (message.stats?.promptTokens ?? 0) > 0)?.stats;
     const isKnown = stats !== undefined && this.limit > 0;

@@ -1,14 +1,14 @@
 // @ts-check
 /** Chats from files: those that this page exported, and lists of messages in OpenAI's format. */
 
-import { imagesOf, isAttachment } from "./attachments.js";
-import { DEFAULT_SETTINGS } from "./settings.js";
+import { imagesOf, isAttachment } from "../requests/attachments.js";
+import { DEFAULT_SETTINGS } from "../model/settings.js";
 
 /**
  * @typedef {import("./conversations.js").Message} Message
  *
  * @typedef {object} Imported
- * @property {Partial<import("./settings.js").Settings>} settings
+ * @property {Partial<import("../model/settings.js").Settings>} settings
  * @property {{title?: string, isRenamed: boolean, messages: Message[]}} parts of the conversation
  */
 

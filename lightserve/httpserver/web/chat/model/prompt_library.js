@@ -1,9 +1,9 @@
 // @ts-check
 /** System prompts that a person keeps, in this browser, for all chats. */
 
-import { BASE } from "./api.js";
-import { ask } from "./dialogs.js";
-import { byId, element } from "./dom.js";
+import { BASE } from "../requests/api.js";
+import { ask } from "../page/dialogs.js";
+import { byId, element } from "../page/dom.js";
 
 const STORAGE_KEY = `lightserve:${BASE.pathname}:system_prompts`;
 

@@ -1,8 +1,8 @@
 // @ts-check
 /** What runs, how it is computed, and the load: read every two seconds while the page is visible. */
 
-import { ApiError, getJson } from "./api.js";
-import { byId, element } from "./dom.js";
+import { ApiError, getJson } from "../requests/api.js";
+import { byId, element } from "../page/dom.js";
 
 const INTERVAL_MS = 2000;
 

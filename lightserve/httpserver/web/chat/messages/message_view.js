@@ -2,16 +2,16 @@
 /** One message on the page: text, thinking, tool calls, error, counts and buttons. */
 
 import { attachmentsNode } from "./attachments_view.js";
-import { branchCount } from "./branches.js";
-import { jsonNode } from "./code_view.js";
-import { button, copyButton, element } from "./dom.js";
-import { statsText } from "./generation.js";
-import { MarkdownView } from "./markdown.js";
+import { branchCount } from "../conversations/branches.js";
+import { jsonNode } from "../markdown/code_view.js";
+import { button, copyButton, element } from "../page/dom.js";
+import { statsText } from "../requests/generation.js";
+import { MarkdownView } from "../markdown/markdown.js";
 import { TokenView } from "./token_view.js";
 import { ToolCallsView } from "./tool_calls_view.js";
 
 /**
- * @typedef {import("./conversations.js").Message} Message
+ * @typedef {import("../conversations/conversations.js").Message} Message
  *
  * What the buttons of a message do.
  * @typedef {object} MessageActions

@@ -1,10 +1,10 @@
 // @ts-check
 /** The tool calls of an answer, with fields for their results: this page runs no tools, the person does. */
 
-import { jsonNode } from "./code_view.js";
-import { button, element } from "./dom.js";
+import { jsonNode } from "../markdown/code_view.js";
+import { button, element } from "../page/dom.js";
 
-/** @typedef {import("./conversations.js").ToolCall} ToolCall */
+/** @typedef {import("../conversations/conversations.js").ToolCall} ToolCall */
 
 export class ToolCallsView {
   /** @param {(results: string[]) => void} sendResults */

@@ -1,7 +1,7 @@
 // @ts-check
 /** Colours for code: comments, strings, numbers, keywords, calls and names of values, by a scanner for each language. */
 
-import { element } from "./dom.js";
+import { element } from "../page/dom.js";
 import { languageOf } from "./languages.js";
 
 const MAX_CHARACTERS = 30_000; // longer code has one colour: it is built anew while an answer grows

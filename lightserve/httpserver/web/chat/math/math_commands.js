@@ -1,7 +1,7 @@
 // @ts-check
 /** Commands of LaTeX by name: what they make of the arguments that follow them. */
 
-import { mathElement } from "./dom.js";
+import { mathElement } from "../page/dom.js";
 import { fenced, functionNode, rowOf, space } from "./math_nodes.js";
 import * as symbols from "./math_symbols.js";
 

@@ -1,11 +1,11 @@
 // @ts-check
 /** Compares two settings: each message is answered with both. The form shows one of them at a time. */
 
-import { byId } from "./dom.js";
+import { byId } from "../page/dom.js";
 
 /**
- * @typedef {import("./conversations.js").Conversation} Conversation
- * @typedef {import("./settings.js").Settings} Settings
+ * @typedef {import("../conversations/conversations.js").Conversation} Conversation
+ * @typedef {import("../model/settings.js").Settings} Settings
  */
 
 export class Comparison {

@@ -1,7 +1,7 @@
 // @ts-check
 /** Code and JSON on the page, with a button that copies them. */
 
-import { copyButton, element } from "./dom.js";
+import { copyButton, element } from "../page/dom.js";
 import { highlight } from "./highlight.js";
 
 /**

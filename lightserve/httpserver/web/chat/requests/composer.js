@@ -2,8 +2,8 @@
 /** The field for the next message, with the files that go with it. */
 
 import { readAttachment } from "./attachments.js";
-import { chipNode } from "./attachments_view.js";
-import { announce, byId } from "./dom.js";
+import { chipNode } from "../messages/attachments_view.js";
+import { announce, byId } from "../page/dom.js";
 
 /**
  * @typedef {import("./attachments.js").Attachment} Attachment

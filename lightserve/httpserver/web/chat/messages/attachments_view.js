@@ -1,10 +1,10 @@
 // @ts-check
 /** The attachments of a message, and those of the message that is being written. */
 
-import { codeNode } from "./code_view.js";
-import { button, element } from "./dom.js";
+import { codeNode } from "../markdown/code_view.js";
+import { button, element } from "../page/dom.js";
 
-/** @typedef {import("./attachments.js").Attachment} Attachment */
+/** @typedef {import("../requests/attachments.js").Attachment} Attachment */
 
 /** Images, and texts that are folded. @param {Attachment[]} attachments */
 export function attachmentsNode(attachments) {

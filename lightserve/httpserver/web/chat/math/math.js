@@ -1,7 +1,7 @@
 // @ts-check
 /** LaTeX formulas as MathML, which browsers lay out: the usual part of it. What is not known is shown as it is written. */
 
-import { mathElement } from "./dom.js";
+import { mathElement } from "../page/dom.js";
 import { runCommand } from "./math_commands.js";
 import { attach, fenced, functionNode, rowOf, space, styledText } from "./math_nodes.js";
 import * as symbols from "./math_symbols.js";

@@ -1,11 +1,11 @@
 // @ts-check
 /** An answer token by token: coloured by probability, with the alternatives of the one under the pointer. */
 
-import { element } from "./dom.js";
+import { element } from "../page/dom.js";
 
 /**
- * @typedef {import("./conversations.js").Choice} Choice
- * @typedef {import("./conversations.js").Token} Token
+ * @typedef {import("../conversations/conversations.js").Choice} Choice
+ * @typedef {import("../conversations/conversations.js").Token} Token
  */
 
 const LIKELY = [0.9, 0.6, 0.3, 0.1]; // classes likely-0 to likely-4, from the most probable tokens on

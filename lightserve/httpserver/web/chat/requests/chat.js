@@ -1,15 +1,15 @@
 // @ts-check
 /** The open conversation: sends messages, writes answers into it, and keeps storage and page up to date. */
 
-import { addBranch, addSibling, siblings, switchBranch } from "./branches.js";
-import { announce } from "./dom.js";
+import { addBranch, addSibling, siblings, switchBranch } from "../conversations/branches.js";
+import { announce } from "../page/dom.js";
 import { emptyAnswer, generate, requestBody } from "./generation.js";
-import { differences } from "./settings.js";
+import { differences } from "../model/settings.js";
 
 /**
  * @typedef {import("./attachments.js").Attachment} Attachment
- * @typedef {import("./conversations.js").Conversation} Conversation
- * @typedef {import("./conversations.js").Message} Message
+ * @typedef {import("../conversations/conversations.js").Conversation} Conversation
+ * @typedef {import("../conversations/conversations.js").Message} Message
  *
  * @typedef {object} ChatEvents
  * @property {() => void} changed the list of conversations, or which one is open
@@ -21,8 +21,8 @@ const SAVE_EVERY_MS = 1000; // while an answer grows
 
 export class Chat {
   /**
-   * @param {import("./conversations.js").ConversationStore} store
-   * @param {import("./message_list.js").MessageList} list
+   * @param {import("../conversations/conversations.js").ConversationStore} store
+   * @param {import("../messages/message_list.js").MessageList} list
    * @param {ChatEvents} events
    */
   constructor(store, list, events) {

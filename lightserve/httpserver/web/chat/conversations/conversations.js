@@ -1,9 +1,9 @@
 // @ts-check
 /** Conversations, kept in the browser: one entry of localStorage each. */
 
-import { BASE } from "./api.js";
-import { contentOf } from "./attachments.js";
-import { DEFAULT_SETTINGS } from "./settings.js";
+import { BASE } from "../requests/api.js";
+import { contentOf } from "../requests/attachments.js";
+import { DEFAULT_SETTINGS } from "../model/settings.js";
 
 /**
  * @typedef {{id: string, name: string, arguments: string}} ToolCall
@@ -22,7 +22,7 @@ import { DEFAULT_SETTINGS } from "./settings.js";
  * @typedef {object} Message
  * @property {"user" | "assistant" | "tool"} role
  * @property {string} content
- * @property {import("./attachments.js").Attachment[]} [attachments]
+ * @property {import("../requests/attachments.js").Attachment[]} [attachments]
  * @property {string} [reasoning]
  * @property {number} [reasoningMs]
  * @property {ToolCall[]} [toolCalls]
@@ -42,8 +42,8 @@ import { DEFAULT_SETTINGS } from "./settings.js";
  * @property {string} title
  * @property {boolean} isRenamed by the person; else the title is the first message
  * @property {number} updated milliseconds since the epoch
- * @property {import("./settings.js").Settings} settings
- * @property {import("./settings.js").Settings} [otherSettings] each message is answered with these too
+ * @property {import("../model/settings.js").Settings} settings
+ * @property {import("../model/settings.js").Settings} [otherSettings] each message is answered with these too
  * @property {Message[]} messages
  */
 
@@ -82,7 +82,7 @@ export class ConversationStore {
   /**
    * A new conversation. It is saved with its first message.
    *
-   * @param {import("./settings.js").Settings} [settings]
+   * @param {import("../model/settings.js").Settings} [settings]
    * @returns {Conversation}
    */
   create(settings = DEFAULT_SETTINGS) {

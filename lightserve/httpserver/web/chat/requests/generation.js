@@ -2,12 +2,12 @@
 /** One answer: the request for a conversation, and the chunks of the response as they arrive. */
 
 import { ApiError, streamChat } from "./api.js";
-import { openaiMessages } from "./conversations.js";
-import { requestFields } from "./settings.js";
+import { openaiMessages } from "../conversations/conversations.js";
+import { requestFields } from "../model/settings.js";
 
 /**
- * @typedef {import("./conversations.js").Conversation} Conversation
- * @typedef {import("./conversations.js").Message} Message
+ * @typedef {import("../conversations/conversations.js").Conversation} Conversation
+ * @typedef {import("../conversations/conversations.js").Message} Message
  */
 
 const RESUMES = 5; // of a stream whose connection breaks, one after the other
@@ -168,7 +168,7 @@ function addToolCall(answer, part) {
 /**
  * Tokens, time to the first one and speed, such as "12 prompt tokens · 40 tokens · first after 0.10 s · 55.2 tokens/s".
  *
- * @param {import("./conversations.js").AnswerStats} stats
+ * @param {import("../conversations/conversations.js").AnswerStats} stats
  */
 export function statsText({ promptTokens, cachedTokens, outputTokens, firstTokenMs, totalMs }) {
   if (firstTokenMs === null) {
