@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -280,28 +279,6 @@ def test_a_wrong_upload_is_refused(server: ServerProcess, client: Any) -> None:
         start(client, [chat("a")], window="soon")
     with pytest.raises(openai.BadRequestError, match="endpoint"):
         start(client, [chat("a")], endpoint="/v1/nothing")
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
-def test_a_server_that_is_killed_three_times_runs_every_request_once(model: str, tmp_path: Path, count: int) -> None:
-    flags = (*NULL, "--model_dir", model, "--batch_dir", str(tmp_path / "batches"), "--batch_concurrency", "4")
-    batch_id = ""
-    for kills in range(4):
-        with running_server(tmp_path / f"log-{kills}", *flags) as server:
-            client = client_of(server)
-            batch_id = batch_id or start(client, [chat(f"{i}", max_tokens=30) for i in range(count)])
-            if kills < 3:
-                enough = count * (kills + 1) // 5
-                wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed >= enough)  # noqa: B023
-                assert client.batches.retrieve(batch_id).status == "in_progress"
-                server.process.kill()
-                continue
-            batch = wait_for_end(client, batch_id)
-            ids = Counter(line["custom_id"] for line in results(client, batch.output_file_id))
-
-            assert (batch.status, batch.request_counts.completed) == ("completed", count)
-            assert ids == Counter(f"{i}" for i in range(count))
-            assert server.stop() == 0
 
 
 def test_a_batch_of_embeddings(tmp_path: Path) -> None:
