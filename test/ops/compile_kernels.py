@@ -197,7 +197,9 @@ def compile_attention_options(dtype: torch.dtype, dim: int, *, with_each_alone: 
     batch, options = share_prefixes(cache, batch, [(0, 2, 600)]), replace(options, softcap=30.0, sinks=sinks)
     ops.token_attention.impls["triton"](q, cache, batch, options)
     context = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
-    ops.context_attention.impls["triton"](*with_options(context, causal=False))
+    q, kv, cache, batch, options = with_options(context, causal=False)
+    for num_keys in (None, batch.b_seq_len):
+        ops.context_attention.impls["triton"](q, kv, cache, replace(batch, b_num_keys=num_keys, plans={}), options)
     for window in (None, 100):
         q, kv, cache, batch, options = context_attention_args([(700, 1), (800, 9)], (8, 2), dim, dtype, "cpu")
         batch, options = replace(batch, see_until=batch.b_seq_len.new_zeros(len(q))), replace(options, window=window)

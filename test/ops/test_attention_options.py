@@ -145,6 +145,35 @@ def test_a_row_that_is_not_causal_sees_keys_on_both_sides(backend: str, window: 
     assert_close(out, defined_context(q, kv, cache, batch, options), torch.float32)
 
 
+@pytest.mark.parametrize("backend", [name for name in ops.context_attention.impls if "invariant" not in name])
+@pytest.mark.parametrize("window", [None, 30])
+def test_the_last_tokens_of_a_request_may_be_no_keys(backend: str, window: int | None) -> None:
+    """As those that expand a query. The last rows of one have no key in their window."""
+    lens, num_keys = [(0, 1), (0, 37), (0, 64), (0, 150), (0, 20)], [1, 5, 64, 70, 19]
+    q, kv, cache, batch, options = context_attention_args(lens, HEADS, DIM, torch.float32, device_of(backend))
+    options = replace(options, causal=False, window=window)
+    batch = replace(batch, b_num_keys=torch.tensor(num_keys, dtype=torch.int32, device=q.device))
+    starts = [sum(new for _, new in lens[:i]) for i in range(len(lens))]
+
+    out = ops.context_attention.impls[backend](q, kv, cache, batch, options)
+
+    assert_close(out, defined_context(q, kv, cache, batch, options), torch.float32)
+    for start, seen, (_, length) in zip(starts, num_keys, lens, strict=True):  # keys see the same without the others
+        keys = replace(
+            batch,
+            b_num_keys=None,
+            b_req_idx=batch.b_req_idx[starts.index(start)][None],
+            b_start_loc=batch.b_start_loc.new_zeros(1),
+            b_seq_len=batch.b_seq_len.new_full((1,), seen),
+            b_ready_cache_len=batch.b_ready_cache_len.new_zeros(1),
+            plans={},
+        )
+        rows = slice(start, start + seen)
+        assert_close(out[rows], defined_context(q[rows], kv[rows], cache, keys, options), torch.float32)
+        is_blind = [window is not None and position - seen >= window - 1 for position in range(length)]
+        assert (out[start : start + length].abs().amax((1, 2)) == 0).tolist() == is_blind
+
+
 @pytest.mark.parametrize("name", [*SCORE_OPTIONS, "window"])
 def test_requests_that_share_a_prefix_follow_the_options(name: str) -> None:
     lens = [(length - 1, 1) for length in (250, 270, 203, 202)]

@@ -50,6 +50,7 @@ class _Prompt:
     slots: Tensor | slice  # [seq_len]
     ready_len: int  # tokens in the cache before this step
     ahead: Tensor | None = None  # [rows, 1] later keys that each row of a causal layer sees, if any sees some
+    num_keys: int | None = None  # of a layer that is not causal; None: all tokens
 
     def ahead_of(self, begin: int) -> Tensor | None:
         return None if self.ahead is None else self.ahead[begin : begin + MASKED_ROWS]
@@ -117,13 +118,15 @@ def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, opti
 
 
 def _attend_prompt(q: Tensor, kv_cache: KvCache, prompt: _Prompt, options: AttnOptions) -> Tensor:
-    kv_heads = kv_cache.shape[1] // 2
+    kv_heads, length = kv_cache.shape[1] // 2, prompt.ready_len + len(q)
     kv = _read(kv_cache, prompt.slots, q.dtype).transpose(0, 1)[None]
+    if not options.causal:
+        kv = kv[:, :, : prompt.num_keys]
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
     q = q.transpose(0, 1)[None]
     is_plain = options.alibi_slopes is None and options.softcap is None and options.sinks is None
     sees_all = (prompt.ready_len == 0 and prompt.ahead is None) or not options.causal
-    if is_plain and sees_all and not _clips(options, k.shape[2]):
+    if is_plain and sees_all and not _clips(options, length):
         attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
         return attend(q, k, v, is_causal=options.causal)[0].transpose(0, 1)
     outs = [
@@ -132,7 +135,8 @@ def _attend_prompt(q: Tensor, kv_cache: KvCache, prompt: _Prompt, options: AttnO
         )
         for begin in range(0, q.shape[2], MASKED_ROWS)
     ]
-    return torch.cat(outs, dim=2)[0].transpose(0, 1)
+    out = torch.cat(outs, dim=2)[0].transpose(0, 1)
+    return out if k.shape[2] == length else out.nan_to_num_(0.0)
 
 
 def _clips(options: AttnOptions, length: int) -> bool:
@@ -143,7 +147,7 @@ def _clips(options: AttnOptions, length: int) -> bool:
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOptions, ahead: Tensor | None) -> Tensor:
     """Attention of rows ``[1, heads, rows, dim]`` of a prompt from ``position`` on, over the keys that any row sees."""
     rows, window = q.shape[2], options.window
-    first = options.first_seen(position)
+    first = min(options.first_seen(position), k.shape[2])
     end = position + rows if options.causal and ahead is None else k.shape[2]
     if not options.causal and window is not None:
         end = min(end, position + rows + window - 1)
@@ -188,9 +192,10 @@ def _plan(batch: AttnBatch, options: AttnOptions) -> tuple[list[_Group], list[_P
 def _make_plan(batch: AttnBatch, window: int | None) -> tuple[list[_Group], list[_Prompt]]:
     fields = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     reqs = list(zip(*(field.tolist() for field in fields), strict=True))
+    num_keys = [None] * len(reqs) if batch.b_num_keys is None else batch.b_num_keys.tolist()
     prompts = []
     singles = []
-    for req_idx, start, seq_len, ready in reqs:
+    for (req_idx, start, seq_len, ready), seen in zip(reqs, num_keys, strict=True):
         if seq_len == ready:
             continue
         if seq_len - ready == 1:
@@ -198,7 +203,7 @@ def _make_plan(batch: AttnBatch, window: int | None) -> tuple[list[_Group], list
             continue
         slots = _as_run(batch.req_to_token[req_idx, :seq_len].long())
         rows = slice(start, start + seq_len - ready)
-        prompts.append(_Prompt(rows, slots, ready, _ahead(batch, rows, ready)))
+        prompts.append(_Prompt(rows, slots, ready, _ahead(batch, rows, ready), seen))
     return [_make_group(batch, members) for members in _alike(singles)], prompts
 
 

@@ -170,7 +170,7 @@ def _define_rotary(lib: ctypes.CDLL) -> None:
 def _define_attention(lib: ctypes.CDLL) -> None:
     @ops.context_attention.impl(BACKEND)
     def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
-        if not _has_heads(q) or q.shape[2] % 8 or batch.see_until is not None:
+        if not _has_heads(q) or q.shape[2] % 8 or _limits_keys(batch):
             return ops.context_attention.after(BACKEND)(q, kv, kv_cache, batch, options)
         return attend(q, kv_cache, batch, options)
 
@@ -204,6 +204,10 @@ def _define_attention(lib: ctypes.CDLL) -> None:
             out.data_ptr(),
         )
         return out
+
+
+def _limits_keys(batch: AttnBatch) -> bool:
+    return batch.see_until is not None or batch.b_num_keys is not None
 
 
 def _slots_in_order(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:

@@ -39,6 +39,9 @@ class AttnBatch:
     # [tokens] int32: the position of the last key that each query row of a causal layer sees, if that is not its own:
     # tokens of an image may see all of it. None: no row sees a later key. A request with one query row sees none.
     see_until: Tensor | None = None
+    # [batch] int32: in layers that are not causal, how many tokens of each request are keys; None: all of them. The
+    # others, which expand a query, see them and are not seen. A row that sees no key gets zeros.
+    b_num_keys: Tensor | None = None
     # What a backend derives once for all layers of a step that are alike. The key is all that it depends on.
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -121,18 +124,19 @@ def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: Att
 
 def _attend(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     out = torch.empty_like(q)
-    columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
-    for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
+    num_keys = batch.b_seq_len if batch.b_num_keys is None or options.causal else batch.b_num_keys
+    columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len, num_keys)
+    for req, start, seq_len, ready, end in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(start, start + seq_len - ready)
         first = options.first_seen(ready)
-        kv = read_kv(kv_cache, batch.req_to_token[req, first:seq_len].long(), torch.float32)
+        kv = read_kv(kv_cache, batch.req_to_token[req, first:end].long(), torch.float32)
         k, v = kv.repeat_interleave(2 * q.shape[1] // kv.shape[1], dim=1).chunk(2, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k)
-        keys, queries = (torch.arange(begin, seq_len, device=q.device) for begin in (first, ready))
+        keys, queries = torch.arange(first, end, device=q.device), torch.arange(ready, seq_len, device=q.device)
         distance = keys - queries[:, None]
         ahead = 0 if batch.see_until is None else batch.see_until[rows, None] - queries[:, None]
         weights = attention_weights(scores, distance, options, ahead)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights if end == seq_len else weights.nan_to_num(0.0), v).to(q.dtype)
     return out
 
 

@@ -269,7 +269,7 @@ def attend_new_tokens(
     k_col,
     v_col,
     first_token,
-    q_len,
+    k_len,
     begin,
     end,
     q_tokens,
@@ -290,7 +290,7 @@ def attend_new_tokens(
     BLOCK_D: tl.constexpr = q.shape[1]
     block = tl.arange(0, BLOCK_N)
     no_scales = (None, None, None)
-    whole = q_len // BLOCK_N * BLOCK_N
+    whole = k_len // BLOCK_N * BLOCK_N
     diagonal = first_token // BLOCK_N * BLOCK_N if CAUSAL else whole
     for start in range(begin, tl.minimum(end, diagonal) if CAUSAL else tl.minimum(end, whole), BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)

@@ -61,11 +61,23 @@ def _last_seen(see_until_ptr, q_rows, q_tokens, is_row, first_token, ready_len, 
 
 
 @triton.jit
+def _num_new_keys(num_keys_ptr, req_idx, q_len):
+    """Of a request whose tokens are all new, if ``num_keys_ptr`` is there."""
+    return q_len if num_keys_ptr is None else tl.load(num_keys_ptr + req_idx)
+
+
+@triton.jit
+def _positive(total, num_keys_ptr):
+    """The sum of the weights of each row, or 1 where it sees no key."""
+    return total if num_keys_ptr is None else tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
 def _keys_of(
     fields,
     first_token,
     seen_end,
-    q_len,
+    k_len,
     ready_len,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -78,7 +90,7 @@ def _keys_of(
     """
     begin, new_begin = first_block(ready_len + first_token, WINDOW, BLOCK_N), first_block(first_token, WINDOW, BLOCK_N)
     ready_end = ready_len
-    end = tl.minimum(seen_end, q_len) if CAUSAL else q_len
+    end = tl.minimum(seen_end, k_len) if CAUSAL else k_len
     if IS_SPLIT:
         begin = tl.minimum(begin, tl.cdiv(ready_len, BLOCK_N) * BLOCK_N)
         cached = tl.cdiv(ready_len - begin, BLOCK_N)
@@ -142,6 +154,7 @@ def _context_attention_kernel(
     alibi_slopes_ptr,
     sinks_ptr,
     see_until_ptr,
+    num_keys_ptr,
     req_to_token_ptr,
     tiles_ptr,
     sums_ptr,
@@ -192,10 +205,10 @@ def _context_attention_kernel(
     kv_head = first_head // (HEADS // KV_HEADS)
     k_head, v_head = kv_head * DIM, (KV_HEADS + kv_head) * DIM
     slots_ptr = req_to_token_ptr + req_idx * req_stride
-    q_positions = ready_len + q_tokens
+    q_positions, k_len = ready_len + q_tokens, _num_new_keys(num_keys_ptr, req_idx, q_len)
     last_seen, seen_end = _last_seen(see_until_ptr, q_rows, q_tokens, is_row, first_token, ready_len, TOKENS)
     begin, ready_end, new_begin, end = _keys_of(
-        fields, first_token, seen_end, q_len, ready_len, CAUSAL, WINDOW, not FIXED_ORDER, BLOCK_N
+        fields, first_token, seen_end, k_len, ready_len, CAUSAL, WINDOW, not FIXED_ORDER, BLOCK_N
     )
     cache = (
         cache_ptr + k_head,
@@ -254,7 +267,7 @@ def _context_attention_kernel(
             k_head,
             v_head,
             first_token,
-            q_len,
+            k_len,
             new_begin,
             end,
             q_tokens,
@@ -272,7 +285,7 @@ def _context_attention_kernel(
     if sinks_ptr is not None:
         total += tl.exp2(tl.load(sinks_ptr + heads) * LOG2_E - peak)
     out_ptrs = out_ptr + (q_rows * HEADS + heads)[:, None] * DIM + cols[None, :]
-    tl.store(out_ptrs, acc / total[:, None], mask=is_row[:, None] & (cols < DIM)[None, :])
+    tl.store(out_ptrs, acc / _positive(total, num_keys_ptr)[:, None], mask=is_row[:, None] & (cols < DIM)[None, :])
 
 
 @ops.context_attention.impl("triton")
@@ -335,6 +348,7 @@ def _launch(
         options.alibi_slopes,
         options.sinks,
         batch.see_until if options.causal else None,
+        None if options.causal else _num_keys_by_row(batch),
         batch.req_to_token,
         plan.tiles,
         plan.sums,
@@ -363,6 +377,17 @@ def _launch(
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
+
+
+def _num_keys_by_row(batch: ops.AttnBatch) -> Tensor | None:
+    """By row of ``req_to_token``, which tiles know."""
+    if batch.b_num_keys is None:
+        return None
+    by_row: Tensor | None = batch.plans.get("num_keys")
+    if by_row is None:  # once a step
+        by_row = batch.b_num_keys.new_zeros(len(batch.req_to_token))
+        batch.plans["num_keys"] = by_row.index_copy_(0, batch.b_req_idx.long(), batch.b_num_keys)
+    return by_row
 
 
 def _descriptor(kv: Tensor, keys: int, block_d: int) -> TensorDescriptor | None:
