@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightserve.outbound.dial import READ_BYTES, Streams
 from lightserve.outbound.urls import OutboundUrl
 
 JsonObject = dict[str, Any]
+Event = tuple[bytes, bytes]  # name and data
 
 MAX_ANSWER_BYTES = 4 * 2**20
 ACCEPTED = "application/json, text/event-stream"
@@ -50,21 +51,62 @@ async def exchange(streams: Streams, message: Message) -> Answer:
         writer.transport.abort()
 
 
+class EventStream:
+    """The answer to a GET, which stays open."""
+
+    def __init__(self, streams: Streams, on_closed: Callable[[], None]) -> None:
+        reader, self._writer = streams
+        self._exchange = _Exchange(reader)
+        self._on_closed: Callable[[], None] | None = on_closed
+
+    async def open(self, message: Message) -> None:
+        try:
+            headers = await self._exchange.begin(self._writer, message)
+            if not _is_stream(headers):
+                raise McpError("its answer is no stream of events")
+        except (OSError, EOFError, h11.ProtocolError) as error:
+            self.close()
+            raise McpError(BROKEN) from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Their names and data. Those that are skipped between two answers count to the size of the second one."""
+        try:
+            async for event in self._exchange.events():
+                yield event
+                self._exchange.size = 0
+        except (OSError, EOFError, h11.ProtocolError) as error:
+            raise McpError(BROKEN) from error
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+        if self._on_closed is not None:
+            self._on_closed()
+            self._on_closed = None
+
+
 class _Exchange:
     def __init__(self, reader: asyncio.StreamReader) -> None:
+        self.size = 0  # of the answer so far
         self._reader = reader
         self._connection = h11.Connection(h11.CLIENT)
 
-    async def run(self, writer: asyncio.StreamWriter, message: Message) -> Answer:
+    async def begin(self, writer: asyncio.StreamWriter, message: Message) -> dict[str, str]:
+        """Returns the headers of the answer."""
         writer.write(self._sent(message))
         await writer.drain()
         response = await self._response()
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
         self._check(response, headers)
+        return headers
+
+    async def run(self, writer: asyncio.StreamWriter, message: Message) -> Answer:
+        headers = await self.begin(writer, message)
         if message.request_id is None:
             return Answer(headers)
-        is_stream = headers.get("content-type", "").lower().startswith("text/event-stream")
-        answer = await (self._from_stream if is_stream else self._from_body)(message.request_id)
+        answer = await (self._from_stream if _is_stream(headers) else self._from_body)(message.request_id)
         return Answer(headers, answer)
 
     def _sent(self, message: Message) -> bytes:
@@ -98,24 +140,29 @@ class _Exchange:
 
     async def _from_body(self, request_id: int) -> JsonObject:
         body = b"".join([data async for data in self._body()])
-        return _answer_in(body, request_id) or _no_answer()
+        return answer_in(body, request_id) or _no_answer()
 
     async def _from_stream(self, request_id: int) -> JsonObject:
         """Of server-sent events; what the server notifies about before its answer is skipped."""
+        async for _, data in self.events():
+            if answer := answer_in(data, request_id):
+                return answer
+        return _no_answer()
+
+    async def events(self) -> AsyncIterator[Event]:
         unread = b""
         async for data in self._body():
             *events, unread = (unread + data).replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
-                lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-                if lines and (answer := _answer_in(b"\n".join(lines), request_id)):
-                    return answer
-        return _no_answer()
+                lines = event.split(b"\n")
+                names = [line[6:].strip() for line in lines if line.startswith(b"event:")]
+                if texts := [line[5:].strip() for line in lines if line.startswith(b"data:")]:
+                    yield names[-1] if names else b"message", b"\n".join(texts)
 
     async def _body(self) -> AsyncIterator[bytes]:
-        size = 0
         while isinstance(event := await self._event(), h11.Data):
-            size += len(event.data)
-            if size > MAX_ANSWER_BYTES:
+            self.size += len(event.data)
+            if self.size > MAX_ANSWER_BYTES:
                 raise McpError(f"its answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
             yield bytes(event.data)
 
@@ -125,7 +172,11 @@ class _Exchange:
         return event  # type: ignore[return-value]
 
 
-def _answer_in(text: bytes, request_id: int) -> JsonObject | None:
+def _is_stream(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-type", "").lower().startswith("text/event-stream")
+
+
+def answer_in(text: bytes, request_id: int) -> JsonObject | None:
     """The answer to this request; None: the text has another message."""
     try:
         value = orjson.loads(text)

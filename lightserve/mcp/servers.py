@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightserve.errors import InvalidRequestError, McpError
-from lightserve.mcp.exchange import Answer, Message, exchange
+from lightserve.mcp.exchange import Answer, EventStream, Message, exchange
 from lightserve.mcp.tools import ALL_TOOLS, NO_TOOLS, McpTool, ToolFilter
 from lightserve.outbound.addresses import look_up
 from lightserve.outbound.dial import LookUp, Resolver, Streams, connect
@@ -59,6 +60,7 @@ class McpConnector:
         self._takes_urls = takes_urls
         self._resolver = Resolver(rules, look_up_host)
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._num_streams = 0
 
     @cached_property
     def tls(self) -> ssl.SSLContext:
@@ -88,9 +90,32 @@ class McpConnector:
 
     async def send(self, server: McpServer, message: Message) -> Answer:
         """Raises McpError, also when the answer takes too long."""
+        async with self.time_limit(), self._connections:
+            return await exchange(await self._open(server), message)
+
+    async def open_stream(self, server: McpServer, message: Message) -> EventStream:
+        """The answer to a GET. Streams have a limit of their own: each needs other connections for its messages."""
+        if self._num_streams >= MAX_CONNECTIONS:
+            raise McpError(f"{MAX_CONNECTIONS} streams of MCP servers are open, which is the limit")
+        self._num_streams += 1
+        stream: EventStream | None = None
         try:
-            async with asyncio.timeout(self._timeout_s), self._connections:
-                return await exchange(await self._open(server), message)
+            stream = EventStream(await self._open(server), self._on_stream_closed)
+            await stream.open(message)
+        except BaseException:
+            if stream is None:
+                self._on_stream_closed()
+            raise
+        return stream
+
+    def _on_stream_closed(self) -> None:
+        self._num_streams -= 1
+
+    @asynccontextmanager
+    async def time_limit(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
         except TimeoutError as error:
             raise McpError(f"it did not answer within {self._timeout_s:g} s (--mcp_timeout)") from error
 

@@ -12,6 +12,7 @@ from lightserve import __version__
 from lightserve.errors import McpError
 from lightserve.mcp.exchange import Answer, Message
 from lightserve.mcp.servers import McpConnector, McpServer
+from lightserve.mcp.sse import SseTransport, is_of_older_transport
 from lightserve.mcp.tools import MAX_TOOLS, McpTool, ToolOutcome, outcome_of, tool_of
 
 JsonObject = dict[str, Any]
@@ -25,7 +26,9 @@ CLIENT = {"name": "lightserve", "version": __version__}
 class McpSession:
     def __init__(self, server: McpServer, connector: McpConnector) -> None:
         self.server = server
-        self._connector = connector
+        self._connector: McpConnector | SseTransport = connector
+        if is_of_older_transport(server.url):
+            self._connector = SseTransport(connector)
         self._ids = itertools.count(1)
         self._version = ""  # that both know; empty: not initialised
         self._session_id: str | None = None  # a server may have none
@@ -50,6 +53,8 @@ class McpSession:
 
     async def close(self) -> None:
         """Tell the server that its session is over. It may refuse, and nobody waits for it."""
+        if isinstance(self._connector, SseTransport):
+            self._connector.close()
         if self._session_id is None:
             return
         message = Message(self.server.url, self._headers(), b"", None, "DELETE")

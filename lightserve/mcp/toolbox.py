@@ -47,7 +47,11 @@ class Toolbox:
         """Ask the servers for their tools, all at once. ``param`` is the field that names them, for errors."""
         _check(servers, param)
         sessions = [McpSession(server, connector) for server in servers]
-        lists = await _listed(sessions, param)
+        try:
+            lists = await _listed(sessions, param)
+        except BaseException:
+            cls(sessions, ()).close()
+            raise
         tools = [tool for session, listed in zip(sessions, lists, strict=True) for tool in _hosted(session, listed)]
         toolbox = cls(sessions, tools)
         asked = ((session.server, listed) for session, listed in zip(sessions, lists, strict=True))

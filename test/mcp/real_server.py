@@ -27,11 +27,24 @@ class RealServer:
     url: str
     calls: list[tuple[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)  # of calls
+    num_streams: int = 0  # that are open, of the older transport
+
+
+def counting_streams(app: Any, real: RealServer) -> Any:
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        is_get = scope.get("method") == "GET"
+        real.num_streams += is_get
+        try:
+            await app(scope, receive, send)
+        finally:
+            real.num_streams -= is_get
+
+    return counting
 
 
 @contextmanager
-def real_mcp_server(is_stream: bool = True, is_stateless: bool = False) -> Iterator[RealServer]:
-    """``is_stream``: answers are server-sent events; else JSON."""
+def real_mcp_server(is_stream: bool = True, is_stateless: bool = False, is_older: bool = False) -> Iterator[RealServer]:
+    """``is_stream``: answers are server-sent events; else JSON. ``is_older``: of the transport before."""
     real, mcp = RealServer(""), MCPServer("calculator")
 
     def add(a: int, b: int, context: Context[Any, Any]) -> str:
@@ -53,13 +66,16 @@ def real_mcp_server(is_stream: bool = True, is_stateless: bool = False) -> Itera
     mcp.add_tool(remove)
     mcp.add_tool(broken)
     started, stopped = threading.Event(), []
-    app = mcp.streamable_http_app(json_response=not is_stream, stateless_http=is_stateless)
+    of_today = {"json_response": not is_stream, "stateless_http": is_stateless}
+    app = mcp.sse_app() if is_older else mcp.streamable_http_app(**of_today)
 
     async def serve() -> None:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", access_log=False))
+        server = uvicorn.Server(
+            uvicorn.Config(counting_streams(app, real), log_config=None, ws="none", access_log=False)
+        )
         listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
-        real.url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+        real.url = f"http://127.0.0.1:{listener.getsockname()[1]}{'/sse' if is_older else '/mcp'}"
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         stopped.append(server)

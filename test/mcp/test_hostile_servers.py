@@ -19,6 +19,7 @@ from test.media.fetch.image_host import answer, image_host
 
 RULES = UrlRules(MCP_FLAGS, private_hosts=("localhost",), allows_http=True)
 JSON = "Content-Type: application/json"
+EVENT_STREAM = "Content-Type: text/event-stream"
 
 
 def result(request_id: int, value: Any, *headers: str) -> bytes:
@@ -30,14 +31,14 @@ INITIALIZED = result(1, {"protocolVersion": "2025-06-18", "capabilities": {}}, "
 TAKEN = answer(b"", status=202)
 
 
-def listed(*answers: bytes | None, timeout_s: float = 10.0) -> tuple[list[McpTool], list[str]]:
+def listed(*answers: bytes | None, timeout_s: float = 10.0, path: str = "/mcp") -> tuple[list[McpTool], list[str]]:
     """The tools of a server that gives these answers, and the heads of the requests."""
 
     async def ask() -> tuple[list[McpTool], list[str]]:
         left = list(answers)
         async with image_host(lambda _: left.pop(0), is_tls=False) as host:
             connector = McpConnector(RULES, timeout_s, {})
-            server = connector.find("x", host.url("/mcp", scheme="http"), {"X-Key": "k"}, "tools")
+            server = connector.find("x", host.url(path, scheme="http"), {"X-Key": "k"}, "tools")
             try:
                 return await McpSession(server, connector).tools(), host.heads
             finally:
@@ -71,6 +72,28 @@ def test_events_before_the_answer_are_skipped() -> None:
     stream = answer("".join(EVENTS).encode(), "Content-Type: text/event-stream; charset=utf-8")
 
     assert [tool.name for tool in listed(INITIALIZED, TAKEN, stream)[0]] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("opened", "problem"),
+    [
+        (answer(b"", JSON), "its answer is no stream of events"),
+        (answer(b"event: endpoint\ndata: http://169.254.169.254/\n\n", EVENT_STREAM), "is of another server"),
+        (answer(b"event: endpoint\ndata: file:///etc/passwd\n\n", EVENT_STREAM), "is no URL"),
+        (answer(b"event: message\ndata: {}\n\n", EVENT_STREAM), "its stream of events has ended"),
+        (answer(b"", status=405), "it answered with status 405"),
+    ],
+)
+def test_a_stream_of_the_older_transport_that_is_wrong_is_an_error(opened: bytes, problem: str) -> None:
+    with pytest.raises(McpError, match=problem):
+        listed(opened, path="/sse")
+
+
+def test_a_stream_that_ends_before_the_answer_is_an_error_and_no_message_goes_elsewhere() -> None:
+    opened = answer(b"event: endpoint\ndata: /messages?session=1\n\n", EVENT_STREAM)
+
+    with pytest.raises(McpError, match="its stream of events has ended"):
+        listed(opened, TAKEN, path="/sse?key=1")
 
 
 LOOP = result(2, {"tools": [], "nextCursor": "again"})

@@ -326,6 +326,21 @@ def test_two_servers_of_one_label_are_refused(server: Server, mcp: RealServer) -
     assert (code, error["message"]) == (400, "tools: two MCP servers are called 'calc'")
 
 
+def test_servers_of_the_older_transport_are_called_in_one_session(server: Server) -> None:
+    server.engine.script = rounds(ADD + ADD, REMOVE, BROKEN, "Done.")
+
+    with real_mcp_server(is_older=True) as older:
+        response = create(server, tools=[tool(older, headers={"X-Key": "k"})])
+
+        assert older.url.endswith("/sse")
+        assert older.calls == [("add", (2, 3)), ("add", (2, 3)), ("remove", "/a")]
+        assert len({headers.get("x-key") for headers in older.headers}) == 1
+        wait_until(lambda: not older.num_streams)  # the session has ended
+    calls = [item for item in response["output"] if item["type"] == "mcp_call"]
+    assert [call["output"] for call in calls] == ["5", "5", "removed /a", None]
+    assert "the disk is full" in json.dumps(calls[-1]["error"])
+
+
 @pytest.mark.parametrize(("is_stream", "is_stateless"), [(False, False), (False, True), (True, True)])
 def test_servers_may_answer_in_json_and_without_sessions(server: Server, is_stream: bool, is_stateless: bool) -> None:
     server.engine.script = rounds(ADD, "5.")
