@@ -14,7 +14,7 @@ LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
 ModelImpl = Literal["auto", "lightserve", "transformers"]
-Task = Literal["generate", "embed", "classify", "score", "reward"]
+Task = Literal["generate", "embed", "token_embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
@@ -46,7 +46,8 @@ class WorkerConfig:
     )
     task: Task | None = option(
         None,
-        "what the model is for: generate text, embed, classify, score pairs of texts, or reward; "
+        "what the model is for: generate text, embed, token_embed (a vector for each token), classify, score pairs of "
+        "texts, or reward; "
         "default: what its files say",
         group=FlagGroup.MODEL_FILES,
     )

@@ -70,6 +70,7 @@ class PoolingLimits(msgspec.Struct, frozen=True):
     needs_whole_prompt: bool  # the result depends on all tokens of a text: a cached prefix cannot be used
     has_kv: bool  # False: a step computes whole texts
     summary: str = ""  # for the banner: "embed (mean of the tokens, 384 numbers)"
+    is_per_token: bool = False  # a text has a result for each token
 
     @property
     def shares_prefix(self) -> bool:

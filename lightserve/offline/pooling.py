@@ -11,8 +11,17 @@ from lightserve.errors import InvalidRequestError, ServerError, TextTooLongError
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.params import GenerationParams
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.pooling.results import Vector, cosine, embedding, pair_score, probabilities, vector_of
-from lightserve.model_files.pooling.texts import PoolingTexts
+from lightserve.model_files.pooling.results import (
+    Vector,
+    cosine,
+    embedding,
+    max_sim,
+    pair_score,
+    probabilities,
+    token_vectors,
+    vector_of,
+)
+from lightserve.model_files.pooling.texts import InputType, PoolingTexts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.offline.steps import OfflineSteps
 from lightserve.router.req import Req
@@ -45,6 +54,25 @@ class PoolingMethods(OfflineSteps):
         ids = [self._text_ids(text, prompt_name) for text in many]
         return [embedding(vector, dimensions, normalize) for vector in self._pool(ids, truncate)]
 
+    def token_embed(
+        self, texts: str | Sequence[Any], *, input_type: InputType = "document", truncate: bool = False
+    ) -> list[Vector]:
+        """``[tokens, size]`` for each text: a vector for each token. Token ids are computed as they are."""
+        self._check_task("token_embed")
+        many = [texts] if isinstance(texts, str) else list(texts)
+        limit = self.worker.longest_request if truncate else None
+        ids = [
+            self._texts.encode_for_tokens(text, input_type, limit)
+            if isinstance(text, str)
+            else self._text_ids(text, None)
+            for text in many
+        ]
+        of_tokens = [token_vectors(values, self._config.size) for values in self._pool(ids, truncate)]
+        return [
+            vectors[self._texts.have_vectors(of_text, input_type)] if isinstance(text, str) else vectors
+            for text, of_text, vectors in zip(many, ids, of_tokens, strict=True)
+        ]
+
     def classify(self, texts: str | Sequence[Any], *, truncate: bool = False) -> list[Vector]:
         """The probability of each label, for each text. The labels are in ``self.pooling.labels``."""
         self._check_task("classify")
@@ -63,12 +91,15 @@ class PoolingMethods(OfflineSteps):
     ) -> list[float]:
         """How well each document answers the query: 0 to 1 by a scoring model, the cosine by an embedding model.
 
-        The score of a regression is its number.
+        The score of a regression is its number, that of vectors of tokens the sum of late interaction.
         """
         many = [documents] if isinstance(documents, str) else list(documents)
         if self._config.task == "embed":
             first, *others = self.embed([query, *many], normalize=False, truncate=truncate)
             return [cosine(first, vector) for vector in others]
+        if self._config.task == "token_embed":
+            (first,) = self.token_embed(query, input_type="query", truncate=truncate)
+            return [max_sim(first, vectors) for vectors in self.token_embed(many, truncate=truncate)]
         if not self._config.is_pair_scorer:
             raise InvalidRequestError("score: the model has several labels; use classify")
         limit = self._engine.max_req_total_len if truncate else None

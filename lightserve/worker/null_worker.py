@@ -53,7 +53,8 @@ class NullWorker:
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
             if self._missing[row.req_id] == 0 and self.pooling is not None:
-                values = np.full(self.pooling.size, self._last[row.req_id], dtype=np.float32)
+                count = self.pooling.size * (len(row.slots) if self.pooling.is_per_token else 1)
+                values = np.full(count, self._last[row.req_id], dtype=np.float32)
                 embeddings.append(Embedding(row.req_id, values.tobytes()))
             elif self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
@@ -96,7 +97,9 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
     pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
     pooling_limits = None
     if pooling is not None:
-        pooling_limits = PoolingLimits(pooling.size, pooling.needs_whole_prompt, pooling.is_causal, str(pooling))
+        pooling_limits = PoolingLimits(
+            pooling.size, pooling.needs_whole_prompt, pooling.is_causal, str(pooling), pooling.late is not None
+        )
     pool_len = config.max_total_token_num or config.running_max_req_size * context_len
     launcher.send(
         EngineInfo(

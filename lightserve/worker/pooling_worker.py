@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,11 @@ from lightserve.common.device.base import AsyncCopy
 from lightserve.config import WorkerConfig
 from lightserve.errors import ModelFilesError
 from lightserve.messages.control import PoolingLimits
+from lightserve.messages.int_arrays import Int32Array, int32s
 from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import Embedding, NewReq, ReqFailed, Step, StepResult, StepRow
 from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.pooling.texts import mask_id_of
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
 from lightserve.worker.batch.infer_batch import PackedStep
@@ -36,6 +39,10 @@ class PoolingWorker(ModelWorker):
         self._runner = StepRunner(self.model, self._batch, self._platform)
         rows = self.model.req_manager.max_reqs + 1
         self._pooler = Pooler(pooling.pooling, self.model_config.hidden_size, rows, self._device)
+        late = pooling.late
+        self._expansion_id: int | None = None  # of the tokens behind a query that it does not see
+        if late is not None and late.expands_queries and not late.sees_expansion:
+            self._expansion_id = mask_id_of(load_tokenizer(source))
         self._answer_ids: Tensor | None = None
         if pooling.answers is not None:
             self._answer_ids = torch.tensor(_answer_ids(source, pooling.answers), device=self._device)
@@ -49,7 +56,8 @@ class PoolingWorker(ModelWorker):
     @property
     def pooling_limits(self) -> PoolingLimits:
         pooling = self._pooling_config
-        return PoolingLimits(pooling.size, pooling.needs_whole_prompt, self.model.has_kv, str(pooling))
+        is_per_token = self._pooler.kind == "tokens"
+        return PoolingLimits(pooling.size, pooling.needs_whole_prompt, self.model.has_kv, str(pooling), is_per_token)
 
     def warm_up(self) -> None:
         self._platform.compile_kernels(self._device, self._launch_every_kernel)
@@ -83,15 +91,32 @@ class PoolingWorker(ModelWorker):
             return StepResult
         packed = self._batch.pack(step, lambda shape: shape)
         if not self.model.pp.is_last:
-            self._runner.run_stage(packed.inputs, packed.shape)
+            self._runner.run_stage(packed.inputs, packed.shape, num_keys=self._num_keys(packed))
             return StepResult  # the last stage has the results
-        ended = [(row, req.req_id) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
+        if self._pooler.kind == "tokens":
+            ends = list(accumulate(req.total_len for req in packed.reqs))
+            ended = [(slice(end - req.total_len, end), req.req_id) for end, req in zip(ends, packed.reqs, strict=True)]
+        else:
+            rows = [(slice(row, row + 1), req) for row, req in enumerate(packed.reqs)]
+            ended = [(row, req.req_id) for row, req in rows if req.is_fully_computed]
         return partial(_result, copy_to_host(self._compute(packed)), ended)
+
+    def _num_keys(self, packed: PackedStep) -> Int32Array | None:
+        """See ``AttnBatch.b_num_keys``. None: no request of the step ends with tokens that expand it."""
+        if self._expansion_id is None:
+            return None
+        seen = [_len_without_end(req.token_ids, self._expansion_id) for req in packed.reqs]
+        if all(count == req.total_len for count, req in zip(seen, packed.reqs, strict=True)):
+            return None
+        return int32s(seen)
 
     @torch.inference_mode()
     def _compute(self, packed: PackedStep) -> Tensor:
-        """The results of all requests of the step, ``[requests, size]``. Those of unfinished prompts are not used."""
-        hidden = self._runner.hidden_states(packed.inputs, packed.shape)
+        """The results of all requests of the step, ``[requests, size]``. Those of unfinished prompts are not used.
+
+        If tokens have vectors, ``[tokens, size]``.
+        """
+        hidden = self._runner.hidden_states(packed.inputs, packed.shape, num_keys=self._num_keys(packed))
         if self._answer_ids is not None:
             return self.model.logits(hidden).index_select(1, self._answer_ids).float()
         attn = hidden.infer_state.attn
@@ -99,15 +124,21 @@ class PoolingWorker(ModelWorker):
         return self.model.pre_post_weight.pooling_head.forward(pooled)
 
 
-def _result(copy: AsyncCopy, ended: list[tuple[int, int]]) -> StepResult:
-    """Wait for the results of a step."""
+def _result(copy: AsyncCopy, ended: list[tuple[slice, int]]) -> StepResult:
+    """Wait for the results of a step. Each request that ended has some rows."""
     (values,) = copy.tensors()
-    is_finite = values.isfinite().all(dim=1).tolist()
-    rows = values.numpy()
+    is_finite = values.isfinite().all(dim=1).numpy()
+    numbers = values.numpy()
     return StepResult(
-        failed=[ReqFailed(req_id, 500, NOT_FINITE) for row, req_id in ended if not is_finite[row]],
-        embeddings=[Embedding(req_id, rows[row].tobytes()) for row, req_id in ended if is_finite[row]],
+        failed=[ReqFailed(req_id, 500, NOT_FINITE) for rows, req_id in ended if not is_finite[rows].all()],
+        embeddings=[Embedding(req_id, numbers[rows].tobytes()) for rows, req_id in ended if is_finite[rows].all()],
     )
+
+
+def _len_without_end(ids: Int32Array, token_id: int) -> int:
+    """Without the run of this token at the end; the whole length if there is nothing else."""
+    others = np.flatnonzero(ids != token_id)
+    return int(others[-1]) + 1 if len(others) else len(ids)
 
 
 def _answer_ids(source: ModelSource, answers: tuple[str, ...]) -> list[int]:

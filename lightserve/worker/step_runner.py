@@ -14,6 +14,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, GraphRanges, Graphs, in_host_memory, to_device
+from lightserve.messages.int_arrays import Int32Array
 from lightserve.utils.progress import Progress
 from lightserve.worker.batch.images import AFTER_IMAGES, PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
@@ -200,14 +201,29 @@ class StepRunner:
             if not self._model.pp.is_last:
                 self._model.send_to_next_stage(hidden)
 
-    def run_stage(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> None:
+    def run_stage(
+        self,
+        inputs: np.ndarray,
+        shape: StepShape,
+        images: PackedImages | None = None,
+        num_keys: Int32Array | None = None,
+    ) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
-        self._model.send_to_next_stage(self.hidden_states(inputs, shape, images))
+        self._model.send_to_next_stage(self.hidden_states(inputs, shape, images, num_keys))
 
-    def hidden_states(self, inputs: np.ndarray, shape: StepShape, images: PackedImages | None = None) -> HiddenStates:
-        """Of all tokens of a step, for a model that computes no text."""
+    def hidden_states(
+        self,
+        inputs: np.ndarray,
+        shape: StepShape,
+        images: PackedImages | None = None,
+        num_keys: Int32Array | None = None,
+    ) -> HiddenStates:
+        """Of all tokens of a step, for a model that computes no text. ``num_keys``: see ``AttnBatch.b_num_keys``."""
         columns = self.columns(to_device(inputs, self._model.device), shape)
-        return self._model.hidden_states(self.model_input(columns, shape, images))
+        step = self.model_input(columns, shape, images)
+        if num_keys is not None:
+            step = replace(step, attn=replace(step.attn, b_num_keys=to_device(num_keys, self._model.device)))
+        return self._model.hidden_states(step)
 
     def columns(self, inputs: Tensor, shape: StepShape) -> StepColumns:
         return columns_of(inputs, shape, has_states=self._batch.states is not None)

@@ -107,7 +107,7 @@ def test_values_outside_of_a_fields_limits_or_choices_are_refused_with_the_field
         (lambda: RouterConfig(debug_requests=100_001), "debug_requests=100001: must be at most 100000"),
         (lambda: RouterConfig(itl_target_ms=math.inf), "itl_target_ms=inf: must be at least 1"),
         (lambda: ClusterConfig(role="guess"), "role='guess': must be one of normal, prefill, decode, both"),  # type: ignore[arg-type]
-        (lambda: WorkerConfig(task="dance"), "task='dance': must be one of generate, embed, classify, score, reward"),  # type: ignore[arg-type]
+        (lambda: WorkerConfig(task="dance"), "task='dance': must be one of generate, embed, token_embed, classify"),  # type: ignore[arg-type]
     ):
         with pytest.raises(OptionError, match=found):
             wrong()

@@ -15,13 +15,13 @@ from lightserve.common.ops import AttnBatch
 class Pooler:
     """Pools the tokens of each request of a step. A text may come in chunks: then the last step has its result.
 
-    ``kind`` is cls (the first token), mean, max or last.
+    ``kind`` is cls (the first token), mean, max or last; or tokens: each has its result, and texts come whole.
     """
 
     def __init__(self, kind: str, hidden_size: int, num_rows: int, device: torch.device) -> None:
         """``num_rows``: of ``req_to_token``; a request keeps its row from chunk to chunk."""
         self.kind = kind
-        shape = (0 if kind == "last" else num_rows, hidden_size)
+        shape = (0 if kind in ("last", "tokens") else num_rows, hidden_size)
         self._before = torch.zeros(shape, dtype=torch.float32, device=device)  # by row: of the chunks before
 
     def rows(self, attn: AttnBatch) -> Tensor | None:
@@ -31,8 +31,8 @@ class Pooler:
         return attn.b_start_loc.long() if self.kind == "cls" else None
 
     def pool(self, states: Tensor, attn: AttnBatch) -> Tensor:
-        """``states``: of ``rows``. Returns ``[requests, hidden]`` in float32."""
-        if self.kind == "last":
+        """``states``: of ``rows``. Returns ``[requests, hidden]`` in float32, or ``[tokens, hidden]``."""
+        if self.kind in ("last", "tokens"):
             return states.float()
         table_rows = attn.b_req_idx.long()
         is_first = (attn.b_ready_cache_len == 0)[:, None]

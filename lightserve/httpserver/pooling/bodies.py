@@ -90,9 +90,14 @@ class EmbeddingsBody(PoolingFields):
 
 
 class InputBody(PoolingFields):
-    """Of /classify and /pooling."""
+    """Of /classify."""
 
     input: Inputs
+
+
+class PoolingBody(InputBody):
+    task: str | None = None  # vLLM's: that of the model
+    input_type: Literal["query", "document"] | None = None  # for vectors of tokens; default document
 
 
 class ScoreBody(PoolingFields):

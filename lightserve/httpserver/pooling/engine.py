@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -17,10 +17,13 @@ from lightserve.httpserver.http.sse import until_disconnect
 from lightserve.httpserver.pooling.response import MAX_NUMBERS
 from lightserve.messages.params import GenerationParams, SchedulingParams
 from lightserve.model_files.pooling import PoolingConfig
-from lightserve.model_files.pooling.results import Vector, cosine, pair_score, vector_of
-from lightserve.model_files.pooling.texts import PoolingTexts
+from lightserve.model_files.pooling.results import Vector, vector_of
+from lightserve.model_files.pooling.texts import InputType, PoolingTexts
 
 P = ParamSpec("P")
+Result = TypeVar("Result")
+TokenIds = Sequence[int]
+Texts = Iterable[Awaitable[list[int]]]  # their token ids
 ONE_RESULT = GenerationParams.of(max_new_tokens=1)
 GROUP = 256  # texts of a request that are sent to the engine at once: other requests get their turn between groups
 
@@ -76,6 +79,18 @@ class PoolingEngine:
         text = self._cut(text, truncation)
         return self._fit(await _in_thread_if_long(len(text), self.texts.encode, text, prompt_name), truncation)
 
+    async def encode_for_tokens(
+        self, text: str | list[int], truncation: int | None, input_type: InputType
+    ) -> list[int]:
+        """The same for a model with a vector for each token."""
+        if isinstance(text, list):
+            return await self.encode(text, truncation)
+        text = self._cut(text, truncation)
+        limit = None if truncation is None else self._limit(truncation)
+        return self._fit(
+            await _in_thread_if_long(len(text), self.texts.encode_for_tokens, text, input_type, limit), None
+        )
+
     async def encode_pair(
         self, query: str, document: str, truncation: int | None, instruction: str | None = None
     ) -> list[int]:
@@ -113,7 +128,7 @@ class PoolingEngine:
     async def run(
         self,
         request: Request,
-        texts: Iterable[Awaitable[list[int]]],
+        texts: Texts,
         log: AccessLog,
         scheduling: SchedulingParams | None = None,
     ) -> list[Vector]:
@@ -121,25 +136,52 @@ class PoolingEngine:
 
         It writes one log line.
         """
-        return await until_disconnect(request, self._run(texts, log, scheduling or SchedulingParams()))
+        return await until_disconnect(request, self._run(texts, log, scheduling, _as_vectors))
+
+    async def run_and_convert(
+        self,
+        request: Request,
+        texts: Texts,
+        log: AccessLog,
+        scheduling: SchedulingParams,
+        convert: Callable[[int, TokenIds, Vector], Result],
+    ) -> list[Result]:
+        """What ``convert`` makes of the index, the token ids and the numbers of every text. It runs in a thread."""
+
+        async def in_thread(begin: int, ids: list[list[int]], numbers: list[bytes]) -> list[Result]:
+            return await asyncio.to_thread(
+                lambda: list(map(convert, range(begin, begin + len(ids)), ids, map(vector_of, numbers)))
+            )
+
+        return await until_disconnect(request, self._run(texts, log, scheduling, in_thread))
 
     async def _run(
-        self, texts: Iterable[Awaitable[list[int]]], log: AccessLog, scheduling: SchedulingParams
-    ) -> list[Vector]:
-        requests = [PromptRequest(await ids, ONE_RESULT, scheduling) for ids in texts]
+        self,
+        texts: Texts,
+        log: AccessLog,
+        scheduling: SchedulingParams | None,
+        convert: Callable[[int, list[list[int]], list[bytes]], Awaitable[list[Result]]],
+    ) -> list[Result]:
+        """``convert`` gets the results of a group of texts, of which it knows the index of the first and the ids."""
+        requests = [PromptRequest(await ids, ONE_RESULT, scheduling or SchedulingParams()) for ids in texts]
         log.prompt_tokens = sum(len(prompt_request.prompt_ids) for prompt_request in requests)
-        vectors: list[Vector] = []
+        results: list[Result] = []
         try:
             for begin in range(0, len(requests), GROUP):
                 group_log = log.silent_copy()
-                generation = self._context.manager.generate(requests[begin : begin + GROUP], group_log)
-                vectors += [vector_of(values) for values in await generation.collect_embeddings()]
+                group = requests[begin : begin + GROUP]
+                numbers = await self._context.manager.generate(group, group_log).collect_embeddings()
+                results += await convert(begin, [member.prompt_ids for member in group], numbers)
                 log.add(group_log)
         except BaseException as error:
             log.close(error)
             raise
         log.close(None)
-        return vectors
+        return results
+
+
+async def _as_vectors(_begin: int, _ids: list[list[int]], numbers: list[bytes]) -> list[Vector]:
+    return list(map(vector_of, numbers))
 
 
 async def _in_thread_if_long(size: int, encode: Callable[P, list[int]], *args: P.args, **kwargs: P.kwargs) -> list[int]:
@@ -156,28 +198,3 @@ class PairOptions:
     is_raw: bool = False  # the number before the sigmoid
     is_probability: bool = False  # a sigmoid even for a regression, as in TEI
     scheduling: SchedulingParams | None = None
-
-
-async def score_pairs(
-    engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
-) -> list[float]:
-    """One score for each pair of a query and a document."""
-    if engine.config.task == "embed":
-        return await _by_cosine(engine, request, pairs, log, options)
-    if not engine.config.is_pair_scorer:
-        raise InvalidRequestError(f"the model has {engine.config.size} labels; scores need one, so use /classify")
-    texts = (engine.encode_pair(*pair, options.truncation, options.instruction) for pair in pairs)
-    vectors = await engine.run(request, texts, log, options.scheduling)
-    config = replace(engine.config, is_regression=False) if options.is_probability else engine.config
-    return [pair_score(config, vector, options.is_raw) for vector in vectors]
-
-
-async def _by_cosine(
-    engine: PoolingEngine, request: Request, pairs: Sequence[tuple[str, str]], log: AccessLog, options: PairOptions
-) -> list[float]:
-    if options.instruction is not None:
-        raise InvalidRequestError("instruction: only a model with a score template reads it", "instruction")
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query occurs in many pairs
-    encoded = (engine.encode(text, options.truncation) for text in texts)
-    vectors = dict(zip(texts, await engine.run(request, encoded, log, options.scheduling), strict=True))
-    return [cosine(vectors[first], vectors[second]) for first, second in pairs]

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -23,16 +23,20 @@ from lightserve.httpserver.pooling.bodies import (
     GetScoreBody,
     InputBody,
     LabelScoreBody,
+    PoolingBody,
     RerankBody,
     ScoreBody,
     TeiRerankBody,
 )
-from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine, score_pairs
+from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine
 from lightserve.httpserver.pooling.label_scores import label_scores
+from lightserve.httpserver.pooling.pairs import score_pairs
 from lightserve.httpserver.pooling.response import list_response
 from lightserve.httpserver.pooling.tei import add_tei_routes, tei_rerank
+from lightserve.httpserver.pooling.token_vectors import vectors_of_inputs
 from lightserve.model_files.pooling.results import Vector, embedding, probabilities
 
+Inputs = TypeVar("Inputs", bound=InputBody)
 COHERE_PATH = "/v2/rerank"
 
 
@@ -72,20 +76,24 @@ def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine
     @router.post("/classify", openapi_extra=openapi_body(InputBody))
     async def classify(request: Request) -> Response:
         """vLLM's: the probabilities of the labels, for each input."""
-        body, log = await _read_inputs(context, request)
+        body, log = await _read_inputs(context, request, InputBody)
         engine.require("a classification", "classify", "score")
         vectors = await _run_inputs(engine, request, body, log)
         config = engine.config
         data = (_classified(i, probabilities(config, vector), config.labels) for i, vector in enumerate(vectors))
         return list_response(data, len(vectors) * config.size, _list_fields(context, log, "classify"))
 
-    @router.post("/pooling", openapi_extra=openapi_body(InputBody))
+    @router.post("/pooling", openapi_extra=openapi_body(PoolingBody))
     async def pooling(request: Request) -> Response:
-        """vLLM's: the numbers that the model computes for each input, as they are."""
-        body, log = await _read_inputs(context, request)
-        vectors = await _run_inputs(engine, request, body, log)
+        """vLLM's: the numbers that the model computes for each input, as they are; or a vector for each token."""
+        body, log = await _read_inputs(context, request, PoolingBody)
+        _check_pooling(engine, body)
+        if engine.config.task == "token_embed":
+            vectors = await vectors_of_inputs(engine, request, body, log)
+        else:
+            vectors = await _run_inputs(engine, request, body, log)
         data = ({"index": i, "object": "pooling", "data": vector} for i, vector in enumerate(vectors))
-        return list_response(data, len(vectors) * engine.config.size, _list_fields(context, log, "pool"))
+        return list_response(data, sum(vector.size for vector in vectors), _list_fields(context, log, "pool"))
 
 
 def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
@@ -176,8 +184,16 @@ async def _rerank(context: ServerContext, engine: PoolingEngine, request: Reques
     )
 
 
-async def _read_inputs(context: ServerContext, request: Request) -> tuple[InputBody, AccessLog]:
-    body = await context.read_body(request, InputBody)
+def _check_pooling(engine: PoolingEngine, body: PoolingBody) -> None:
+    task = engine.config.task
+    if body.task not in (None, task):
+        raise InvalidRequestError(f"task is {body.task!r}; the task of this model is {task} (--task)", "task")
+    if body.input_type is not None and task != "token_embed":
+        raise InvalidRequestError(f"input_type: the task of this model is {task}, not token_embed", "input_type")
+
+
+async def _read_inputs(context: ServerContext, request: Request, kind: type[Inputs]) -> tuple[Inputs, AccessLog]:
+    body = await context.read_body(request, kind)
     context.check_model(body.model)
     return body, context.log(request)
 

@@ -30,9 +30,12 @@ def endpoints_of(config: PoolingConfig) -> tuple[str, ...]:
     """Those of its task come first."""
     pairs = PAIRS if config.is_pair_scorer else ()
     reward = ("/get_score",) if config.size == 1 else ()
+    endpoints: tuple[str, ...]
     match config.task:
         case "embed":
             endpoints = ("/v1/embeddings", "/embed", *PAIRS)
+        case "token_embed":
+            endpoints = PAIRS
         case "classify":
             endpoints = (*LABELS, *pairs, *reward)
         case "score":

@@ -15,7 +15,8 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.tgi.errors import tgi_error_response
 from lightserve.httpserver.http.body import json_response, openapi_body, validate
 from lightserve.httpserver.pooling.bodies import TeiEmbedBody, TeiPredictBody, TeiRerankBody
-from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine, score_pairs
+from lightserve.httpserver.pooling.engine import PairOptions, PoolingEngine
+from lightserve.httpserver.pooling.pairs import score_pairs
 from lightserve.httpserver.pooling.response import list_response
 from lightserve.model_files.pooling.results import Vector, embedding, probabilities
 

@@ -1,12 +1,13 @@
 """Which task a model is for, from its files, and how it pools the hidden states of a text.
 
-============  =====================================================================================================
-``generate``  text; every decoder
-``embed``     one vector for each text
-``classify``  one score for each label of a classification head
-``score``     how well a document answers a query: by a head with one label, or by the logits of "yes" and "no"
-``reward``    one number that says how good an answer is
-============  =====================================================================================================
+===============  ==================================================================================================
+``generate``     text; every decoder
+``embed``        one vector for each text
+``token_embed``  one vector for each token of a text
+``classify``     one score for each label of a classification head
+``score``        how well a document answers a query: by a head with one label, or by the logits of "yes" and "no"
+``reward``       one number that says how good an answer is
+===============  ==================================================================================================
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any, Literal, get_args
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.names import with_common_names
 from lightserve.model_files.pooling.head import Head, HeadLayer, classification_head, hidden_size, reward_head
+from lightserve.model_files.pooling.late_interaction import PLAIN, STANFORD, LateInteraction, read_stanford
 from lightserve.model_files.pooling.score_templates import ScoreTemplate, read_score_template
 from lightserve.model_files.pooling.sentence_transformers import SentenceTransformer, read_sentence_transformer
 
-Task = Literal["generate", "embed", "classify", "score", "reward"]
+Task = Literal["generate", "embed", "token_embed", "classify", "score", "reward"]
 Pooling = Literal["cls", "mean", "last", "max"]
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "nomic_bert", "modernbert"})
 # whose tokens see later ones, in Gemma 4: those of an image, or all
@@ -41,7 +43,7 @@ OLDER_ACTIVATION = "sbert_ce_default_activation_function"  # before sentence-tra
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
     task: Task
-    pooling: str  # of Pooling
+    pooling: str  # of Pooling, or "tokens": none
     size: int  # of the result
     head: tuple[HeadLayer, ...] = ()
     is_causal: bool = True
@@ -56,11 +58,13 @@ class PoolingConfig:
     default_prompt: str | None = None
     max_len: int | None = None  # tokens of a text, if the files say it
     type_vocab_size: int = 1  # 2: the second text of a pair has token type 1
+    late: LateInteraction | None = None  # how texts are encoded whose tokens have a vector each
 
     def __str__(self) -> str:
         """For the operator: "embed (mean of the tokens, 384 numbers)"."""
         tokens = {"cls": "first token", "last": "last token", "mean": "mean of the tokens", "max": "largest values"}
-        return f"{self.task} ({tokens[self.pooling]}, {self.size} number{'s' if self.size > 1 else ''})"
+        vectors = tokens.get(self.pooling, "each token")
+        return f"{self.task} ({vectors}, {self.size} number{'s' if self.size > 1 else ''})"
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -75,7 +79,7 @@ class PoolingConfig:
     @property
     def is_pair_scorer(self) -> bool:
         """Whether the model reads a query and a document together and returns one score."""
-        return self.task != "embed" and (self.answers is not None or self.size == 1)
+        return self.task not in ("embed", "token_embed") and (self.answers is not None or self.size == 1)
 
 
 def read_pooling(
@@ -99,7 +103,7 @@ def read_pooling(
     if chosen == "generate":
         _check_generates(hf, pooling, score_template)
         return None
-    config = _of_task(chosen, hf, extra)
+    config = _of_task(chosen, hf, folder, extra)
     if score_template is not None:
         config = _with_template(config, hf, score_template)
     return config if pooling is None else _with_pooling(config, pooling)
@@ -111,6 +115,8 @@ def is_encoder(hf: Mapping[str, Any]) -> bool:
 
 def _task_of(hf: Mapping[str, Any], extra: SentenceTransformer | None) -> str:
     name = _architecture(hf)
+    if name == STANFORD or (extra is not None and extra.late is not None):
+        return "token_embed"
     if extra is not None:
         return "embed"
     if name.endswith(REWARD):
@@ -122,10 +128,14 @@ def _task_of(hf: Mapping[str, Any], extra: SentenceTransformer | None) -> str:
     return "embed" if is_encoder(hf) or name in EMBEDDERS else "generate"
 
 
-def _of_task(task: str, hf: Mapping[str, Any], extra: SentenceTransformer | None) -> PoolingConfig:
+def _of_task(task: str, hf: Mapping[str, Any], folder: Path | None, extra: SentenceTransformer | None) -> PoolingConfig:
     name = _architecture(hf)
+    if task == "embed" and extra is not None and extra.late is not None:
+        raise ModelFilesError("--task embed: the model was trained for a vector for each token; leave it out")
     if task == "embed":
         config = _embedder(hf, extra)
+    elif task == "token_embed":
+        config = _token_embedder(hf, folder, extra)
     elif task == "reward" and name.endswith(REWARD):
         config = _with_head(task, hf, reward_head(hf), 1)
     elif name.endswith(CLASSIFIER):
@@ -144,6 +154,20 @@ def _of_task(task: str, hf: Mapping[str, Any], extra: SentenceTransformer | None
         )
     types = hf.get("type_vocab_size", 1) if is_encoder(hf) else 1
     return replace(config, is_causal=_is_causal(hf), type_vocab_size=types if isinstance(types, int) else 1)
+
+
+def _token_embedder(hf: Mapping[str, Any], folder: Path | None, extra: SentenceTransformer | None) -> PoolingConfig:
+    if _is_causal(hf):  # its texts come in chunks, and its mask tokens would see each other
+        raise ModelFilesError("--task token_embed: tokens of this model see no later ones; it needs an encoder")
+    if _architecture(hf) == STANFORD:
+        late, size = read_stanford(folder)
+        head = (HeadLayer("linear", hidden_size(hf), size, has_bias=False),)
+        longest = max(late.query_length, late.document_length)
+        return PoolingConfig("token_embed", "tokens", size, head, max_len=longest, late=late)
+    if extra is None:
+        return PoolingConfig("token_embed", "tokens", hidden_size(hf), late=PLAIN)
+    embedder = _embedder(hf, replace(extra, pooling="tokens"))
+    return replace(embedder, task="token_embed", late=extra.late or PLAIN)
 
 
 def _embedder(hf: Mapping[str, Any], extra: SentenceTransformer | None) -> PoolingConfig:
@@ -198,6 +222,8 @@ def _with_template(config: PoolingConfig, hf: Mapping[str, Any], value: str) -> 
 
 
 def _with_pooling(config: PoolingConfig, pooling: str) -> PoolingConfig:
+    if config.pooling == "tokens":
+        raise ModelFilesError(f"--pooling {pooling}: the vectors of tokens are not pooled ({config}); leave it out")
     if pooling not in get_args(Pooling):
         raise ModelFilesError(f"--pooling {pooling}: must be one of {', '.join(get_args(Pooling))}")
     if config.answers is not None and pooling != "last":

@@ -28,6 +28,19 @@ def embedding(vector: Vector, dimensions: int | None = None, normalize: bool = T
     return vector / np.float32(max(float(np.sqrt(np.dot(vector, vector))), 1e-12))
 
 
+def token_vectors(values: Vector, size: int) -> Vector:
+    """``[tokens, size]``, each of length 1."""
+    vectors: Vector = values.reshape(-1, size)
+    lengths: Vector = np.sqrt(np.square(vectors).sum(axis=1, keepdims=True))
+    units: Vector = vectors / np.maximum(lengths, np.float32(1e-12))
+    return units
+
+
+def max_sim(query: Vector, document: Vector) -> float:
+    """The sum, over the vectors of the query, of the largest product with one of the document."""
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+
+
 def cosine(first: Vector, second: Vector) -> float:
     return float(np.dot(embedding(first), embedding(second)))
 

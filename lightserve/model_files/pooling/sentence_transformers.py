@@ -14,9 +14,11 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json, read_json_if_exists
 from lightserve.model_files.pooling.head import HeadLayer
+from lightserve.model_files.pooling.late_interaction import METADATA, LateInteraction, read_pylate
 
 MODULES = "modules.json"
-FILES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]_*/config.json")
+SETTINGS = "config_sentence_transformers.json"
+FILES = (MODULES, SETTINGS, "sentence_bert_config.json", "[0-9]_*/config.json", METADATA)
 DENSE_WEIGHTS = ("[0-9]_Dense/model.safetensors", "[0-9]_Dense/pytorch_model.bin")
 
 # the flag of 1_Pooling/config.json: our name
@@ -37,6 +39,7 @@ class SentenceTransformer:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_len: int | None = None  # tokens
+    late: LateInteraction | None = None  # the vectors of tokens are not pooled
 
 
 def read_sentence_transformer(folder: Path) -> SentenceTransformer | None:
@@ -55,9 +58,14 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer | None:
             raise ModelFilesError(
                 f"{path}: the module {kind} is not supported; supported: Transformer, Pooling, Dense, Normalize"
             )
+    settings = read_json_if_exists(folder / SETTINGS)
+    prompts, default = _prompts(folder / SETTINGS, settings)
+    if pooling is None and (settings.get("similarity_fn_name") == "MaxSim" or "query_prefix" in settings):
+        late = read_pylate(folder / SETTINGS, settings)
+        longest = max(late.query_length, late.document_length)
+        return SentenceTransformer("tokens", tuple(dense), prompts, default, longest, late)
     if pooling is None:
         raise ModelFilesError(f"{path}: it has no Pooling module; add one, or set --pooling")
-    prompts, default = _prompts(folder / "config_sentence_transformers.json")
     return SentenceTransformer(pooling, tuple(dense), prompts, default, _max_len(folder))
 
 
@@ -99,6 +107,8 @@ def _dense(path: Path, name: str) -> HeadLayer:
         raise ModelFilesError(
             f"{path}: activation_function {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
+    if config.get("use_residual") is True:
+        raise ModelFilesError(f"{path}: use_residual true is not supported; supported: false")
     in_size, out_size = (_size(path, config, key) for key in ("in_features", "out_features"))
     has_bias = config.get("bias", True) is True
     return HeadLayer(f"{name}.linear", in_size, out_size, has_bias, ACTIVATIONS[activation])
@@ -111,8 +121,7 @@ def _size(path: Path, config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    config = read_json_if_exists(path)
+def _prompts(path: Path, config: dict[str, Any]) -> tuple[dict[str, str], str | None]:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelFilesError(f"{path}: prompts is not an object of texts; correct it")

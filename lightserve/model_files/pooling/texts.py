@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from lightserve.errors import InvalidRequestError
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.pooling.config import PoolingConfig
+from lightserve.model_files.pooling.late_interaction import PLAIN, LateInteraction
 from lightserve.model_files.pooling.score_templates import QWEN3_RERANKER, PairPrompts
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+InputType = Literal["query", "document"]
 
 
 class PoolingTexts:
@@ -55,6 +62,30 @@ class PoolingTexts:
         texts = [_text_of(start, stop, spans) for _, start, stop in tokens]
         return [ids[position] for position in tokens_to_keep(texts, limit)]
 
+    def encode_for_tokens(self, text: str, input_type: InputType, limit: int | None = None) -> list[int]:
+        """A query or a document of late interaction, in at most ``limit`` tokens."""
+        late, is_query = self._late, input_type == "query"
+        prefix = late.query_prefix if is_query else late.document_prefix
+        ids = self._tokenizer.encode(text)
+        if limit is not None:
+            ids = self.truncate(ids, limit - 1 if prefix else limit)
+        if prefix:
+            ids[1:1] = [_id_of(self._tokenizer, prefix)]
+        length = late.query_length if limit is None else min(late.query_length, limit)
+        if is_query and late.expands_queries and len(ids) < length:
+            ids += [mask_id_of(self._tokenizer)] * (length - len(ids))
+        return ids
+
+    def have_vectors(self, ids: Sequence[int], input_type: InputType) -> npt.NDArray[np.bool_]:
+        """Which tokens of a text have a vector."""
+        skipped = () if input_type == "query" else self._late.skipped
+        skipped_ids = [token_id for word in skipped if (token_id := self._tokenizer.token_to_id(word)) is not None]
+        return ~np.isin(np.array(ids), skipped_ids)
+
+    @property
+    def _late(self) -> LateInteraction:
+        return self.config.late or PLAIN
+
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
         """The first tokens, and the special tokens that end every text."""
         if len(ids) <= limit:
@@ -71,6 +102,19 @@ class PoolingTexts:
             known = ", ".join(prompts) or "none"
             raise InvalidRequestError(f"prompt_name {name[:100]!r}: the model has {known}", "prompt_name")
         return prompts[name]
+
+
+def _id_of(tokenizer: Tokenizer, prefix: str) -> int:
+    token_id = tokenizer.token_to_id(prefix)
+    if token_id is None:
+        raise ModelFilesError(f"the tokenizer has no token {prefix!r}, which begins queries or documents")
+    return token_id
+
+
+def mask_id_of(tokenizer: Tokenizer) -> int:
+    if tokenizer.mask_id is None:
+        raise ModelFilesError("the tokenizer has no mask token, which expands queries")
+    return tokenizer.mask_id
 
 
 def _text_of(start: int, stop: int, spans: Sequence[tuple[int, int]]) -> int | None:

@@ -17,6 +17,7 @@ class SpecialTokens(NamedTuple):
     eos: str | None = None
     unk: str | None = None
     pad: str | None = None
+    mask: str | None = None
 
 
 def special_token_texts(folder: Path) -> SpecialTokens:

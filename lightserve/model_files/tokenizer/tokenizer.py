@@ -66,6 +66,11 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         return None if self._special.eos is None else self.token_to_id(self._special.eos)
 
+    @property
+    def mask_id(self) -> int | None:
+        """Of the token that expands queries: the eos if there is no mask, as in PyLate."""
+        return self.eos_id if self._special.mask is None else self.token_to_id(self._special.mask)
+
     @cached_property
     def decoder(self) -> Decoder:
         """Decodes ids to text, token by token."""
