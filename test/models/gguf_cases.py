@@ -9,6 +9,7 @@ from test.models import gguf_converter as conv
 from test.models.architectures import converted, dense_a, dense_b, latent, llama_like, moe
 from test.models.architectures.case import SMALL, Case, Json
 from test.models.gguf_converter import GgufCase, common, head_dim, only, permute_qk, rope_table, stack_experts
+from test.models.gguf_gemma4_cases import GEMMA4_CASES
 from test.models.gguf_hybrid_cases import HYBRID_CASES
 
 HALF = {"partial_rotary_factor": 0.5}
@@ -382,4 +383,5 @@ GGUF_CASES = {
     "deepseek2-glm-lite": GgufCase("deepseek2", latent.CASES["glm4_moe_lite-first"], glm_lite, DEEPSEEK),
     "deepseek2-kimi": GgufCase("deepseek2", latent.CASES["kimi_k2"], deepseek2, DEEPSEEK),
     **HYBRID_CASES,
+    **GEMMA4_CASES,
 }

@@ -237,7 +237,16 @@ def save_case(name: str, path: Path, quantized: str = "^(?!.*norm)") -> GgufSour
 
 # fused, reordered, joined and transposed tensors; experts, latent attention, several names for the vocabulary
 LAYOUTS = ["phi3", "bloom", "falcon-40b", "gpt2", "gptneox", "mpt", "baichuan", "gemma2", "internlm2", "stablelm"]
-LAYOUTS += ["qwen2moe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2-v3", "deepseek2-v3-older"]
+LAYOUTS += [
+    "gemma4",
+    "gemma4-experts",
+    "qwen2moe",
+    "granitemoe",
+    "gpt-oss",
+    "glm4moe",
+    "deepseek2-v3",
+    "deepseek2-v3-older",
+]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -14,7 +14,7 @@ from lightserve.model_files.quantization.gguf import PACKED_TYPES, GgufModule
 # is attn_kv_b, which latent attention multiplies in parts.
 LINEARS = frozenset(
     (
-        *("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
+        *("token_embd", "per_layer_token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
         *("ffn_gate", "ffn_up", "ffn_down", "attn_q_a", "attn_q_b", "attn_kv_a_mqa"),
         *("attn_gate", "ssm_in", "ssm_out", "shortconv.in_proj", "shortconv.out_proj"),
     )

@@ -20,6 +20,8 @@ from lightserve.model_files.tokenizer.files.sentencepiece_file import (
 )
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens, set_surrounding_tokens
 
+MERGING = ("gpt2", "gemma4")  # kinds that find user-defined tokens before the text is split
+
 
 def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
     kind = _field(header, "model")
@@ -32,7 +34,7 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
     types = header.metadata.get("tokenizer.ggml.token_type", [])
     backend.add_special_tokens(_of_type(tokens, types, CONTROL, is_special=True))
     user_defined = _of_type(tokens, types, USER_DEFINED, is_special=False)
-    backend.add_tokens([token for token in user_defined if kind == "gpt2" or SPACE not in token.content])
+    backend.add_tokens([token for token in user_defined if kind in MERGING or SPACE not in token.content])
 
     special = SpecialTokens(*(_token(header, tokens, role) for role in ("bos", "eos", "unknown", "padding")))
     adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(header, kind))
@@ -44,7 +46,7 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
 
 
 def _adds_bos(header: GgufHeader, kind: str) -> bool:
-    return kind == "llama" or (kind == "gpt2" and _pre_tokenizer(header).adds_bos)
+    return kind in ("llama", "gemma4") or (kind == "gpt2" and _pre_tokenizer(header).adds_bos)
 
 
 def _byte_level_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
@@ -76,6 +78,17 @@ def _sentencepiece_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Toke
     return sentencepiece_backend(model, pieces, _prefix(header))
 
 
+def _gemma4_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Merges of characters, with ▁ for spaces, and bytes for characters that no token has."""
+    merges, unknown = [_pair(merge) for merge in _field(header, "merges")], _token(header, tokens, "unknown")
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=_vocabulary(tokens), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
 def _unigram(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     pieces = _pieces(header, tokens)
     model = SentencePieceModel(
@@ -93,7 +106,7 @@ def _prefix(header: GgufHeader) -> Prefix:
     return Prefix.PARTS if header.metadata.get("tokenizer.ggml.add_space_prefix", True) else Prefix.NONE
 
 
-_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "t5": _unigram}
+_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bpe, "t5": _unigram}
 
 
 _IN_GGUF = {int(kind): kind for kind in (PieceType.NORMAL, PieceType.UNKNOWN, PieceType.BYTE)}

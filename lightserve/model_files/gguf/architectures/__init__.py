@@ -6,7 +6,7 @@ splits text in a way of its own.
 
 from __future__ import annotations
 
-from lightserve.model_files.gguf.architectures import delta, experts, gpt, llama_like, mamba, norms, short_conv
+from lightserve.model_files.gguf.architectures import delta, experts, gemma4, gpt, llama_like, mamba, norms, short_conv
 from lightserve.model_files.gguf.architectures.architecture import Form, GgufArchitecture, Join, JoinedTensor, RowOrder
 from lightserve.model_files.gguf.fields import unsupported
 from lightserve.model_files.gguf.header import GgufHeader
@@ -17,6 +17,7 @@ __all__ = ["ARCHITECTURES", "Form", "GgufArchitecture", "Join", "JoinedTensor", 
 ARCHITECTURES: dict[str, tuple[GgufArchitecture, ...]] = {
     **llama_like.ARCHITECTURES,
     **norms.ARCHITECTURES,
+    **gemma4.ARCHITECTURES,
     **gpt.ARCHITECTURES,
     **experts.ARCHITECTURES,
     **delta.ARCHITECTURES,
