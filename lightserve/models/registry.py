@@ -104,6 +104,7 @@ MODELS = {
     "llava_next": "lightserve.models.llama.model:LlamaTpPartModel",
     "llava_onevision": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "mellum": "lightserve.models.mellum.model:MellumTpPartModel",
+    "mimo_v2": "lightserve.models.mimo_v2_flash.model:MiMoV2TpPartModel",
     "mimo_v2_flash": "lightserve.models.mimo_v2_flash.model:MiMoV2FlashTpPartModel",
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
     "minicpm3": "lightserve.models.minicpm3.model:MiniCpm3TpPartModel",

@@ -8,7 +8,7 @@ from test.models.architectures import gemma4
 from test.models.architectures.case import Case, Json, Tensors
 from test.models.gguf_converter import GgufCase, common
 
-GLOBAL_DIM = gemma4.GEMMA4["global_head_dim"]
+GLOBAL_DIM = 24  # of gemma4.GEMMA4
 INPUTS = {**gemma4.SHARED, "hidden_size_per_layer_input": 16}  # rows of the table are whole blocks
 
 

@@ -96,6 +96,7 @@ FAMILIES = {
     "llava_next": "LLaVA-Next (1.6), with images",
     "llava_onevision": "LLaVA-OneVision, with images",
     "mellum": "Mellum 2",
+    "mimo_v2": "MiMo-V2.5, text only",
     "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
     "minicpm3": "MiniCPM 3",
@@ -210,6 +211,8 @@ NOTES = """\
   A cached prefix is continued where a state was kept: see [Recurrent states](scheduling.md#recurrent-states).
 - `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
   a fifth more memory.
+- `mimo_v2`: images and audio are refused, and their tensors and those of layers for drafts are not
+  loaded. Files with q, k and v in one tensor of fp8 have them in `--data_type` here.
 - `step3p5`, `step3p7`: layers for drafts are not loaded. Images of Step 3.7 are refused, and the tensors
   of its vision part are not loaded."""
 ENCODER_INTRODUCTION = """\

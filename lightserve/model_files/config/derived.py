@@ -281,6 +281,18 @@ def mimo(hf: Fields) -> dict[str, Any]:
     }
 
 
+def mimo_v2(hf: Fields) -> dict[str, Any]:
+    """q, k and v in one tensor are read as floats, whatever the format of the others is."""
+    layers: Any = hf.get("num_hidden_layers")
+    table = table_of(hf.get("quantization_config"))
+    if hf.get("attention_projection_layout") != "fused_qkv" or not table or not are_counts(layers):
+        return mimo(hf)
+    given = table.get("ignored_layers") or []
+    floats = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in layer_numbers(layers) for name in "qkv"]
+    ignored = [*given, *floats] if isinstance(given, list) else given
+    return {**mimo(hf), "quantization_config": {**table, "ignored_layers": ignored}}
+
+
 def _mimo_kv_heads(hf: Fields, kinds: Any) -> dict[str, Any]:
     """Windowed layers have a number of their own."""
     heads: Any = hf.get("num_key_value_heads")

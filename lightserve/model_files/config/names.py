@@ -341,6 +341,7 @@ MODELS = {
         defaults={"norm_topk_prob": True, "sliding_window": 1024, "rope_parameters": _MELLUM_ROPE},
         derived=config_derived.windows_of_layers(lambda layer, bound: False),
     ),
+    "mimo_v2": ConfigNames(defaults=_MIMO, derived=config_derived.mimo_v2),
     "mimo_v2_flash": ConfigNames(defaults=_MIMO, derived=config_derived.mimo),
     "minicpm": ConfigNames(
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, derived=config_derived.minicpm

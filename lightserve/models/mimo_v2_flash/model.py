@@ -5,13 +5,16 @@ The cache stores a value as wide as a key: the numbers behind it are 0. With 128
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
 from lightserve.errors import ModelFilesError
 from lightserve.models.glm4_moe.model import deepseek_v3_moe, is_sparse
+from lightserve.models.mimo_v2_flash.fused_qkv import with_split_qkv
 
 LAYER_NAMES = bm.LayerNames(sinks="self_attn.attention_sink_bias")
 # sizes of windowed layers, which are those of the others
@@ -65,7 +68,7 @@ class MiMoLayerInfer(bm.DecoderLayerInferTpl[MiMoLayerWeight]):
 class MiMoV2FlashTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = MiMoLayerWeight
     transformer_layer_infer_class = MiMoLayerInfer
-    unused_prefixes = ("model.mtp.",)
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)
 
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         config, is_windowed = self.config, self.config.is_windowed(layer_num)
@@ -98,3 +101,17 @@ class MiMoV2FlashTpPartModel(bm.TpPartBaseModel):
             config.check_value(name, config.hf.get(common_name))
         config.check_value("scoring_func", "sigmoid")
         config.check_value("topk_method", "noaux_tc")
+
+
+class MiMoV2TpPartModel(MiMoV2FlashTpPartModel):
+    """MiMo-V2.5, whose files may have q, k and v in one tensor, and parts that read images and audio."""
+
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.")
+
+    def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:
+        value_dim = self.config.count("v_head_dim", default=self.config.head_dim)
+        return with_split_qkv(super().adapt_checkpoint(checkpoint), self.config, value_dim)
+
+    def _verify_params(self) -> None:
+        super()._verify_params()
+        self.config.check_value("attention_projection_layout", "fused_qkv")

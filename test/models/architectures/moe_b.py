@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from test.models.architectures import converted
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors, without
 from test.models.architectures.dense_c import FACTORS, FIXED_NTK
@@ -29,6 +31,7 @@ MIMO = {
     "sliding_window": WINDOW,
     "attention_value_scale": 0.6,
 }
+QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
 def _published_mimo(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
@@ -51,6 +54,18 @@ def _published_mimo(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
         "routed_scaling_factor": None,
         "layernorm_epsilon": config.pop("rms_norm_eps"),
     }, tensors
+
+
+def _published_mimo_v2(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As on the hub: of q, k and v each of two ranks wrote its heads, one rank after the other."""
+    config, tensors = _published_mimo(config, tensors)
+    done = {name: tensor for name, tensor in tensors.items() if not name.endswith(QKV)}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.self_attn"
+        by_rank = zip(*(tensors[f"{at}.{part}_proj.weight"].chunk(2) for part in "qkv"), strict=True)
+        done[f"{at}.qkv_proj.weight"] = torch.cat([part for parts in by_rank for part in parts])
+    fields = {"swa_num_key_value_heads": 4, "attention_projection_layout": "fused_qkv"}
+    return {**config, **fields, "model_type": "mimo_v2"}, {**done, "visual.patch.weight": done["model.norm.weight"]}
 
 
 CASES = {
@@ -171,6 +186,11 @@ CASES = {
         converted.to_bailing_v2,
     ),
     "mimo_v2_flash": Case("mimo_v2_flash", {**MIMO, "num_hidden_layers": 3}, _published_mimo),
+    "mimo_v2": Case(
+        "mimo_v2_flash",
+        {**MIMO, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2},
+        _published_mimo_v2,
+    ),
     "mimo_v2_flash-equal": Case(
         "mimo_v2_flash",
         {
