@@ -286,8 +286,6 @@ TABLE = (
     Conflict(
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
     ),
-    _not_built(PP, STATES, "pipeline stages do not keep states yet", "use --tp"),
-    _not_built(ATTENTION_DP, STATES, "attention groups do not keep states yet", "use --tp and --ep alone"),
     _not_built(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     # images
     _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),

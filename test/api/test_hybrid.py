@@ -163,11 +163,26 @@ def test_streams_continue_with_the_same_text_after_the_worker_dies(hybrid: Hybri
 
 
 @pytest.mark.tp
-def test_two_ranks_give_the_same_text(hybrid: Hybrid, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--ep", "2", "--enable_dp_attention")],
+    ids=["tp", "pp", "groups"],
+)
+def test_two_ranks_give_the_same_text_although_one_is_killed(
+    hybrid: Hybrid, tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
+    """The first of two stages has recurrent layers only."""
     ids = prompt(100, seed=8)
+    prompts = [prompt(80, seed=7 + n % 2) + prompt(10, seed=400 + n) for n in range(4)]
 
-    with running_server(tmp_path / "log", "--model_dir", hybrid.folder, *FLAGS, "--tp", "2") as server:
+    with running_server(tmp_path / "log", "--model_dir", hybrid.folder, *FLAGS, *ranks) as server:
         responses = [ask(server, COMPLETE, **body(ids)) for _ in range(2)]
+        with clients_of(server) as clients:
+            streams = clients.ask([body(ids, 40, stream=True) for ids in prompts])
+            wait_until(lambda: clients.events > 20)
+            kill_worker(server, "ls-worker-1")
+            texts = [stream.result()[0]["text"] for stream in streams]
 
+    assert texts == [hybrid.text(ids, 40) for ids in prompts]
     assert [cached(response["usage"]) for response in responses] == [0, 99]
     assert [response["choices"][0]["text"] for response in responses] == [hybrid.text(ids, 10)] * 2

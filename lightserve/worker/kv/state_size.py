@@ -20,17 +20,18 @@ MIN_ROWS = 2  # a request may read one and write another
 
 def state_rows(config: WorkerConfig, model: TpPartBaseModel, budget: int) -> int:
     """``budget``: bytes for KV and states. The same on all ranks; 0: no layer is recurrent."""
-    row_bytes = model.kv_layout.bytes_per_state_row
-    if not row_bytes:
+    if not model.model_kv_layout.states:
         return 0
     if config.max_state_rows is not None:
         return config.max_state_rows
     kv_tokens = tokens_in(budget, model.kv_layout.bytes_per_token)
     wanted = max(ROWS_A_REQUEST * model.req_manager.max_reqs, kv_tokens // TOKENS_A_ROW)
-    fits = model.args.parallel.min_of_engine(min(wanted, int(MAX_SHARE * budget) // row_bytes), model.device)
+    row_bytes = model.kv_layout.bytes_per_state_row
+    most = int(MAX_SHARE * budget) // row_bytes if row_bytes else wanted  # a pipeline stage may have no such layer
+    fits = model.args.parallel.min_of_engine(min(wanted, most), model.device)
     if fits < MIN_ROWS:
         raise ServerError(
-            f"after the weights, half of the memory that is left holds {fits} recurrent states of {row_bytes:,} bytes; "
+            f"after the weights, half of the memory that is left holds {fits} recurrent states; "
             f"the server needs {MIN_ROWS}; use a smaller model or more ranks"
         )
     return fits
