@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
-
 from lightserve.cluster.disaggregation import SAME_SERVER, KvExchange
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.inflight_request import InflightRequest, open_request
@@ -45,7 +43,6 @@ from lightserve.messages.output import (
     WeightsReplaced,
 )
 from lightserve.messages.request import (
-    NOBODY,
     AbortByRequestId,
     AbortReq,
     ContinueReq,
@@ -55,7 +52,7 @@ from lightserve.messages.request import (
     ToRouter,
     http_process_of,
 )
-from lightserve.messages.rl import AbortAll, PauseGeneration, ResumeGeneration
+from lightserve.messages.rl import AbortAll, PauseGeneration
 from lightserve.messages.step import ReqFailed
 from lightserve.utils.logger import init_logger
 
@@ -89,8 +86,8 @@ class Dispatcher:
         self._prompts = OpenGroups()
         self._unplaced: dict[int, InflightRequest] = {}  # of these, the requests that no engine can take now
         self._lost_http_processes: set[int] = set()
-        self._pause: PauseGeneration | None = None  # of a trainer, until it resumes
         self._readers: dict[int, asyncio.Task[None]] = {}
+        self.training = self._queries.training
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
@@ -107,8 +104,6 @@ class Dispatcher:
         engine = self._placement.join(number, link, role, kv_exchange)
         self._readers[number] = self._tasks.create_task(self._read(engine))
         self._queries.engine_joined(engine)
-        if self._pause is not None:  # it has replaced one that was paused
-            link.send(msgspec.structs.replace(self._pause, query_id=NOBODY))
         self._place_all()
 
     def leave(self, number: int) -> None:
@@ -164,8 +159,6 @@ class Dispatcher:
     def _ask_engines(self, message: Query) -> None:
         if isinstance(message, AbortAll | PauseGeneration):
             self._end_unplaced(message)
-        if isinstance(message, PauseGeneration | ResumeGeneration):
-            self._pause = message if isinstance(message, PauseGeneration) else None
         reply = self._queries.ask(message, self._placement)
         if reply is not None:
             self._to_detokenization.send(reply)
@@ -255,7 +248,8 @@ class Dispatcher:
             reply = self._queries.add_reply(engine.number, message)
             if reply is not None:
                 self._to_detokenization.send(reply)
-            self._place_all()  # an engine may have got the weights that it lacked
+            self._place_all()  # an engine may have got the weights that it lacked, or lack those that others have got
+            self._send_heartbeat()
 
     def _handle_batch(self, engine: Engine, batch: BatchTokenIdOut) -> None:
         outs = [out for out in batch.tokens if out.req_id in engine.requests]  # others have ended or left the engine

@@ -12,8 +12,6 @@ from lightserve.cluster.load_estimate import MeasuredLoad, SharedRates
 from lightserve.cluster.routing import EngineLoad
 from lightserve.messages.output import RouterStats, TokenIdOut
 
-OLD_WEIGHTS = "the weights of a trainer are lost with the engines that had them; send all weights again"
-
 
 class Engine:
     def __init__(
@@ -31,7 +29,7 @@ class Engine:
         self.requests: dict[int, InflightRequest] = {}
         self.stats: RouterStats | None = None
         self.has_workers = True
-        self.has_old_weights = False  # a trainer has changed those of the others
+        self.weights_problem = ""  # why it may not generate: it has other weights than the other engines
         self.silent_ticks = 0  # checks since its last message
         self.is_silent = False  # it has sent nothing for too long
         self.is_draining = False  # it gets no new requests
@@ -40,7 +38,7 @@ class Engine:
 
     @property
     def is_serving(self) -> bool:
-        return self.has_workers and not self.is_silent and not self.has_old_weights
+        return self.has_workers and not self.is_silent and not self.weights_problem
 
     @property
     def takes_requests(self) -> bool:
@@ -78,7 +76,7 @@ class Engine:
     @property
     def problem(self) -> str:
         """Why it cannot generate until a trainer or an operator does something."""
-        return OLD_WEIGHTS if self.has_old_weights else "" if self.stats is None else self.stats.problem
+        return self.weights_problem or ("" if self.stats is None else self.stats.problem)
 
     def compute_itself(self, req: InflightRequest, is_measured: bool) -> None:
         """No prefill engine computes the prompt, or not all of it. ``is_measured``: none of its KV has come."""

@@ -27,6 +27,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
     placement = Placement(make_policy(config.cluster.cluster_policy), config.cluster.min_remote_prefill_tokens)
     dispatcher = Dispatcher(placement, inbox, to_detokenization, config.router, config.cluster.num_engines)
+    dispatcher.training.is_enabled = config.http.enable_rl
     remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.is_gateway else None
     if remote is None:
         launcher.send(Ready())  # else the first engine that joins says what the server can do

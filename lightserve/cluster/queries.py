@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from lightserve.cluster.adapters import NO_ENGINE, ClusterAdapters
 from lightserve.cluster.engine import Engine
-from lightserve.cluster.weights import ClusterWeights
+from lightserve.cluster.training import ClusterTraining
 from lightserve.messages.output import AdapterReply, ProfileReply, QueryReply, RequestTimeline, Timelines
 from lightserve.messages.request import AdapterQuery, GetTimelines, StartProfile, StopProfile
-from lightserve.messages.rl import JoinWeightGroup, RlQuery, RlReply, joined_replies
+from lightserve.messages.rl import JoinWeightGroup, RlQuery, RlReply
 
 Query = GetTimelines | StartProfile | StopProfile | AdapterQuery | RlQuery
 
@@ -24,6 +24,7 @@ class _OpenQuery:
     query: Query
     waiting: set[int]  # engines that have not replied
     replies: dict[int, QueryReply] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)  # engines that have left without a reply
     ticks: int = 0
 
 
@@ -32,16 +33,18 @@ class ClusterQueries:
         """``engines``: those that run now, whenever it is iterated."""
         self._open: dict[int, _OpenQuery] = {}
         self.adapters = ClusterAdapters(engines)
-        self._weights = ClusterWeights(engines)
+        self.training = ClusterTraining(engines)
 
     def engine_joined(self, engine: Engine) -> None:
         """It gets what was changed in the others while they ran."""
         self.adapters.restore(engine)
-        self._weights.restore(engine)
+        self.training.restore(engine)
 
     def ask(self, query: Query, engines: Iterable[Engine]) -> QueryReply | None:
         """Send a query to all engines. Returns the reply if there is no engine."""
         asked = list(engines)
+        if isinstance(query, RlQuery):
+            self.training.on_asked(query)
         for place, engine in enumerate(asked):
             engine.link.send(replace(query, engine=place) if isinstance(query, JoinWeightGroup) else query)
         opened = _OpenQuery(query, {engine.number for engine in asked})
@@ -53,16 +56,17 @@ class ClusterQueries:
     def add_reply(self, engine: int, reply: QueryReply) -> QueryReply | None:
         """The joined reply, if this was the last one."""
         opened = self._open.get(reply.query_id)
-        if isinstance(reply, RlReply):
-            query = None if opened is None else opened.query
-            self._weights.observe(engine, reply, query if isinstance(query, RlQuery) else None)
         if opened is None:
+            if isinstance(reply, RlReply):
+                self.training.add_reply(engine, reply)
             return None
         opened.replies[engine] = reply
         return self._close_if_complete(opened, engine)
 
     def engine_left(self, engine: int) -> list[QueryReply]:
         """Replies to the queries that waited for this engine only."""
+        for opened in self._open.values():
+            opened.lost |= opened.waiting & {engine}
         replies = [self._close_if_complete(opened, engine) for opened in list(self._open.values())]
         return [reply for reply in replies if reply is not None]
 
@@ -88,6 +92,9 @@ class ClusterQueries:
         if isinstance(query, AdapterQuery):
             replies = {number: reply for number, reply in opened.replies.items() if isinstance(reply, AdapterReply)}
             return self.adapters.joined(query, replies)
+        if isinstance(query, RlQuery):
+            of_engines = {number: reply for number, reply in opened.replies.items() if isinstance(reply, RlReply)}
+            return self.training.joined(query, of_engines, opened.lost)
         return _joined(opened)
 
 
@@ -98,9 +105,6 @@ def _joined(opened: _OpenQuery) -> QueryReply:
             timeline for reply in replies.values() if isinstance(reply, Timelines) for timeline in reply.timelines
         ]
         return Timelines(query.query_id, joined_timelines(timelines)[: query.limit])
-    if isinstance(query, RlQuery):
-        of_engines = {engine: reply for engine, reply in replies.items() if isinstance(reply, RlReply)}
-        return joined_replies(query.query_id, of_engines) if of_engines else RlReply(query.query_id, 503, NO_ENGINE)
     profiles = {engine: reply for engine, reply in replies.items() if isinstance(reply, ProfileReply)}
     if not profiles:
         return ProfileReply(query.query_id, 503, NO_ENGINE)

@@ -175,6 +175,7 @@ DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
 ROLES = Feature("roles", _roles)
+WEIGHTS_DIR = _set("http", "weights_dir")
 ENGINE_FLAG = Feature("engine_flag", _engine_flag)
 HTTP_FLAG, HTTP_ADDRESS = Feature("http_flag", _http_flag), Feature("http_address", _http_address)
 OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
@@ -227,6 +228,7 @@ TABLE = (
     ),
     Conflict(ROUTED_EXPERTS, NULL_WORKER, "it has no experts", "leave out one of the flags"),
     Conflict(ROUTED_EXPERTS, NO_EXPERTS, "it has no experts", "leave out --enable_return_routed_experts"),
+    Conflict(WEIGHTS_DIR, GATEWAY, "a gateway has no weights", "set it on the engines"),
     Conflict(ROUTED_EXPERTS, OFFLINE, "requests of a server return them", "start a server"),
     # attention groups
     _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),

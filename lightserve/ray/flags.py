@@ -77,7 +77,8 @@ def engine_flags(config: ServerConfig) -> dict[str, Any]:
 
 def gateway_flags(config: ServerConfig) -> dict[str, Any]:
     """With the API keys of this machine's files and environment."""
-    http = {name: value for name, value in _set(with_keys(config).http).items() if name not in KEY_FILES}
+    http = _set(with_keys(config).http)
+    http = {name: value for name, value in http.items() if name not in KEY_FILES and name != "weights_dir"}
     return {
         **http,
         **_set(config.worker, GATEWAY_WORKER),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lightserve.errors import LightserveError
+from lightserve.errors import ConflictError, LightserveError
 from lightserve.ipc.channel import Sender
 from lightserve.messages.output import ToDetokenization
 from lightserve.messages.rl import (
@@ -28,6 +28,8 @@ from lightserve.router.rl.sleep import SleepControl
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
+
+NOT_ENABLED = "this engine takes no weights of trainers; start it with --enable_rl"
 
 Q = TypeVar("Q", bound=RlQuery)
 
@@ -74,7 +76,10 @@ class RlControl:
 
     async def _answer(self, message: RlQuery) -> None:
         try:
-            reply = await self._handlers[type(message)](message)
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                raise ConflictError(NOT_ENABLED)
+            reply = await handler(message)
         except LightserveError as error:
             reply = RlReply(0, error.status, str(error))
         except Exception as error:  # requests must not end because a control call fails

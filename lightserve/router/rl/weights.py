@@ -274,6 +274,8 @@ class WeightsControl:
             self._end_requests()
         self._steps.hold(_HOLD)
         await self._steps.wait_unwritten()  # what comes later would belong to the new weights
+        if not self._is_open:
+            logger.info("a weight update has begun: %d requests wait", self._scheduler.num_running)
         self._is_open = True
 
     def _watch(self) -> None:

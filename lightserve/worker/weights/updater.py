@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ from lightserve.messages.weights import (
     WorkerWeightsCommand,
     WorkerWeightsReply,
 )
+from lightserve.model_files.config.text_part import is_of_other_part
 from lightserve.model_files.source import ModelSource, resolve, stored_as
 from lightserve.models.served_config import read_served_config
 from lightserve.utils.logger import init_logger
@@ -123,6 +124,7 @@ class WeightUpdater:
         of_folder._init_args(args)
         self._check_same_model(path, of_folder)
         kind.unused_tensors(args)
+        self._warn_of_other_parts(tensor.name for tensor in args.tensor_metadata)
 
     def _check_same_model(self, path: str, of_folder: TpPartBaseModel) -> None:
         """Tensors of equal shapes may still be computed with in other ways, as with another base of the rotation."""
@@ -141,6 +143,14 @@ class WeightUpdater:
                     f"{path}: config.json differs for {name} in {', '.join(differing)}; only equal models can be "
                     "loaded in place"
                 )
+
+    def _warn_of_other_parts(self, names: Iterable[str]) -> None:
+        """An encoder computes them, in a process of its own."""
+        count = sum(map(is_of_other_part, names)) if self._model.config.multimodal_type is not None else 0
+        if count and not self._rank:
+            logger.warning(
+                "%d tensors of the vision tower are left out: images are encoded as before", count
+            )
 
     def _load_folder(self, path: str) -> None:
         self._cancel()
@@ -168,6 +178,7 @@ class WeightUpdater:
         if len(set(names)) < len(names):
             raise InvalidRequestError("names: one of them occurs twice")
         used = self._model.check_part(metadata(command.tensors))
+        self._warn_of_other_parts(names)
         missing = None if self._load is None else self._load.missing
         return WorkerWeightsReply(used=len(used), has_repeated=not self._names.isdisjoint(names), missing=missing)
 
