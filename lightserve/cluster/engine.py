@@ -30,6 +30,7 @@ class Engine:
         self.stats: RouterStats | None = None
         self.has_workers = True
         self.weights_problem = ""  # why it may not generate: it has other weights than the other engines
+        self.is_updating = False  # a trainer replaces its weights, or those of another engine
         self.silent_ticks = 0  # checks since its last message
         self.is_silent = False  # it has sent nothing for too long
         self.is_draining = False  # it gets no new requests

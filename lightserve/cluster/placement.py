@@ -111,8 +111,8 @@ class Placement:
 
     def choose_prefill(self, req: InflightRequest, decode: Engine, cached: int) -> tuple[Engine, float] | None:
         """The engine that should compute the prompt for ``decode``, and how long that may take; None: itself."""
-        if decode.role != "decode" or not req.may_prefill_remotely:
-            return None
+        if decode.role != "decode" or not req.may_prefill_remotely or decode.is_updating:
+            return None  # during an update, the KV may be of other weights than those of ``decode``
         now_s = time.monotonic()
         engines = [
             engine

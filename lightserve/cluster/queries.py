@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from lightserve.cluster.adapters import NO_ENGINE, ClusterAdapters
 from lightserve.cluster.engine import Engine
-from lightserve.cluster.training import ClusterTraining
+from lightserve.cluster.training import REPLACING, ClusterTraining
 from lightserve.messages.output import AdapterReply, ProfileReply, QueryReply, RequestTimeline, Timelines
 from lightserve.messages.request import AdapterQuery, GetTimelines, StartProfile, StopProfile
 from lightserve.messages.rl import JoinWeightGroup, RlQuery, RlReply
@@ -51,6 +51,7 @@ class ClusterQueries:
         if not asked:
             return self._joined(opened)
         self._open[query.query_id] = opened
+        self._note_updates()
         return None
 
     def add_reply(self, engine: int, reply: QueryReply) -> QueryReply | None:
@@ -85,7 +86,11 @@ class ClusterQueries:
         if opened.waiting:
             return None
         del self._open[opened.query.query_id]
+        self._note_updates()
         return self._joined(opened)
+
+    def _note_updates(self) -> None:
+        self.training.set_updating(any(isinstance(opened.query, REPLACING) for opened in self._open.values()))
 
     def _joined(self, opened: _OpenQuery) -> QueryReply:
         query = opened.query

@@ -37,7 +37,8 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 RESTORED = NOBODY - 1  # id of the queries to an engine that has joined
-UPDATES = JoinWeightGroup | BeginWeightUpdate | ReceiveWeights | EndWeightUpdate | LoadWeightsFrom
+REPLACING = ReceiveWeights | EndWeightUpdate | LoadWeightsFrom  # of weights
+UPDATES = JoinWeightGroup | BeginWeightUpdate | REPLACING
 DIED = "it was lost before it replied"
 COMPARED = "its weights are compared with those of the other engines"
 LOADING = "it loads the last weights"
@@ -66,10 +67,15 @@ class ClusterTraining:
             if self._released <= {"cuda_graph"}:
                 self._released.clear()
 
+    def set_updating(self, is_updating: bool) -> None:
+        """Some engines may have new weights already, and others not yet: none computes prompts for another."""
+        for engine in self._engines:
+            engine.is_updating = is_updating
+
     def joined(self, query: RlQuery, replies: Mapping[int, RlReply], lost: Set[int] = frozenset()) -> RlReply:
         """The reply to the trainer. ``lost``: engines that did not reply."""
         replies = dict(sorted(replies.items()))
-        if isinstance(query, LoadWeightsFrom | ReceiveWeights | EndWeightUpdate):
+        if isinstance(query, REPLACING):
             self._settle(query, replies)
         elif isinstance(query, SetWeightVersion) and any(reply.status == 200 for reply in replies.values()):
             self._version = query.version

@@ -337,6 +337,23 @@ def test_what_would_not_pay_or_cannot_be_shared_stays_on_the_decode_engine(optio
     check(scenario, num_engines=3, roles=ROLES)
 
 
+def test_prompts_stay_on_the_decode_engine_while_a_trainer_replaces_weights() -> None:
+    """The prefill engine may still have those of before."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.dispatcher.training.set_updating(True)
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+        assert not cluster.engines[PREFILL].model.steps
+
+        cluster.dispatcher.training.set_updating(False)
+        cluster.send(1, list(range(2000, 3000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(1))
+        assert cluster.engines[PREFILL].model.steps
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
 def test_a_prompt_that_is_cached_on_the_decode_engine_makes_no_trip() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         cluster.send(0, list(range(1000)), 5, seed=1)

@@ -97,6 +97,19 @@ def test_an_update_that_all_engines_refuse_changes_nothing() -> None:
     assert serving(cluster) == [True, True]
 
 
+def test_no_engine_computes_prompts_for_another_until_all_have_replied_to_an_update() -> None:
+    cluster = Cluster()
+    cluster.queries.ask(GetWeights(2), cluster.engines)
+    assert not cluster.engines[0].is_updating
+
+    cluster.queries.ask(FOLDER, cluster.engines)
+    cluster.queries.add_reply(0, has(1))
+
+    assert all(engine.is_updating for engine in cluster.engines)
+    cluster.queries.add_reply(1, has(1))
+    assert not any(engine.is_updating for engine in cluster.engines)
+
+
 def test_a_part_of_an_update_changes_nothing() -> None:
     cluster = Cluster()
 

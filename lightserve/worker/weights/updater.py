@@ -148,9 +148,7 @@ class WeightUpdater:
         """An encoder computes them, in a process of its own."""
         count = sum(map(is_of_other_part, names)) if self._model.config.multimodal_type is not None else 0
         if count and not self._rank:
-            logger.warning(
-                "%d tensors of the vision tower are left out: images are encoded as before", count
-            )
+            logger.warning("%d tensors of the vision tower are left out: images are encoded as before", count)
 
     def _load_folder(self, path: str) -> None:
         self._cancel()
