@@ -125,7 +125,7 @@ class StepRunner:
 
     def captured_shape(self, shape: StepShape) -> StepShape:
         """The captured shape to pad this one to, or this shape if there is none."""
-        if self._graphs is None or self._ranges is None:
+        if self._graphs is None or self._ranges is None or self._is_observed:
             return shape._replace(num_drafts=0, next_drafts=0)
         if shape.num_drafts:
             larger = draft_shape_for(shape, self._ranges, self._num_drafts, self.states_of_model is not None)
@@ -138,6 +138,11 @@ class StepRunner:
                 return larger
         return shape
 
+    @property
+    def _is_observed(self) -> bool:
+        """Somebody looks at intermediate values, which a captured step does not report."""
+        return self._model.observer is not None
+
     @torch.inference_mode()
     def run(
         self,
@@ -147,7 +152,8 @@ class StepRunner:
         masks: StepMasks | None = None,
         images: PackedImages | None = None,
     ) -> StepOut:
-        if prompts is None and images is None and self._graphs is not None and shape in self._graphs:
+        is_captured = self._graphs is not None and shape in self._graphs
+        if is_captured and prompts is None and images is None and not self._is_observed:
             out = self.replay(inputs, shape)
             if masks is None:
                 return out

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from lightserve.common.basemodel.hooks import hooks_of
 from lightserve.common.device import Graphs
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.profile import H200_GRAPHS
@@ -103,6 +104,27 @@ def test_captured_steps_give_the_same_text(
     assert len(with_drafts) > 1
     assert with_drafts.total() > 10
     assert any(shape.has_decodes for shape in with_drafts)  # some compute prompts too
+
+
+def test_callbacks_see_every_step_and_captured_steps_come_back_afterwards(
+    folder: str, graphs: list[RerunGraphs]
+) -> None:
+    llm = LLM(folder, device="cpu", data_type="float32", max_total_token_num=4000, speculative_config=CONFIG)
+    llm.worker.capture()
+    (captured,) = graphs
+    prompts, wanted = prompts_of(2), params_of(PLAIN)[:2]
+    expected = texts_of(llm.generate(prompts, wanted))
+    replays, seen = captured.replays.total(), Counter[str]()
+
+    remove = hooks_of(llm.worker.model).register("layers.0.ffn", lambda name, value: seen.update([name]))
+    observed = texts_of(llm.generate(prompts, wanted))
+    remove()
+
+    assert observed == expected
+    assert captured.replays.total() == replays > 0
+    assert seen["layers.0.ffn"] >= len(wanted)
+    llm.generate(prompts, wanted)
+    assert captured.replays.total() > replays
 
 
 def test_every_captured_shape_is_padded_to_itself() -> None:

@@ -15,7 +15,8 @@
 
 The base model and the layer templates report these values to ``model.observer``, which is None without callbacks.
 Layers that fuse a norm with the linear behind it compute the two one by one while there is an observer. In half
-precision this rounds differently. A captured graph does not call back.
+precision this rounds differently. While there is an observer, steps are launched kernel by kernel: a captured graph
+would not call back.
 """
 
 from __future__ import annotations
