@@ -155,7 +155,7 @@ def _drafted_states(setup: Setup) -> str:
     return f"--speculative_config for {states}" if states and setup.config.worker.speculative_config else ""
 
 
-IMAGES = Feature("images", lambda setup: "--limit_mm_per_prompt" if setup.config.http.max_images else "")
+IMAGES = Feature("images", lambda setup: "--limit_mm_per_prompt" if setup.config.http.reads_media else "")
 PP, EP = _above("worker", "pp", 1), _above("worker", "ep", 1)
 ATTENTION_DP = Feature("attention_dp", _attention_dp)
 RANKS = Feature("ranks", _ranks)

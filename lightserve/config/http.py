@@ -17,7 +17,9 @@ from lightserve.utils.cpu import available_cores
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
-MAX_IMAGES = 1024  # of a request
+MAX_MEDIA = 1024  # of a kind and a request
+DEFAULT_MEDIA = 16
+NO_MEDIA = {"image": 0, "video": 0}
 RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 
@@ -29,8 +31,8 @@ class HttpConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", group=FlagGroup.COMMON)
     limit_mm_per_prompt: str | None = option(
         None,
-        "images of a request at most, as image=N; 0: read none, and load no vision tower; default: 16 if the model "
-        "reads images",
+        "images and videos of a request at most, as image=N,video=M or as a JSON object; image=N alone is for videos "
+        "too; 0: read none, and load no vision tower; default: 16 of each if the model reads them",
         "max_images",
         group=FlagGroup.HTTP,
     )
@@ -282,7 +284,7 @@ class HttpConfig:
             check_redis("stream_log", self.stream_log)
         if self.weights_dir is not None and not self.enable_rl:
             raise OptionError("--weights_dir needs --enable_rl: only trainers have weights loaded")
-        _ = self.template_variables, self.max_images, self.tool_servers
+        _ = self.template_variables, self.media_limits, self.tool_servers
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
             raise OptionError(
@@ -290,9 +292,14 @@ class HttpConfig:
             )
 
     @property
-    def max_images(self) -> int:
-        """Of a request; 0: the server reads none. The launcher sets the default of the model."""
-        return 0 if self.limit_mm_per_prompt is None else _image_limit(self.limit_mm_per_prompt)
+    def media_limits(self) -> dict[str, int]:
+        """Of a request, by kind. The launcher sets the default of the model."""
+        return NO_MEDIA if self.limit_mm_per_prompt is None else _media_limits(self.limit_mm_per_prompt)
+
+    @property
+    def reads_media(self) -> bool:
+        """If not, there is no encoder."""
+        return any(self.media_limits.values())
 
     @property
     def processed_logprobs(self) -> bool | None:
@@ -334,15 +341,24 @@ class HttpConfig:
         return [name.strip() for name in self.metrics_compat.split(",") if name.strip()]
 
 
-def _image_limit(text: str) -> int:
-    """Of image=N, of vLLM's JSON object, or of a number alone."""
-    values: Any = {"image": text.partition("=")[2] if text.startswith("image=") else text}
+def _media_limits(text: str) -> dict[str, int]:
+    """Of image=N,video=M, of vLLM's JSON object, or of a number alone, which is that of images."""
     if text.lstrip().startswith("{"):
-        values = _json_object("limit_mm_per_prompt", text)
-    number = str(values.get("image", ""))
-    if set(values) != {"image"} or not number.isdecimal() or int(number) > MAX_IMAGES:
-        raise OptionError(f"limit_mm_per_prompt={text!r}: must be image=N with N from 0 to {MAX_IMAGES}")
-    return int(number)
+        given = _json_object("limit_mm_per_prompt", text)
+    else:
+        pairs = (text if "=" in text else f"image={text}").replace(" ", "").split(",")
+        given = dict(pair.partition("=")[::2] for pair in pairs)
+    numbers = {kind: str(number) for kind, number in given.items()}
+    if not numbers or not numbers.keys() <= NO_MEDIA.keys() or not all(map(_is_limit, numbers.values())):
+        raise OptionError(
+            f"limit_mm_per_prompt={text!r}: must be image=N, video=N or both with a comma, with N from 0 to {MAX_MEDIA}"
+        )
+    images = int(numbers.get("image", DEFAULT_MEDIA))
+    return {"image": images, "video": int(numbers.get("video", images))}
+
+
+def _is_limit(number: str) -> bool:
+    return number.isdecimal() and int(number) <= MAX_MEDIA
 
 
 @functools.lru_cache(maxsize=4)

@@ -112,7 +112,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenizer | None) -> ImageReader | None:
     """None: requests have no images, and Pillow is not needed."""
-    if not config.http.max_images:
+    if not config.http.reads_media:
         return None
     from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
     from lightserve.media.layout import read_layout
@@ -124,7 +124,7 @@ def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenize
     layout = read_layout(read_image_files(source), http.max_image_tokens)
     rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
     fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
-    limits = http.max_images, http.max_image_mb * MB
+    limits = http.media_limits, http.max_image_mb * MB
     return make_reader(source, layout, tokenizer, limits, fetcher)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from lightserve.media.fetch.fetcher import Fetcher
@@ -17,10 +18,10 @@ def make_reader(
     source: ModelSource,
     layout: ImageLayout,
     tokenizer: Tokenizer | None,
-    limits: tuple[int, int],
+    limits: tuple[Mapping[str, int], int],
     fetcher: Fetcher | None = None,
 ) -> ImageReader:
-    """``limits``: images of a request, and bytes of an image."""
+    """``limits``: media of a request by kind, and bytes of a file."""
     placeholder, pair = placeholder_of(source), pair_around(source)
     if tokenizer is None:
         return ImageReader(layout, placeholder, "", *limits, fetcher, pair)

@@ -7,6 +7,7 @@ import binascii
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
@@ -17,14 +18,14 @@ from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import MAX_FRAMES, ImageSource, ReadImage
 from lightserve.media.stats import ImageStats
 from lightserve.media.tokens import check_kind, check_places, digest_of, expand, fill_pairs, locate
-from lightserve.media.video_file import PixelBudget, pack_frames, read_animation, read_frames
+from lightserve.media.video_file import PixelBudget, frame_named, pack_frames, read_animation, read_frames
 from lightserve.media.video_texts import VideoTexts
 from lightserve.messages.media import ImageItem
 from lightserve.outbound.urls import is_fetched
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.=+-]+)*),", re.ASCII)
 MB = 10**6
-MAX_URLS = 256  # of a request that are fetched, if it may not have more images
+MAX_URLS = 256  # of a request that are fetched, if it may not have more media
 
 
 def _no_tokenizer(text: str) -> list[int]:
@@ -36,7 +37,7 @@ class ImageReader:
     layout: ImageLayout
     placeholder: int  # the token id that stands for an image in a prompt
     placeholder_text: str
-    max_images: int  # of a request
+    limits: Mapping[str, int]  # of a request, by kind
     max_bytes: int  # of an image
     fetcher: Fetcher | None = None  # None: images of other servers are refused
     pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
@@ -56,35 +57,35 @@ class ImageReader:
 
     def _check(self, sources: Sequence[ImageSource]) -> None:
         """Before any file is fetched."""
-        if len(sources) > self.max_images:
-            self.stats.refused("number")
-            raise InvalidRequestError(
-                f"the request has {len(sources)} images; the limit is {self.max_images} (--limit_mm_per_prompt)",
-                sources[0].param,
-            )
-        for number, source in enumerate(sources, start=1):
+        for kind, number in Counter(source.kind for source in sources).items():
+            if number > (limit := self.limits.get(kind, 0)):
+                self.stats.refused("number")
+                raise InvalidRequestError(
+                    f"the request has {number} {kind}s; the limit is {limit} (--limit_mm_per_prompt)", sources[0].param
+                )
+        for number, source in numbered(sources):
             if source.is_video and self.video is None:
                 self.stats.refused("file")
                 problem = "this model reads no videos; send some of its frames as images"
                 raise _of_image(number, source, problem)
             if len(source.frames) > MAX_FRAMES:
                 self.stats.refused("number")
-                problem = f"the video has {len(source.frames)} frames; the limit is {MAX_FRAMES}; send fewer"
+                problem = f"it has more than {MAX_FRAMES} frames; send fewer"
                 raise _of_image(number, source, problem)
 
     async def _fetch_all(self, sources: Sequence[ImageSource]) -> dict[str, bytes]:
         """The files of other servers by URL, each fetched once. The first that fails ends the other fetches."""
         wanted: dict[str, tuple[int, ImageSource]] = {}
-        for number, source in enumerate(sources, start=1):
+        for number, source in numbered(sources):
             for url in filter(is_fetched, source.urls):
                 wanted.setdefault(url, (number, replace(source, url=url)))
         if not wanted:
             return {}
-        if len(wanted) > (limit := max(MAX_URLS, self.max_images)):
+        if len(wanted) > (limit := max(MAX_URLS, *self.limits.values())):
             self.stats.refused("number")
             text = f"the request has {len(wanted)} URLs of other servers; the limit is {limit}; send data: URLs"
             raise InvalidRequestError(text, sources[0].param)
-        fetched = Counter[int]()
+        fetched = Counter[tuple[str, int]]()
         try:
             async with asyncio.TaskGroup() as tasks:
                 files = {url: tasks.create_task(self._fetch(*named, fetched)) for url, named in wanted.items()}
@@ -92,16 +93,16 @@ class ImageReader:
             raise group.exceptions[0] from None
         return {url: task.result() for url, task in files.items()}
 
-    async def _fetch(self, number: int, source: ImageSource, fetched: Counter[int]) -> bytes:
-        """``fetched``: bytes by the number of a source, of which a video has several files."""
+    async def _fetch(self, number: int, source: ImageSource, fetched: Counter[tuple[str, int]]) -> bytes:
+        """``fetched``: bytes by the kind and number of a source, of which a video has several files."""
         if self.fetcher is None:
             self.stats.refused("fetch")
             raise _of_image(number, source, "this server fetches no URLs (--no_media_urls); send it as a data: URL")
         try:
             with self.stats.fetching():
                 data = await self.fetcher.fetch(source.url)
-            fetched[number] += len(data)
-            self._check_bytes(fetched[number])
+            fetched[source.kind, number] += len(data)
+            self._check_bytes(fetched[source.kind, number])
             return data
         except InvalidRequestError as error:
             raise _of_image(number, source, error) from error
@@ -110,13 +111,13 @@ class ImageReader:
         if len(sources) > 1 and self.layout.shows_wholes_of_several:
             sources = [replace(source, is_low=True) for source in sources]
         budget = PixelBudget()
-        return [self._read(source, salt, files, number, budget) for number, source in enumerate(sources, start=1)]
+        return [self._read(source, salt, files, number, budget) for number, source in numbered(sources)]
 
     def _read(
         self, source: ImageSource, salt: str, files: Mapping[str, bytes], number: int, budget: PixelBudget
     ) -> ReadImage:
         try:
-            read = [files[url] if url in files else self._bytes_of(url) for url in source.urls]
+            read = [self._file(source, index, files) for index in range(len(source.urls))]
             if source.is_video:
                 return self._read_video(source, salt, read, budget)
             size = self.layout.size_of(read_header(read[0]), source.is_low)
@@ -132,6 +133,13 @@ class ImageReader:
         data = pack_frames(files) if source.frames else files[0]
         options = f"{size.height}x{size.width}", salt, f"video {size.frames} {size.times}"
         return ReadImage(digest_of(data, *options), size, data)
+
+    def _file(self, source: ImageSource, index: int, files: Mapping[str, bytes]) -> bytes:
+        url = source.urls[index]
+        if url in files:
+            return files[url]
+        with frame_named(index + 1) if source.frames else nullcontext():
+            return self._bytes_of(url)
 
     def _bytes_of(self, url: str) -> bytes:
         match = DATA_URL.match(url)
@@ -228,9 +236,17 @@ class ImageReader:
         return ImageItem(image.digest, *places, *pixels, self.placeholder, image.data, *video)
 
 
+def numbered(sources: Sequence[ImageSource]) -> Iterator[tuple[int, ImageSource]]:
+    """With the number of each among those of its kind."""
+    counts = Counter[str]()
+    for source in sources:
+        counts[source.kind] += 1
+        yield counts[source.kind], source
+
+
 def _runs(images: Sequence[ReadImage]) -> list[int]:
     return [count for image in images for count in image.size.runs]
 
 
 def _of_image(number: int, source: ImageSource, problem: object) -> InvalidRequestError:
-    return InvalidRequestError(f"image {number} of the request: {problem}", source.param)
+    return InvalidRequestError(f"{source.kind} {number} of the request: {problem}", source.param)

@@ -1,4 +1,4 @@
-"""Images as clients name them, and as they are once their files are read."""
+"""Images and videos as clients name them, and as they are once their files are read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from lightserve.media.sizes import ImageSize
 
 FPS_LIMITS = 0.01, 1000  # of a list of frames
 MAX_FRAMES = 128  # of a video, whatever the files of a model say: they are in memory at once
+JPEG_URL = "data:image/jpeg;base64,"
+JPEG_FRAMES_URL = "data:video/jpeg;base64,"  # vLLM's: the frames of a video, with commas between them
 
 
 def is_fps(value: object) -> bool:
@@ -33,6 +35,14 @@ class ImageSource:
     @property
     def urls(self) -> tuple[str, ...]:
         return self.frames or (self.url,)
+
+
+def video_of(url: str, fps: float) -> ImageSource:
+    """``url``: of an animation, or of frames as vLLM writes them. No more of these are divided than are refused."""
+    if not url.startswith(JPEG_FRAMES_URL):
+        return ImageSource(url, is_video=True)
+    frames = url.removeprefix(JPEG_FRAMES_URL).split(",", MAX_FRAMES + 1)
+    return ImageSource("", is_video=True, frames=tuple(JPEG_URL + frame for frame in frames), fps=fps)
 
 
 @dataclass(frozen=True, slots=True)

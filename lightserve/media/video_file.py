@@ -55,11 +55,23 @@ class PixelBudget:
 
 def read_frames(files: Sequence[bytes], fps: float, budget: PixelBudget) -> VideoHeader:
     """Of images that were taken from a video, so many of each second."""
-    sizes = [read_header(file) for file in files]
+    sizes = []
+    for number, file in enumerate(files, start=1):
+        with frame_named(number):
+            sizes.append(read_header(file))
     if any(size != sizes[0] for size in sizes):
         raise InvalidRequestError("the frames of a video must have one size")
     budget.spend((sizes[0].width, sizes[0].height), len(sizes))
     return VideoHeader(sizes[0], len(sizes), fps)
+
+
+@contextmanager
+def frame_named(number: int) -> Iterator[None]:
+    """In errors about it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"its frame {number}: {error}") from error
 
 
 def read_animation(data: bytes, budget: PixelBudget) -> VideoHeader:

@@ -6,12 +6,11 @@ import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightserve.errors import InvalidRequestError
-from lightserve.media.sources import FPS_LIMITS, ImageSource, is_fps
+from lightserve.media.sources import FPS_LIMITS, ImageSource, is_fps, video_of
 
 # by the type of a part: the field with the image; vLLM's and transformers' names
 FIELDS = {
@@ -78,7 +77,7 @@ def source_of(image: Any) -> ImageSource:
         if isinstance(image.content, list | tuple):
             frames = tuple(source_of(frame).url for frame in image.content)
             return ImageSource("", is_video=True, frames=frames, fps=image.fps)
-        return replace(source_of(image.content), is_video=True)
+        return video_of(source_of(image.content).url, image.fps)
     if isinstance(image, str) and image.startswith(("data:", "https:", "http:")):
         return ImageSource(image)
     if isinstance(image, str | os.PathLike):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import weakref
 from collections import deque
@@ -56,7 +57,7 @@ class OfflineImages:
         http = config.http
         rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
         self._new_fetcher = partial(Fetcher, rules, MAX_BYTES, http.media_timeout)  # each event loop has its own
-        self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.max_images, MAX_BYTES))
+        self._reader = make_reader(source, self._encoder.layout, tokenizer, (http.media_limits, MAX_BYTES))
         self._to_encode: deque[EncodeImage] = deque()
         self._waits = ImageWaits(lambda encoder, generation: self._to_encode.append)
 
@@ -135,7 +136,7 @@ def open_images(
     worker: WorkerConfig, source: ModelSource, tokenizer: Tokenizer | None, limit: Mapping[str, int] | None
 ) -> OfflineImages | None:
     """None: prompts have no images."""
-    text = None if limit is None else f"image={limit.get('image', 0)}"
+    text = None if limit is None else json.dumps(dict(limit))
     http = HttpConfig(limit_mm_per_prompt=text)
     config = with_images(ServerConfig(worker=worker, router=RouterConfig(), http=http, launch=LaunchConfig()))
-    return OfflineImages(config, source, tokenizer) if config.http.max_images else None
+    return OfflineImages(config, source, tokenizer) if config.http.reads_media else None

@@ -117,7 +117,7 @@ def _enable_images(child_config: ChildConfig, group: GroupScheduler) -> None:
         sender: Sender[ToEncoder] = Sender(child_config.encoder_address(encoder, generation))
         return sender.send
 
-    if child_config.config.http.max_images:
+    if child_config.config.http.reads_media:
         group.enable_images(ImageWaits(connect))
 
 

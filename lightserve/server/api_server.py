@@ -181,7 +181,8 @@ class Launcher:
         encoders = self._processes.engines[0].encoders if self._processes.engines else []
         if encoders:
             number = f"{len(encoders)} encoders, each with " if len(encoders) > 1 else ""
-            rows["images"] = f"up to {config.http.max_images} of a request; {number}{encoders[0].summary}"
+            limit = max(config.http.media_limits.values())
+            rows["images"] = f"up to {limit} of a request; {number}{encoders[0].summary}"
         print_banner(url, rows)
 
 

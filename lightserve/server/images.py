@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from lightserve.config import ServerConfig
+from lightserve.config.http import DEFAULT_MEDIA
 from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.config.images import PREPROCESSOR, has_image_files, read_image_files, reads_images
 from lightserve.model_files.source import resolve
@@ -18,7 +19,6 @@ logger = init_logger(__name__)
 
 GIB, PAGE = 2**30, 4096
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
-DEFAULT_IMAGES = 16  # of a request
 NOT_A_READER = "images of this model are not read here; leave it out"
 OFF = "the operator wants none"
 
@@ -30,7 +30,7 @@ def with_images(config: ServerConfig) -> ServerConfig:
     """
     if config.cluster.listen is not None or config.is_other_node:
         return config
-    is_wanted = config.http.max_images > 0
+    is_wanted = config.http.reads_media
     reason = "" if config.http.limit_mm_per_prompt is None or is_wanted else OFF
     reason = reason or _why_not(config)
     if not reason:
@@ -62,7 +62,7 @@ def _why_not(config: ServerConfig) -> str:
 
 def _with_limit(config: ServerConfig) -> ServerConfig:
     """It raises an OptionError if images do not combine with another feature."""
-    http = replace(config.http, limit_mm_per_prompt=f"image={DEFAULT_IMAGES}")
+    http = replace(config.http, limit_mm_per_prompt=f"image={DEFAULT_MEDIA}")
     return replace(config, http=http)
 
 

@@ -133,7 +133,7 @@ class ProcessGroup:
         modules = self._modules
         if self._config.cluster.nnodes > 1:
             await self._start_nodes()
-        if self._config.http.max_images:
+        if self._config.http.reads_media:
             for engine in self.engines:
                 await engine.start_first_encoders()
         for engine in self.engines:

@@ -60,6 +60,17 @@ def frames_part(images: Sequence[Image.Image], fps: float) -> dict[str, Any]:
     return {"type": "video", "video": [data_url(image) for image in images], "fps": fps}
 
 
+def joined(images: Sequence[Image.Image]) -> dict[str, Any]:
+    """As vLLM's clients send frames: JPEG files with commas between them."""
+    return file_part("data:video/jpeg;base64," + ",".join(base64.b64encode(jpeg(image)).decode() for image in images))
+
+
+def jpeg(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
+
+
 def chat(*parts: str | dict[str, Any]) -> list[dict[str, Any]]:
     content = [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
     return [{"role": "user", "content": content}]
@@ -121,6 +132,16 @@ def test_text_after_a_list_of_frames_is_that_of_transformers(served: Served) -> 
     assert text == expected(served, images, size, 1.0)
 
 
+def test_text_after_frames_in_one_url_is_that_of_transformers(served: Served) -> None:
+    images = frames(3)
+    decoded = [Image.open(io.BytesIO(jpeg(image))).convert("RGB") for image in images]
+    size = (96, 64) if served.is_third else (112, 84)
+
+    text, _ = ask(served.server, chat("w5", {**joined(images), "fps": 2}, "w12"))
+
+    assert text == expected(served, decoded, size, 1.0)
+
+
 def test_the_same_video_is_taken_from_the_cache_and_one_of_another_speed_is_not(served: Served) -> None:
     images = frames(4, 90, 90)
     _, first = ask(served.server, chat("w5", frames_part(images, 2), "w9"))
@@ -145,7 +166,11 @@ def test_a_video_and_images_of_a_chat_stand_in_their_places(served: Served) -> N
 
 
 def refusal(served: Served, part: dict[str, Any], max_tokens: int = 1) -> str:
-    body = {"messages": chat("w5", part), "max_tokens": max_tokens}
+    return refusals(served, [part], max_tokens)
+
+
+def refusals(served: Served, parts: Sequence[dict[str, Any]], max_tokens: int = 1) -> str:
+    body = {"messages": chat("w5", *parts), "max_tokens": max_tokens}
     status, response = served.server.post("/v1/chat/completions", body)
     assert status == 400, response
     message: str = response["error"]["message"]
@@ -183,3 +208,13 @@ def test_videos_that_cannot_be_read_are_refused(served: Served) -> None:
     assert "must have one size" in refusal(served, frames_part([picture(60, 60), picture(60, 90)], 2))
     assert "a list of 1 to 128 URLs" in refusal(served, frames_part([picture(60, 60)] * 129, 2))
     assert "a list of 1 to 128 URLs" in refusal(served, {"type": "video", "video": []})
+
+    one = base64.b64encode(jpeg(picture(60, 60))).decode()
+    url = f"data:video/jpeg;base64,{one}"
+    assert "its frame 1: not an image of a known format" in refusal(served, file_part("data:video/jpeg;base64,"))
+    assert "video 1 of the request: its frame 2: its data is not base64" in refusal(served, file_part(f"{url},?"))
+    assert "its frame 2: not an image of a known format" in refusal(served, file_part(f"{url},AAAA"))
+    assert "the JPEG image is damaged" in refusal(served, file_part(f"{url},{one[: len(one) // 8 * 4]}"))
+    assert "it has more than 128 frames" in refusal(served, file_part(url + f",{one}" * 128))
+    assert "the request has 17 videos; the limit is 16" in refusals(served, [file_part(url)] * 17)
+    assert "it has more than 128 frames" in refusal(served, file_part(url + "," * 10**6))

@@ -21,6 +21,7 @@ from test.vision_model import FILES, picture, png, video_preprocessor_of
 FAMILY = "qwen2_5_vl"
 LAYOUT = QwenImages.read(ImageFiles(FAMILY, FILES, {"vision_config": {}}, video=video_preprocessor_of(FAMILY)), None)
 RULES = UrlRules(MEDIA_FLAGS, private_hosts=("localhost",), allows_http=True)
+LIMITS = {"image": 16, "video": 3}
 TEXTS = VideoTexts("<start>", "<video>", "<end>")
 
 
@@ -30,7 +31,7 @@ def read(videos: Sequence[int], file: bytes, texts: VideoTexts | None = TEXTS) -
     async def run() -> tuple[str, ImageHost]:
         async with image_host(lambda target: answer(file), is_tls=False) as host:
             fetcher = Fetcher(RULES, 2 * MB, 10.0, lambda name, port: ["127.0.0.1"])
-            reader = ImageReader(LAYOUT, 5, "<image>", 16, 2 * MB, fetcher, video=texts)
+            reader = ImageReader(LAYOUT, 5, "<image>", LIMITS, 2 * MB, fetcher, video=texts)
             sources = [
                 ImageSource(
                     "",
@@ -51,9 +52,10 @@ def read(videos: Sequence[int], file: bytes, texts: VideoTexts | None = TEXTS) -
 @pytest.mark.parametrize(
     ("videos", "texts", "message"),
     [
-        ([4], None, "image 1 of the request: this model reads no videos"),
-        ([4, 129], TEXTS, "image 2 of the request: the video has 129 frames; the limit is 128"),
+        ([4], None, "video 1 of the request: this model reads no videos"),
+        ([4, 129], TEXTS, "video 2 of the request: it has more than 128 frames"),
         ([128, 128, 1], TEXTS, "the request has 257 URLs of other servers; the limit is 256"),
+        ([1, 1, 1, 1], TEXTS, "the request has 4 videos; the limit is 3 (--limit_mm_per_prompt)"),
     ],
 )
 def test_nothing_is_fetched_for_a_request_that_asks_for_too_much(
@@ -75,5 +77,5 @@ def test_the_frames_of_a_video_are_fetched() -> None:
 def test_a_video_is_fetched_until_it_is_too_large() -> None:
     refusal, host = read([100], bytes(MB))
 
-    assert "image 1 of the request: it has more than 2 MB (--max_image_mb)" in refusal
+    assert "video 1 of the request: it has more than 2 MB (--max_image_mb)" in refusal
     assert 3 <= len(host.heads) < 50

@@ -26,7 +26,7 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def limit_of(*flags: str) -> int:
-    return with_images(parse_server([*flags])).http.max_images
+    return with_images(parse_server([*flags])).http.media_limits["image"]
 
 
 def test_a_model_that_reads_images_gets_them_by_default(vision_folder: str) -> None:
@@ -38,10 +38,28 @@ def test_the_limit_may_be_written_as_in_other_servers(vision_folder: str, text: 
     assert limit_of("--model_dir", vision_folder, "--limit-mm-per-prompt", text) == 3
 
 
-@pytest.mark.parametrize("text", ["image=x", "video=1", "image=-1", '{"image": 1, "video": 2}', "image=5000"])
+@pytest.mark.parametrize(
+    "text", ["image=x", "sound=1", "image=-1", "image=1,video", '{"image": 1, "sound": 2}', "image=5000", "{}"]
+)
 def test_a_wrong_limit_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="must be image=N with N from 0 to 1024"):
+    with pytest.raises(OptionError, match="must be image=N, video=N or both with a comma, with N from 0 to 1024"):
         parse_server(["--limit_mm_per_prompt", text])
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "videos"),
+    [
+        ("image=3", 3, 3),
+        ("video=2", 16, 2),
+        ("image=0,video=2", 0, 2),
+        ("video=0, image=4", 4, 0),
+        ('{"image": 5, "video": 1}', 5, 1),
+    ],
+)
+def test_videos_may_have_a_limit_of_their_own(vision_folder: str, text: str, images: int, videos: int) -> None:
+    http = with_images(parse_server(["--model_dir", vision_folder, "--limit_mm_per_prompt", text])).http
+
+    assert http.media_limits == {"image": images, "video": videos}
 
 
 def test_the_operator_may_want_none(vision_folder: str) -> None:

@@ -57,7 +57,7 @@ class Served:
         tokenizer = load_tokenizer_or_none(source, None)
         assert tokenizer is not None
         self._tokenizer = tokenizer
-        self._reader = ImageReader(layout, placeholder_of(source), FAMILIES[name].special[1], 9, MB)
+        self._reader = ImageReader(layout, placeholder_of(source), FAMILIES[name].special[1], {"image": 9}, MB)
         self._layout = layout
         self._tower = load_tower(source, layout, True, torch.float32, torch.device("cpu"))
         self._memory = mmap.mmap(-1, 4096 * 64)

@@ -55,7 +55,7 @@ class Images:
         self._tokenizer = tiled.tokenizer
         self._layout = read_layout(read_image_files(source), None)
         self._tower = load_tower(source, self._layout, True, torch.float32, torch.device("cpu"))
-        self._reader = ImageReader(self._layout, PLACEHOLDER, IMAGE, 16, 10**6)
+        self._reader = ImageReader(self._layout, PLACEHOLDER, IMAGE, {"image": 16}, 10**6)
         values, width = torch.frombuffer(self.memory, dtype=torch.float32), self._tower.row_width
         self._arena = values[: len(values) // width * width].view(-1, width)
         self._rows = np.random.default_rng(0).permutation(len(self._arena)).astype(np.int32)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from lightserve.media.sources import FPS_LIMITS, MAX_FRAMES, ImageSource, is_fps
+from lightserve.media.sources import FPS_LIMITS, MAX_FRAMES, ImageSource, is_fps, video_of
 
 IMAGE_PARTS = ("image_url", "input_image")
 VIDEO_PARTS = ("video_url", "video")
@@ -40,7 +40,7 @@ def _video_source(value: dict[str, Any]) -> ImageSource:
         least, most = FPS_LIMITS
         raise PydanticCustomError("video", f"the fps of a video must be a number from {least} to {most}")
     if isinstance(url, str):
-        return ImageSource(url, is_video=True)
+        return video_of(url, float(fps))
     frames = url if value["type"] == "video" and isinstance(url, list) else []
     if 0 < len(frames) <= MAX_FRAMES and all(isinstance(frame, str) for frame in frames):
         return ImageSource("", is_video=True, frames=tuple(frames), fps=float(fps))
