@@ -31,9 +31,9 @@ from lightserve.messages.params import GenerationParams
 from lightserve.messages.step import Step
 from lightserve.offline.llm import LLM
 from lightserve.text.grammar.specs import schema_grammar
+from lightserve.worker.captured_shapes import graph_shapes
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
-from lightserve.worker.step_runner import graph_shapes
 
 PROMPT_LEN = 16
 REPEATS = 5

@@ -17,7 +17,7 @@ from lightserve.common.device.profile import (
     gpu_profile,
 )
 from lightserve.messages.control import StepLimits
-from lightserve.worker.step_runner import graph_shape_for, graph_shapes
+from lightserve.worker.captured_shapes import graph_shape_for, graph_shapes
 
 CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have
     "NVIDIA A100-SXM4-80GB": (108, 163),

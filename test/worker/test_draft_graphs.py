@@ -16,7 +16,8 @@ from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.device.profile import H200_GRAPHS
 from lightserve.offline.llm import LLM
 from lightserve.worker.batch.step_input import StepShape
-from lightserve.worker.step_runner import StepOut, draft_shape_for, draft_shapes, mixed_draft_shapes
+from lightserve.worker.captured_shapes import draft_shape_for, draft_shapes, mixed_draft_shapes
+from lightserve.worker.step_runner import StepOut
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_drafts import NUM_DRAFTS, PLAIN, Drafting, Oracle, make, params_of, prompts_of, texts_of
 from test.worker.test_mtp import LIKELY, LONG, MTP, save_model as save_mtp_model

@@ -27,9 +27,9 @@ from lightserve.text.grammar import compiler as compiler_module
 from lightserve.text.grammar.compiler import GrammarCompiler
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar
 from lightserve.utils.memory import allocated_bytes
+from lightserve.worker.captured_shapes import graph_shape_for
 from lightserve.worker.sampling.grammar import LANES, LARGE_MIB, MAX_GROWTH_BYTES, GrammarManager, ReqGrammar
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder
-from lightserve.worker.step_runner import graph_shape_for
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
 from test.waiting import DEADLINE_S

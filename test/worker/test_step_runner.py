@@ -20,7 +20,8 @@ from lightserve.model_files.source import resolve
 from lightserve.utils.progress import ProgressState, use_output
 from lightserve.worker import step_runner
 from lightserve.worker.batch.step_input import StepShape
-from lightserve.worker.step_runner import StepRunner, graph_shape_for, graph_shapes
+from lightserve.worker.captured_shapes import graph_shape_for, graph_shapes
+from lightserve.worker.step_runner import StepRunner
 from lightserve.worker.worker import ModelWorker
 
 MAX_REQS = 12

@@ -23,12 +23,12 @@ from lightserve.messages.params import GenerationParams, SamplingParams
 from lightserve.messages.step import NewReq, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM
-from lightserve.worker import step_runner
+from lightserve.worker import captured_shapes, step_runner
 from lightserve.worker.batch import infer_batch, shared_prefixes
 from lightserve.worker.batch.infer_batch import InferBatch
 from lightserve.worker.batch.shared_prefixes import Arrangement, SharedPrefixes
 from lightserve.worker.batch.step_input import StepShape, columns_of
-from lightserve.worker.step_runner import graph_shape_for, graph_shapes
+from lightserve.worker.captured_shapes import graph_shape_for, graph_shapes
 from lightserve.worker.worker import ModelWorker
 
 Prefixes = dict[int, tuple[int, ...]]  # slots by request
@@ -391,7 +391,7 @@ def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkey
 
 @pytest.mark.gpu
 def test_captured_steps_with_groups_change_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_runner, "MIN_MEMBERS", 2)
+    monkeypatch.setattr(captured_shapes, "MIN_MEMBERS", 2)
     worker = make(folder, "cuda")
     worker.capture()
 
