@@ -1,9 +1,9 @@
 """Find the first layer in which a model differs from transformers.
 
-python -m lightserve.tools.dump --model_dir DIR [--prompt TEXT] [--tolerance 1e-3]
+python -m lightserve.tools.dump --model_dir DIR [--device NAME] [--prompt TEXT] [--tolerance 1e-3]
 
-Runs one prompt through both and compares the hidden states after every layer and the logits; exit code 1 if they
-differ.
+Runs one prompt through both and compares the hidden states after every layer and the logits. Ours computes on any
+device, transformers on the CPU. The exit code is 1 if they differ, and 2 if they cannot be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer
+from lightserve.model_files.transformers_config import is_installed
 from lightserve.tools.oracle import load_transformers
+from lightserve.utils.extras import install_command
 from lightserve.worker.worker import ModelWorker
 
 
@@ -70,30 +72,56 @@ def _prefill(model: TpPartBaseModel, ids: Sequence[int]) -> ModelInput:
     return ModelInput(torch.tensor(list(ids), device=device), slots, slots, attn, is_prefill=True, states=states)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.tools.dump", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--model_dir")
     parser.add_argument("--prompt", default="The capital of France is Paris, and the capital of Italy is")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or one of a package; default: the best one here")
+    parser.add_argument("--ops_backend", nargs="+", metavar="NAME", default=[], help="as for the server")
+    parser.add_argument(
+        "--data_type", choices=["float32", "float16", "bfloat16"], default="float32", help="of ours; default: float32"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of the largest value; float32 gives about 1e-5")
-    args = parser.parse_args()
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
     try:
-        source = resolve(args.model_dir)
-        config = WorkerConfig(
-            model_dir=args.model_dir, data_type="float32", max_total_token_num=4096, max_windowed_token_num=0
-        )
-        model = ModelWorker(config, source, Parallel()).model
-        differences = compare(model, load_transformers(source), load_tokenizer(source).encode(args.prompt))
+        differences = _differences(args)
     except LightserveError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        return 2
     for difference in differences:
         print(f"{difference.name:12} {difference.relative:.2e}")
     first = first_difference(differences, args.tolerance)
     print(f"first difference: {first.name}" if first else f"the same within {args.tolerance:g}")
-    sys.exit(first is not None)
+    return int(first is not None)
+
+
+def _differences(args: argparse.Namespace) -> list[Difference]:
+    if not is_installed():
+        raise LightserveError(f"the comparison needs the package transformers; run: {install_command('hf')}")
+    source = resolve(args.model_dir)
+    config = WorkerConfig(
+        model_dir=args.model_dir,
+        device=args.device,
+        ops_backend=args.ops_backend,
+        data_type=args.data_type,
+        max_total_token_num=4096,
+        max_windowed_token_num=0,
+    )
+    worker = ModelWorker(config, source, Parallel())
+    print(f"LightServe {worker.dtype_and_device}, transformers in float32 on the CPU")
+    ids = load_tokenizer(source).encode(args.prompt)
+    try:
+        hf = load_transformers(source)
+    except (ImportError, OSError, ValueError) as error:  # it knows no such model, or not these files
+        raise LightserveError(f"transformers cannot load this model: {' '.join(str(error).split())[:200]}") from error
+    return compare(worker.model, hf, ids)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
