@@ -17,7 +17,7 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import EngineInfo, StateKv
 from lightserve.messages.nodes import StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
-from lightserve.server.images import has_gpu, open_arena
+from lightserve.server.images import has_own_memory, open_arena
 from lightserve.server.remote_rank import RemoteRank
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
@@ -91,7 +91,7 @@ class EngineProcesses:
         self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
         self._encoder_generations = [0] * self._config.worker.visual_dp
         end_of_encoders = None
-        if has_gpu(self._config.worker.device):
+        if has_own_memory(self._config.worker.device):
             self._encoder_fd, end_of_encoders = os.pipe()
         try:
             for index in range(len(self._encoder_generations)):

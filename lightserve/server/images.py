@@ -12,13 +12,13 @@ from lightserve.config.http import DEFAULT_MEDIA
 from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.config.images import PREPROCESSOR, has_image_files, read_image_files, reads_images
 from lightserve.model_files.source import resolve
+from lightserve.utils.drivers import DRIVERS, may_have_gpu
 from lightserve.utils.extras import install_command
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
 GIB, PAGE = 2**30, 4096
-GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 NOT_A_READER = "images of this model are not read here; leave it out"
 OFF = "the operator wants none"
 
@@ -80,5 +80,6 @@ def open_arena(gib: float) -> int:
     return fd
 
 
-def has_gpu(device: str | None) -> bool:
-    return device != "cpu" and os.path.exists(GPU)
+def has_own_memory(device: str | None) -> bool:
+    """Whether --device may have memory that encoders and workers share. A check with torch would take seconds."""
+    return may_have_gpu(device) or device not in (None, "cpu", *DRIVERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from lightserve.config.parse import parse_server
 from lightserve.ipc.process import ChildConfig
 from lightserve.server import engine_processes
 from lightserve.server.engine_processes import EngineProcesses
+from lightserve.server.images import has_own_memory
+from lightserve.utils import drivers
 
 
 class Started:
@@ -45,7 +48,7 @@ def start(folder: str, started: Started) -> EngineProcesses:
 
 
 def test_workers_wait_until_the_encoder_has_its_memory(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "has_gpu", lambda device: True)
+    monkeypatch.setattr(engine_processes, "has_own_memory", lambda device: True)
     started = Started()
     start(small_folder, started)
 
@@ -57,7 +60,7 @@ def test_workers_wait_until_the_encoder_has_its_memory(small_folder: str, monkey
 
 
 def test_no_worker_waits_for_an_encoder_on_a_cpu(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "has_gpu", lambda device: False)
+    monkeypatch.setattr(engine_processes, "has_own_memory", lambda device: False)
     started = Started()
     start(small_folder, started)
 
@@ -65,7 +68,7 @@ def test_no_worker_waits_for_an_encoder_on_a_cpu(small_folder: str, monkeypatch:
 
 
 def test_a_new_worker_does_not_wait_for_a_new_encoder(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "has_gpu", lambda device: True)
+    monkeypatch.setattr(engine_processes, "has_own_memory", lambda device: True)
     started = Started()
     engine = start(small_folder, started)
     os.close(started.pipes.pop("encoder"))
@@ -73,3 +76,13 @@ def test_a_new_worker_does_not_wait_for_a_new_encoder(small_folder: str, monkeyp
     asyncio.run(engine.start_workers())
 
     assert not started.is_open("model worker 0")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("npu", True), ("rocm", True), ("cuda", False), ("cpu", False)])
+def test_a_device_of_another_package_has_its_own_memory(
+    device: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(drivers.DRIVERS, "rocm", drivers.DRIVERS["rocm"]._replace(control=tmp_path))
+    monkeypatch.setitem(drivers.DRIVERS, "cuda", drivers.DRIVERS["cuda"]._replace(control=tmp_path / "absent"))
+
+    assert has_own_memory(device) == expected
