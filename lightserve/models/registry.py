@@ -5,6 +5,9 @@ Another package registers its model in its own pyproject.toml:
     [project.entry-points."lightserve.models"]
     my_model = "my_package.model:MyModelTpPartModel"
 
+The class states by ``api_version`` which version of ``TpPartBaseModel`` it was written for: an override of a method
+that has another name by now would never be called.
+
 The launcher reads the names, so there is no torch here.
 """
 
@@ -162,7 +165,11 @@ MODELS = {
 
 def supported_models() -> dict[str, str]:
     """By model_type: the built-in classes and those of other packages, which come first."""
-    return MODELS | {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    return MODELS | _of_packages()
+
+
+def _of_packages() -> dict[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def check_supported(model_type: str) -> None:
@@ -214,4 +221,17 @@ def get_model_class(model_type: str, is_of_transformers: bool = False) -> type[T
         model_class: type[TpPartBaseModel] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelFilesError(f"model_type {model_type!r}: {path} cannot be imported ({error})") from error
+    if path in _of_packages().values():
+        _check_version(model_type, path, model_class)
     return model_class
+
+
+def _check_version(model_type: str, path: str, model_class: type[TpPartBaseModel]) -> None:
+    from lightserve.common.basemodel import API_VERSION  # imports torch
+
+    version = getattr(model_class, "api_version", None)
+    if version != API_VERSION:
+        raise ModelFilesError(
+            f"model_type {model_type!r}: {path} was written for version {version} of lightserve.common.basemodel, and "
+            f"this is version {API_VERSION}; install a release of its package for it, which sets api_version"
+        )

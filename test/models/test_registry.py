@@ -14,14 +14,24 @@ from lightserve.models.registry import get_model_class, read_model_config
 from test.models.session import Session
 from test.models.tiny import build_hf, build_model, checkpoint_of
 
-PACKAGES = {"biased_llama": "BiasedLlama", "broken": "NoSuchClass"}
+PACKAGES = {"biased_llama": "BiasedLlama", "broken": "NoSuchClass", "old": "OldLlama", "unversioned": "Unversioned"}
 
 
 class BiasedLlama(bm.TpPartBaseModel):
     """What another package would contain."""
 
+    api_version = bm.API_VERSION
+
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         return replace(super().layer_spec(layer_num), qkv_bias=True, o_bias=True, ffn_bias=True)
+
+
+class OldLlama(BiasedLlama):
+    api_version = 0
+
+
+class Unversioned(bm.TpPartBaseModel):
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +54,14 @@ def test_a_model_of_another_package_runs() -> None:
 def test_a_class_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(ModelFilesError, match=r"model_type 'broken': .*:NoSuchClass cannot be imported"):
         get_model_class("broken")
+
+
+@pytest.mark.parametrize(("name", "version"), [("old", "0"), ("unversioned", "None")])
+def test_a_model_for_another_version_of_the_classes_is_refused(name: str, version: str) -> None:
+    with pytest.raises(
+        ModelFilesError, match=rf"'{name}': .* for version {version} of .*basemodel, and this is version"
+    ):
+        get_model_class(name)
 
 
 def test_the_operator_replaces_the_model_type() -> None:

@@ -1,7 +1,7 @@
 """The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
 from lightserve.common.basemodel.alibi import alibi_slopes
-from lightserve.common.basemodel.basemodel import HiddenStates, TpPartBaseModel
+from lightserve.common.basemodel.basemodel import API_VERSION, HiddenStates, TpPartBaseModel
 from lightserve.common.basemodel.expert_rows import ExpertRows
 from lightserve.common.basemodel.infer_struct import (
     InferStateInfo,
@@ -90,6 +90,7 @@ from lightserve.common.quantization import (
 from lightserve.model_files.config.model_config import ModelConfig, RopeConfig
 
 __all__ = [
+    "API_VERSION",
     "PLAIN_ACTIVATIONS",
     "BaseLayerInfer",
     "Block",

@@ -28,6 +28,8 @@ from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 
+API_VERSION = 1  # of the classes below a model; it grows when a model of another package would have to change
+
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
@@ -44,6 +46,8 @@ class TpPartBaseModel(LoadableModel):
     A model says in ``layer_spec`` and ``model_spec`` how it differs from Llama. Each ``_init_*`` and ``_verify_*`` step
     may be overridden too; they run in the order of ``__init__``.
     """
+
+    api_version: ClassVar[int | None] = None  # the ``API_VERSION`` that a model of another package was written for
 
     pre_layer_infer_class: ClassVar[type[PreLayerInfer[Any, Any]]] = PreLayerInferTpl
     transformer_layer_infer_class: ClassVar[type[TransformerLayerInfer[Any, Any]]] = DecoderLayerInferTpl
