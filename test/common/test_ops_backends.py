@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -15,7 +15,12 @@ from lightserve.conformance.inputs.tensors import randn
 from lightserve.errors import ServerError
 
 CPU = torch.device("cpu")
-INSTALLED = {"fake_norms": "test.fake_vendor.norms", "misnamed": "test.fake_vendor.norms"}
+INSTALLED = {
+    "fake_norms": "test.fake_vendor.norms",
+    "misnamed": "test.fake_vendor.norms",
+    "outdated": "test.fake_vendor.outdated",
+    "absent": "no_such_package.kernels",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +48,26 @@ def test_operators_of_a_package_are_preferred_to_those_of_the_device() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gems", r"no installed package offers it \(entry points lightserve.ops\); installed: fake_norms, misnamed"),
+        ("gems", r"no installed package offers it \(entry points lightserve.ops\); installed: absent, fake_norms,"),
+        ("absent", "No module named 'no_such_package'"),
+        (
+            "outdated",
+            r"op rms_norm is called with \(x, weight, eps\) in this version, and its .* takes \(x, weight\); in",
+        ),
         ("misnamed", "test.fake_vendor.norms implements no op under the name misnamed"),
     ],
 )
 def test_an_unknown_backend_is_refused_with_those_that_are_installed(name: str, problem: str) -> None:
     with pytest.raises(ServerError, match=f"--ops_backend {name}: {problem}"):
         device_named("cpu").bind(CPU, ops_backends=[name])
+
+
+def test_an_implementation_may_take_any_arguments_or_be_one_of_c() -> None:
+    functions: dict[str, Callable[..., torch.Tensor]] = {"any": lambda *args: args[0], "of_c": torch.relu}
+    for name, function in functions.items():
+        ops.relu.impl(name)(function)
+
+        assert ops.relu.impls.pop(name) is function
 
 
 def test_weights_have_the_layout_of_the_first_backend_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from lightserve.common import ops
-from lightserve.common.device.ops_backends import load_ops_backends
+from lightserve.common.device.ops_backends import load_ops, load_ops_backends
 from lightserve.common.device.profile import Profile
 from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
@@ -164,7 +165,7 @@ class Device(ABC):
         those of other packages, which are preferred to the device's.
         """
         global _bound
-        import_module(self.ops_module)
+        load_ops(f"device {self.name}", partial(import_module, self.ops_module))
         load_ops_backends(ops_backends)
         ops.use_backend(*ops_backends, *self._backends(deterministic))
         ops.use_traits(self.traits(device))

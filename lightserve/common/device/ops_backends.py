@@ -10,13 +10,21 @@ Importing the module registers them under the name of the entry point: ``@ops.rm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from lightserve.common import ops
 from lightserve.errors import ServerError
 
 ENTRY_POINTS = "lightserve.ops"
+
+
+def load_ops(what: str, load: Callable[[], object]) -> None:
+    """Import a module of operators."""
+    try:
+        load()
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: of an op that changed
+        raise ServerError(f"{what}: {error}") from error
 
 
 def load_ops_backends(names: Sequence[str]) -> None:
@@ -29,7 +37,7 @@ def load_ops_backends(names: Sequence[str]) -> None:
                 f"--ops_backend {name}: no installed package offers it (entry points {ENTRY_POINTS}); "
                 f"installed: {installed}"
             )
-        available[name].load()
+        load_ops(f"--ops_backend {name}", available[name].load)
         if not ops.has_backend(name):
             raise ServerError(
                 f"--ops_backend {name}: {available[name].value} implements no op under the name {name}; its entry "

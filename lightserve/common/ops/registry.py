@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from pkgutil import walk_packages
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -47,10 +48,23 @@ class Op(Generic[P, R]):
         def register(fn: Callable[P, R]) -> Callable[P, R]:
             if backend in self.impls:
                 raise ValueError(f"op {self.name} already has a {backend} implementation")
+            self._check_parameters(backend, fn)
             self.impls[backend] = fn
             return fn
 
         return register
+
+    def _check_parameters(self, backend: str, fn: Callable[..., Any]) -> None:
+        """Refuse a function of another package that was written for another version of this op."""
+        wanted = signature(self.impls[REFERENCE])
+        required = [each for each in wanted.parameters.values() if each.default is Parameter.empty]
+        takes = _signature_of(fn)
+        if takes is None or (_binds(takes, len(required)) and _binds(takes, len(wanted.parameters))):
+            return
+        raise ValueError(
+            f"op {self.name} is called with ({', '.join(wanted.parameters)}) in this version, and its implementation "
+            f"for {backend} takes ({', '.join(takes.parameters)}); install a release of its package for this version"
+        )
 
     def after(self, backend: str) -> Callable[P, R]:
         """The implementation that is bound behind ``backend``, for what ``backend`` cannot compute."""
@@ -62,6 +76,23 @@ class Op(Generic[P, R]):
 
     def _first_of(self, backends: Sequence[str]) -> Callable[P, R]:
         return next(self.impls[name] for name in (*backends, REFERENCE) if name in self.impls)
+
+
+def _signature_of(fn: Callable[..., Any]) -> Signature | None:
+    """None: only its C code knows."""
+    try:
+        return signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def _binds(takes: Signature, count: int) -> bool:
+    """Whether a function with this signature may be called with so many arguments."""
+    try:
+        takes.bind(*(None for _ in range(count)))
+    except TypeError:
+        return False
+    return True
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:
