@@ -11,8 +11,11 @@ import torch
 from lightserve.common import ops
 from lightserve.common.device import device_named, ops_backends
 from lightserve.common.ops import repack
+from lightserve.common.quantization import LinearPart, LinearSpec, QuantizedLinear
+from lightserve.common.quantization.on_load import OnLoadFormat
 from lightserve.conformance.inputs.tensors import randn
 from lightserve.errors import ServerError
+from lightserve.model_files.quantization import OnLoadScheme
 
 CPU = torch.device("cpu")
 INSTALLED = {
@@ -68,6 +71,24 @@ def test_an_implementation_may_take_any_arguments_or_be_one_of_c() -> None:
         ops.relu.impl(name)(function)
 
         assert ops.relu.impls.pop(name) is function
+
+
+def test_quantised_weights_are_packed_by_the_backend_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor can be made there, so the layout has none."""
+    npu, packed = torch.device("xpu", 3), ops.Int8Weight(codes=torch.empty(0), scales=torch.empty(0))
+    asked: list[tuple[torch.Size, torch.device, int]] = []
+
+    def pack(usual: ops.QuantizedWeight, device: torch.device, input_bits: int) -> ops.QuantizedWeight:
+        asked.append((usual.codes.shape, device, input_bits))
+        return packed
+
+    monkeypatch.setitem(repack._LAYOUTS, "cpu", pack)
+    ops.use_backend("cpu")
+    linear = LinearSpec((LinearPart("q", 4, slice(0, 4)),), 64, slice(0, 64))
+    for device in (npu, torch.device("meta")):
+        weight = QuantizedLinear(linear, torch.float32, device, OnLoadFormat(OnLoadScheme("int8"))).weight
+        assert (weight is packed) == (device is npu)
+    assert asked == [((4, 64), npu, 8)]
 
 
 def test_weights_have_the_layout_of_the_first_backend_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

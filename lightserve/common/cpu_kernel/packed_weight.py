@@ -235,7 +235,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
 
     for op in (ops.linear_int4, ops.linear_int8):
         op.impl(BACKEND)(product_of(op.impls[ops.REFERENCE]))
-    ops.packs_for(BACKEND)(empty_packed)
+    ops.packs_for(BACKEND)(lambda usual, device, input_bits: empty_packed(usual, input_bits))
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -25,7 +25,8 @@ class FusesNorm(ABC):
         """
 
 
-EmptyPacked = Callable[[QuantizedWeight, int], QuantizedWeight | None]
+# of a weight in the usual layout, without memory; where the packed one shall be; and ``input_bits``
+EmptyPacked = Callable[[QuantizedWeight, torch.device, int], QuantizedWeight | None]
 
 _LAYOUTS: dict[str, EmptyPacked] = {}  # by backend
 
@@ -40,13 +41,13 @@ def packs_for(backend: str) -> Callable[[EmptyPacked], EmptyPacked]:
     return register
 
 
-def empty_packed(usual: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight | None:
-    """Memory for weights like ``usual``, in the layout of the first active backend that has one.
+def empty_packed(usual: QuantizedWeight, device: torch.device, input_bits: int = 8) -> QuantizedWeight | None:
+    """Memory on ``device`` for weights like ``usual``, in the layout of the first active backend that has one.
 
     None: they keep the usual layout. ``input_bits``: to which that backend's products may round their inputs, 8 or 15.
     """
     layout = next((_LAYOUTS[backend] for backend in active_backends() if backend in _LAYOUTS), None)
-    return None if layout is None else layout(usual, input_bits)
+    return None if layout is None else layout(usual, device, input_bits)
 
 
 EmptyWeight = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]

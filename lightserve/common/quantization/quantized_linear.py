@@ -78,8 +78,8 @@ class QuantizedLinear(LinearMethod):
     def _empty(self, group: int, device: torch.device) -> QuantizedWeight:
         """Memory in the layout that the products read."""
         shape = self._spec.out_size, self._spec.num_columns
-        if device.type == "cpu":
-            packed = ops.empty_packed(self._format.empty(shape, group, META), self._packed_input_bits)
+        if device != META:
+            packed = ops.empty_packed(self._format.empty(shape, group, META), device, self._packed_input_bits)
             if packed is not None:
                 return packed
         return self._format.in_final_layout(self._format.empty(shape, group, device), self._spec)
