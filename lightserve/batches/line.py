@@ -21,6 +21,7 @@ ENDPOINTS = (
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # listed of one file
 MAX_CUSTOM_ID = 512  # characters
+MAX_DEPTH = 250  # levels of a body; orjson reads more than it writes: 254
 
 
 class NumberedLine(NamedTuple):
@@ -78,6 +79,15 @@ def parse_line(text: bytes, endpoint: str | None = None) -> LineRequest:
     return LineRequest(custom_id, _url(value.get("url"), endpoint), body)
 
 
+def is_too_deep(body: dict[str, Any]) -> bool:
+    """Whether it has more than MAX_DEPTH levels."""
+    try:
+        orjson.dumps([[[[body]]]])
+    except orjson.JSONEncodeError:
+        return True
+    return False
+
+
 def check_file(path: Path, endpoint: str | None, max_line_bytes: int) -> FileCheck:
     """Check every line, for ``parse_line``. Reads the file once; holds one line and the custom ids."""
     check = FileCheck(0, [])
@@ -101,7 +111,10 @@ def _check_line(number: int, text: bytes, endpoint: str | None, max_bytes: int, 
     if len(text) > max_bytes:
         problem = f"this line has {len(text)} bytes; the limit is {max_bytes} (--max_body_bytes)"
         raise LineError("line_too_long", problem)
-    custom_id = parse_line(text, endpoint).custom_id
+    request = parse_line(text, endpoint)
+    if is_too_deep(request.body):
+        raise LineError("invalid_body", f"body has more than {MAX_DEPTH} levels of objects and lists", "body")
+    custom_id = request.custom_id
     first = first_lines.setdefault(custom_id, number)
     if first != number:
         problem = f"custom_id {_shown(custom_id)} is used by line {first} already; use each once"

@@ -115,6 +115,7 @@ class BatchClient:
 
 def _json(content: bytes) -> Any:
     try:
-        return orjson.loads(content)
+        orjson.loads(content)
     except orjson.JSONDecodeError:
         return {"error": {"message": content[:1000].decode(errors="replace")}}
+    return orjson.Fragment(content)  # it may have more levels than orjson writes

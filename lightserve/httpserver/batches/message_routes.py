@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.batches.line import MAX_LINES
+from lightserve.batches.line import MAX_DEPTH, MAX_LINES, is_too_deep
 from lightserve.batches.records import OF_MESSAGES, OPEN, Batch, Status
 from lightserve.batches.store import BatchStore
 from lightserve.errors import ConflictError, InvalidRequestError
@@ -104,6 +104,9 @@ def _check_custom_ids(body: MessageBatchBody) -> None:
             raise InvalidRequestError(f"requests.{index}: {problem}; each must be used once", "requests")
         if item.params.get("stream"):
             raise InvalidRequestError(f"requests.{index}.params.stream: results of a batch are in a file", "requests")
+        if is_too_deep(item.params):
+            problem = f"more than {MAX_DEPTH} levels of objects and lists"
+            raise InvalidRequestError(f"requests.{index}.params: {problem}", "requests")
 
 
 def _store_requests(store: BatchStore, owner: str, body: MessageBatchBody, max_total_bytes: int) -> Batch:

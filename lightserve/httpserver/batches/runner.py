@@ -18,7 +18,7 @@ from lightserve.messages.params import BACKGROUND_PRIORITY
 class LineResponse(NamedTuple):
     status: int
     request_id: str
-    body: Any
+    body: Any  # what orjson writes: an object, or the bytes of one as they came
 
 
 class LineRunner:
@@ -30,18 +30,23 @@ class LineRunner:
 
     async def run(self, line: LineRequest, owner: str, request_id: str) -> LineResponse:
         await self._throttle.wait()
-        body = orjson.dumps(line.body | {"priority": BACKGROUND_PRIORITY})
         record = ResponseRecord("POST", line.url, self._logs_requests)
-        state = {"request_id": request_id, "record": record, "owner": owner}
-        exchange = _Exchange(body, record, request_id)
         try:
-            await self._app(_scope(line.url, body, state), exchange.receive, exchange.send)
+            return await self._response(line, owner, request_id, record)
         except Exception as error:  # of this line only: it has its place among the errors of the batch
             log_error(error, request_id, record)
             return LineResponse(500, request_id, error_object(error, request_id))
         finally:
             record.end()
-        return LineResponse(exchange.status, request_id, orjson.loads(b"".join(exchange.received)))
+
+    async def _response(self, line: LineRequest, owner: str, request_id: str, record: ResponseRecord) -> LineResponse:
+        body = orjson.dumps(line.body | {"priority": BACKGROUND_PRIORITY})
+        state = {"request_id": request_id, "record": record, "owner": owner}
+        exchange = _Exchange(body, record, request_id)
+        await self._app(_scope(line.url, body, state), exchange.receive, exchange.send)
+        received = b"".join(exchange.received)
+        orjson.loads(received)  # what is no JSON would be a line that nobody can read
+        return LineResponse(exchange.status, request_id, orjson.Fragment(received))
 
 
 class _Exchange:
