@@ -26,6 +26,7 @@ MODEL_INFO = {
     "vocab_size": ("vocab_size",),
 }
 TAG = ":latest"
+HUBS = ("hf.co/", "huggingface.co/")  # clients put them before names of the hub
 
 
 def listed_models(context: ServerContext) -> list[JsonObject]:
@@ -135,4 +136,5 @@ def _is_base_model(context: ServerContext, name: str) -> bool:
 
 
 def _key(name: str) -> str:
-    return name.casefold().removesuffix(TAG)
+    name = name.casefold().removesuffix(TAG)
+    return next((name.removeprefix(hub) for hub in HUBS if name.startswith(hub)), name)
