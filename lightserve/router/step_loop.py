@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.router.kv.source import KvSource
 from lightserve.router.output_processor import OutputProcessor
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Scheduler, background_pause_s
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
@@ -185,7 +186,7 @@ class StepLoop:
         depth = 1 if self._scheduler.is_isolating_crash else self._engine.pipeline_depth
         while self.has_workers and not self._holds and len(self._in_flight) < depth:
             now = time.monotonic()
-            if self._may_wait and self._is_early(self._in_flight[-1], now):
+            if self._is_early(now):
                 return
             step = self._plan(now)
             if step is None:
@@ -198,20 +199,27 @@ class StepLoop:
                 self.recorder.add("plan", now, planned_s, **_changes(step))
                 self.recorder.add("send", planned_s, time.monotonic(), requests=step.num_rows)
 
-    @property
-    def _may_wait(self) -> bool:
-        """Whether the next step need not be sent at once. The first stage of a pipeline would be idle."""
-        return bool(self._in_flight) and not self._client_waits and self._scheduler.limits.num_stages == 1
-
-    def _is_early(self, last: InFlightStep, now: float) -> bool:
+    def _is_early(self, now: float) -> bool:
         """Whether it is too early for the next step. If so, a timer wakes the loop when the step is due."""
-        wait_s = self.pacer.send_at(last.kind, last.sent_s) - now
+        wait_s = self._due_s(now) - now
         if wait_s <= 0:
             return False
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self.wake)
+        self._timer = None if math.isinf(wait_s) else asyncio.get_running_loop().call_later(wait_s, self.wake)
         return True
+
+    def _due_s(self, now: float) -> float:
+        """When to send the next step; inf: when the one in flight is back."""
+        if self._scheduler.limits.num_stages > 1:
+            return now  # the first stage of a pipeline would be idle
+        pause_s = background_pause_s(self._scheduler.groups, now)
+        if pause_s is not None:
+            return math.inf if self._in_flight else self.pacer.last_end_s + pause_s
+        if not self._in_flight or self._client_waits:
+            return now
+        last = self._in_flight[-1]
+        return self.pacer.send_at(last.kind, last.sent_s)
 
     def _plan(self, now: float) -> Step | None:
         scheduler, metrics = self._scheduler, self._output_processor.metrics

@@ -31,20 +31,20 @@ class StepPacer:
         self._lead_s = lead_s
         self._recent_leads_s: dict[StepKind, deque[float]] = {}
         self._recent_s: dict[StepKind, deque[float]] = {}  # durations
-        self._last_end_s = 0.0
+        self.last_end_s = 0.0  # of the last step that has ended
 
     def send_at(self, kind: StepKind, sent_s: float) -> float:
         """When to send the step after one that was sent at ``sent_s``; 0 (at once) if its duration is unknown."""
         recent_s = self._recent_s.get(kind)
         if not recent_s:
             return 0.0
-        return max(sent_s, self._last_end_s) + min(recent_s) * (1 - MARGIN) - self._lead_of(kind)
+        return max(sent_s, self.last_end_s) + min(recent_s) * (1 - MARGIN) - self._lead_of(kind)
 
     def record(self, kind: StepKind, sent_s: float, end_s: float) -> float:
         """A step ended. Returns how long it ran: since it was sent, or since the step before it ended."""
-        seconds = end_s - max(sent_s, self._last_end_s)
+        seconds = end_s - max(sent_s, self.last_end_s)
         self._recent_s.setdefault(kind, deque(maxlen=MAX_RECENT)).append(seconds)
-        self._last_end_s = end_s
+        self.last_end_s = end_s
         return seconds
 
     def record_lead(self, kind: StepKind, lead_s: float) -> None:

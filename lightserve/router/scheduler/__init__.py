@@ -3,6 +3,7 @@
     admission.py      which waiting requests start: seats, prompt tokens of the step, KV memory
     waits.py          which ones wait for an event first: a slot for an adapter, a prefix
     chunking.py       how many prompt tokens a step computes beside decodes, and how they are divided among prompts
+    background.py     how many tokens of background requests a step has, and when it is sent
     planner.py        which tokens the next step computes, in which KV slots
     preemption.py     which requests make room when KV memory runs out
     lora_slots.py     which adapters are on the device
@@ -19,9 +20,17 @@ may be planned before the tokens of the first are back: workers run steps in ord
 earlier step in flight still reads.
 """
 
-from lightserve.router.scheduler.group import GroupScheduler
+from lightserve.router.scheduler.group import GroupScheduler, background_pause_s
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.scheduler import ReqTokens, Scheduler
 
-__all__ = ["GroupScheduler", "LoraSlots", "ReqTokens", "Scheduler", "SchedulerLimits", "make_limits"]
+__all__ = [
+    "GroupScheduler",
+    "LoraSlots",
+    "ReqTokens",
+    "Scheduler",
+    "SchedulerLimits",
+    "background_pause_s",
+    "make_limits",
+]

@@ -3,6 +3,9 @@
 While the prompt of a client's request is computed, steps leave background requests out: see StepPlanner. What remains
 is the step in flight when the client's request arrives. It should be short, compared with the time to the first token.
 How many tokens that allows is learned from the steps that have ended, so it holds for every device and model.
+
+Even the shortest step may be long: a GPU that computes a chat's prompt in two steps' time. So there are pauses after
+steps that had background requests only. Over time, clients wait for a twentieth of the time to the first token.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections import deque
 
 CLIENT_S = 60.0  # after the last request of a client, another one may still come: a person reads the answer
 SHARE_OF_TTFT = 0.1  # what a step may take. A request arrives in the middle of one on average, and waits for half of it
+MIN_SHARE_OF_TIME = 0.05  # that background requests get in any case, so that they end
 # A step that takes a little longer than the shortest one is not worth shortening: it reads the weights in any case.
 SHARE_OF_SHORTEST = 1.25
 MAX_RECENT = 16  # times to first tokens that count: their median
@@ -31,6 +35,7 @@ class BackgroundLimit:
         self._last_s: deque[float] = deque(maxlen=NEIGHBOURS)
         self._shortest_s = math.inf  # of all steps
         self._client_until_s = -math.inf
+        self.pause_s = 0.0  # after the last step, if it and the next one have background requests only
 
     def on_client(self, now_s: float) -> None:
         """A request of a client waits or runs."""
@@ -47,6 +52,7 @@ class BackgroundLimit:
 
     def on_step(self, background_tokens: int, seconds: float) -> None:
         """A step with so many of them has ended."""
+        self.pause_s = self._pause_after(seconds) if background_tokens else 0.0
         self._last_s.append(seconds)
         self._shortest_s = min(self._shortest_s, sorted(self._last_s)[len(self._last_s) // 2])
         longest_s = max(SHARE_OF_SHORTEST * self._shortest_s, SHARE_OF_TTFT * self._ttft_s)
@@ -57,3 +63,11 @@ class BackgroundLimit:
             self._tokens = max(shrunk, 1.0)
         elif background_tokens >= int(self._tokens):
             self._tokens = min(self._tokens * GROWTH + 1, float(self._max_tokens))
+
+    def _pause_after(self, step_s: float) -> float:
+        """A step that is n times as long as it may be runs for an nth of the time.
+
+        Then n times fewer clients arrive in it, and wait n times as long.
+        """
+        excess = step_s / (SHARE_OF_TTFT * self._ttft_s)
+        return step_s * min(max(excess - 1, 0.0), 1 / MIN_SHARE_OF_TIME - 1)

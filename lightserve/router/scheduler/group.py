@@ -85,7 +85,7 @@ class GroupScheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self.preemption.make_room()
         admitted = {req: self._as_new(req) for req in self._admit(now_s)}
-        if self.queue.num_of_clients or len(self.batch) > self.batch.num_background:
+        if self.has_ready_client:
             self.planner.background.on_client(now_s)
         for step_part in self.parts:
             step_part.begin_step()
@@ -97,6 +97,17 @@ class GroupScheduler:
         if not computes and not planned.transfers and (len(self.batch) or not self._has_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         return GroupStep(planned, self._as_step(planned, admitted))
+
+    @property
+    def has_ready_client(self) -> bool:
+        """Whether a request runs, or waits for room, that is not a background request."""
+        return bool(self.queue.num_of_clients) or len(self.batch) > self.batch.num_background
+
+    @property
+    def has_client(self) -> bool:
+        """Whether there is any request that is not a background request."""
+        is_blocked = self.queue.num_blocked and not all(req.is_background for req in self.queue)
+        return self.has_ready_client or bool(is_blocked)
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
@@ -298,3 +309,14 @@ class GroupScheduler:
         if crashing_request is not None:
             self.drop(crashing_request)
         return crashing_request
+
+
+def background_pause_s(groups: Sequence[GroupScheduler], now_s: float) -> float | None:
+    """How long to wait between the last step and the next one, which has background requests only. None: send it.
+
+    For a while after a client's request, another one may come, and would wait for steps in flight.
+    """
+    if any(group.has_client for group in groups):
+        return None
+    limits = [group.planner.background for group in groups]
+    return max((limit.pause_s for limit in limits if limit.tokens(now_s) is not None), default=None)

@@ -181,8 +181,12 @@ class StepPlanner:
         """While the prompt of a client's request is computed, requests that nobody waits for are left out."""
         if not self._batch.num_background:
             return rows
-        of_clients = self._batch.rows_of_clients(rows)
-        return of_clients if (self._batch.columns.unplanned(of_clients) > 1).any() else rows
+        columns, of_clients = self._batch.columns, self._batch.rows_of_clients(rows)
+        # of a cached prompt, only the last token is computed
+        prefills = (columns.unplanned(of_clients) > 1) | (
+            columns.planned_len[of_clients] < columns.prompt_len[of_clients]
+        )
+        return of_clients if prefills.any() else rows
 
     def _limit_background(
         self, decoding: Int64Array, prompts: list[Req], now_s: float

@@ -14,8 +14,14 @@ from lightserve.messages.step import Step
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
-from lightserve.router.scheduler import Scheduler
-from lightserve.router.scheduler.background import CLIENT_S, FIRST_TOKENS, SHARE_OF_TTFT, BackgroundLimit
+from lightserve.router.scheduler import Scheduler, background_pause_s
+from lightserve.router.scheduler.background import (
+    CLIENT_S,
+    FIRST_TOKENS,
+    MIN_SHARE_OF_TIME,
+    SHARE_OF_TTFT,
+    BackgroundLimit,
+)
 from test.router.scheduler.test_scheduler import Server, counts_of, make, make_req
 
 STEP_S, TOKEN_S = 0.010, 0.001  # what a step of the virtual clock takes, and each of its tokens
@@ -207,24 +213,63 @@ def test_steps_that_cost_nothing_more_are_not_limited() -> None:
     assert limit.tokens(1.0) == 512
 
 
+def test_background_steps_that_are_too_long_run_for_a_part_of_the_time() -> None:
+    limit = BackgroundLimit(max_tokens=512)
+    limit.on_first_token(0.1)
+
+    limit.on_step(4, 0.01)
+    assert limit.pause_s == 0
+    limit.on_step(4, 0.04)
+    assert limit.pause_s == pytest.approx(0.12)
+    limit.on_step(4, 0.4)
+    assert 0.4 / (0.4 + limit.pause_s) == pytest.approx(MIN_SHARE_OF_TIME)
+    limit.on_step(0, 0.4)
+    assert limit.pause_s == 0
+
+
+def test_there_are_pauses_only_while_clients_may_come() -> None:
+    scheduler, server = beside_background(2)
+    assert background_pause_s(scheduler.groups, server.now_s) is None
+    scheduler.add(make_req(100, [5] * 30, max_new_tokens=2))
+    assert background_pause_s(scheduler.groups, server.now_s) is None
+    while 100 in server.next_counts() or scheduler.groups[0].has_client:
+        pass
+
+    assert background_pause_s(scheduler.groups, server.now_s) == 0
+    assert background_pause_s(scheduler.groups, server.now_s + CLIENT_S + 1) is None
+    blocked = make_req(101, [5] * 30, max_new_tokens=2)
+    scheduler.defer(blocked)
+    assert background_pause_s(scheduler.groups, server.now_s) is None
+
+
 class TimedServer(RecordingServer):
     """On a virtual clock. Lines of a batch follow each other."""
 
-    def __init__(self, has_batch: bool) -> None:
+    def __init__(self, costs: tuple[float, float] = (STEP_S, TOKEN_S)) -> None:
+        """``costs``: seconds of a step, and of each of its tokens."""
         super().__init__(make(60_000, batch_max_tokens=512, chunk_size=128, max_running=64))
+        self.num_background = 0  # tokens
+        self._costs = costs
         self._ids = iter(range(1_000_000))
-        self._has_batch = has_batch
+        self._last_end_s = 0.0
 
     def advance(self) -> None:
         """A step. Without one, time passes too."""
-        while self._has_batch and self.scheduler.num_running + self.scheduler.num_waiting < 60:
+        while self.scheduler.num_running + self.scheduler.num_waiting < 60:
             self.scheduler.add(background(number := next(self._ids), [number * 200 + i for i in range(100)], 50))
-        has_run = self.step()
-        self.now_s += self.step_s if has_run else 0.001
+        pause_s = background_pause_s(self.scheduler.groups, self.now_s)
+        if pause_s is not None and self.now_s < self._last_end_s + pause_s:
+            self.now_s += 0.0005
+            return
+        self.step()
+        self.num_background += sum(self.counts.values())
+        self.now_s += self.step_s
+        self._last_end_s = self.now_s
 
     @property
     def step_s(self) -> float:
-        return STEP_S + TOKEN_S * sum(self.counts.values())
+        step_s, token_s = self._costs
+        return step_s + token_s * sum(self.counts.values())
 
     def ttft_s(self, after_s: float) -> float:
         """Of a chat that comes so much later."""
@@ -240,13 +285,19 @@ class TimedServer(RecordingServer):
         return self.now_s - arrives_s
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_chats_beside_a_batch_get_their_first_token_a_tenth_later_at_most(policy: str) -> None:
+# costs where a chat's prompt takes as long as six steps with few tokens, and as one and a half
+CPU, GPU = (0.040, 0.001), (0.008, 2e-5)
+
+
+@pytest.mark.parametrize("costs", [(STEP_S, TOKEN_S), CPU, GPU])
+def test_chats_beside_a_batch_get_their_first_token_a_tenth_later_at_most(costs: tuple[float, float]) -> None:
     rng = random.Random(7)
-    pauses_s = [rng.uniform(0.2, 0.6) for _ in range(60)]
-    server = TimedServer(has_batch=True)
+    pauses_s = [rng.uniform(0.2, 0.6) for _ in range(80)]
+    server = TimedServer(costs)
 
     ttfts_s = [server.ttft_s(pause_s) for pause_s in pauses_s]
 
-    alone_s = STEP_S + CHAT_TOKENS * TOKEN_S
+    alone_s = costs[0] + CHAT_TOKENS * costs[1]
     assert statistics.median(ttfts_s) < 1.1 * alone_s
+    assert statistics.mean(ttfts_s[20:]) < 1.1 * alone_s  # how long steps are is learned first
+    assert server.num_background > 50 * len(pauses_s)  # the batch goes on
