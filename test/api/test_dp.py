@@ -85,6 +85,7 @@ def test_two_engines_give_the_same_text_as_one(two: ServerProcess, expected: lis
     assert found == expected
     names = set(two.processes())
     assert {"ls-dispatcher", "ls-router", "ls-router-1", "ls-worker", "ls-worker-1"} <= names
+    wait_until(lambda: all(f": engine {engine}: " in two.log for engine in (0, 1)))  # lines say which one logs them
     metrics = two.settled_metrics()
     assert metrics["num_requests_running"] == 0
     assert metrics["request_failed_total"] == 0
