@@ -19,7 +19,7 @@ from lightserve.messages.step import NewReq
 from lightserve.router.images.embed_pool import EmbeddedImage, EmbedPool
 from lightserve.router.images.encoders import Connect, Encoders
 from lightserve.router.kv.source import StepPart
-from lightserve.router.observability.stats import ImageFigures, RouterMetrics
+from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
@@ -171,11 +171,18 @@ class ImageWaits(StepPart):
                 message = EncodeImage(item.digest, item.height, item.width, image.arena_rows, data, item.frames)
                 self._encoders.send(image.encoder, message)
 
-    def report(self, metrics: RouterMetrics) -> None:
-        pool, waiting = self.pool, self.num_waiting
-        metrics.set_images(
-            ImageFigures(self.hits, self.num_refused, waiting, self.num_encoded, pool.num_evicted, pool.used_rows)
-        )
+    def figures(self) -> Figures:
+        by_label = {
+            "image_hits_total": self.hits,
+            "image_refused_total": self.num_refused,
+            "images_waiting": self.num_waiting,
+        }
+        return {
+            **{(name, label): count for name, counts in by_label.items() for label, count in counts.items()},
+            "images_encoded_total": self.num_encoded,
+            "images_evicted_total": self.pool.num_evicted,
+            "image_rows_used": self.pool.used_rows,
+        }
 
     @property
     def num_waiting(self) -> dict[str, int]:

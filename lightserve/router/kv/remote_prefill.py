@@ -19,7 +19,7 @@ from lightserve.router.kv.pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv.pool_listener import PoolListener
 from lightserve.router.kv.radix_cache import Ids, have_common_prefix
 from lightserve.router.kv.source import Activity, KvReceiverHandle, KvSource, KvTransfers, KvWorkers, LoadContext
-from lightserve.router.observability.stats import RouterMetrics
+from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
@@ -181,12 +181,14 @@ class RemoteKvSource(KvSource, PoolListener):
         for container in (*containers, self._cancelled, self._declined):
             container.clear()
 
-    def report(self, metrics: RouterMetrics) -> None:
-        metrics.values["kv_transfer_requests_waiting"] = self.num_waiting
-        metrics.values["kv_transfer_waited_tokens_total"] = self.num_wanted
-        metrics.values["kv_transfer_received_tokens_total"] = self.num_received
-        metrics.values["kv_transfer_given_up_tokens_total"] = self.num_given_up
-        metrics.values["kv_transfer_recomputed_tokens_total"] = self.num_recomputed
+    def figures(self) -> Figures:
+        return {
+            "kv_transfer_requests_waiting": self.num_waiting,
+            "kv_transfer_waited_tokens_total": self.num_wanted,
+            "kv_transfer_received_tokens_total": self.num_received,
+            "kv_transfer_given_up_tokens_total": self.num_given_up,
+            "kv_transfer_recomputed_tokens_total": self.num_recomputed,
+        }
 
     def _ask_for(self, req: Req, cached: int, context: LoadContext) -> Wait | None:
         """Have a prefill engine compute the prompt, if one was offered and it is worth it."""

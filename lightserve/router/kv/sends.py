@@ -9,7 +9,7 @@ from lightserve.messages.cluster import KvTarget
 from lightserve.messages.step import KvSend
 from lightserve.router.kv.group_pools import KvGroupPools
 from lightserve.router.kv.source import Activity, KvTransfers, StepPart
-from lightserve.router.observability.stats import RouterMetrics
+from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 
 
@@ -46,8 +46,8 @@ class KvSends(StepPart):
         """All requests are dropped."""
         self._pending.clear()
 
-    def report(self, metrics: RouterMetrics) -> None:
-        metrics.values["kv_transfer_sent_tokens_total"] = self.num_sent
+    def figures(self) -> Figures:
+        return {"kv_transfer_sent_tokens_total": self.num_sent}
 
     def _next_send(self, pending: PendingSend) -> list[KvSend]:
         """The blocks that are planned and not sent yet."""

@@ -16,7 +16,7 @@ from lightserve.messages.cluster import KvCancel
 from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.kv.tiers.storage import StorageClient
-from lightserve.router.observability.stats import RouterMetrics
+from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
@@ -73,8 +73,9 @@ class StepPart:
     def drop(self, req: Req) -> None:
         """The request has ended, or goes on in another engine."""
 
-    def report(self, metrics: RouterMetrics) -> None:
-        """Set the present values of its metrics."""
+    def figures(self) -> Figures:
+        """The present values of its metrics. Those of all attention groups are added up."""
+        return {}
 
 
 class KvReceiverHandle(Protocol):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.metrics import Recorder, add_http_counts
 from lightserve.messages.output import MetricsSnapshot
@@ -12,15 +11,7 @@ from lightserve.messages.request import HttpCounts
 from lightserve.messages.step import DraftColumns
 
 
-class ImageFigures(NamedTuple):
-    """What has become of the images of requests."""
-
-    hits: dict[str, int]  # by kind
-    refused: dict[str, int]  # by reason
-    waiting: dict[str, int]  # by stage
-    num_encoded: int
-    num_evicted: int
-    used_rows: int
+Figures = Mapping[str | tuple[str, str], float]  # values by metric, or by metric and label
 
 
 class RouterMetrics:
@@ -144,10 +135,17 @@ class RouterMetrics:
             self._recorder.labelled["attention_group_requests_running"][str(group)] = running
             self._recorder.labelled["attention_group_kv_used_tokens"][str(group)] = used_tokens
 
-    def set_tier(self, tier: str, values: dict[str, float]) -> None:
-        """Present values of the metrics ``kv_tier_...`` of one tier."""
-        for name, value in values.items():
-            self._recorder.labelled[f"kv_tier_{name}"][tier] = value
+    def set_figures(self, parts: Iterable[Figures]) -> None:
+        """The sums of these present values."""
+        total: Counter[str | tuple[str, str]] = Counter()
+        for figures in parts:
+            total.update(figures)
+        for metric, value in total.items():
+            if isinstance(metric, str):
+                self.values[metric] = value
+            else:
+                name, label = metric
+                self._recorder.labelled[name][label] = value
 
     def encoded(self, seconds: Mapping[str, float]) -> None:
         """The encoder has done with an image. ``seconds`` by stage; 0: it did not come so far."""
@@ -161,15 +159,6 @@ class RouterMetrics:
     def http_process_lost(self, process: int) -> None:
         self.values["http_process_restarts_total"] += 1
         self._recorder.set_fetching(process, 0)
-
-    def set_images(self, images: ImageFigures) -> None:
-        for kind, count in images.hits.items():
-            self._recorder.labelled["image_hits_total"][kind] = count
-        self._recorder.labelled["image_refused_total"].update(images.refused)
-        self._recorder.labelled["images_waiting"].update(images.waiting)
-        self.values["images_encoded_total"] = images.num_encoded
-        self.values["images_evicted_total"] = images.num_evicted
-        self.values["image_rows_used"] = images.used_rows
 
     def snapshot(self) -> MetricsSnapshot:
         return self._recorder.snapshot()

@@ -24,7 +24,7 @@ from lightserve.router.kv.tiers.group_blocks import LoadPlan, PrefixBlocks
 from lightserve.router.kv.tiers.load_or_recompute import LoadOrRecompute, Rate
 from lightserve.router.kv.tiers.offload_queue import OffloadQueue
 from lightserve.router.kv.tiers.storage import StorageTiers
-from lightserve.router.observability.stats import RouterMetrics
+from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
@@ -160,9 +160,9 @@ class KvTiers(KvSource, PoolListener):
         self.num_loaded += load.tokens if is_valid else 0
         load.wait.end()
 
-    def report(self, metrics: RouterMetrics) -> None:
-        for tier, values in self.metrics().items():
-            metrics.set_tier(tier, values)
+    def figures(self) -> Figures:
+        tiers = self.metrics()
+        return {(f"kv_tier_{name}", tier): value for tier in tiers for name, value in tiers[tier].items()}
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """By tier."""
