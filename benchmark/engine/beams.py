@@ -88,6 +88,9 @@ class BatchOnly:
         self._tokens = NullWorker(0.0)
         self._decode_step, self._decode_result = make_decode(Step), make_decode(StepResult)
 
+    def kv_workers(self, group: int) -> BatchOnly:
+        return self
+
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         with self._timed("plan_s"):
             command = encode(step)

@@ -231,8 +231,6 @@ TABLE = (
     Conflict(WEIGHTS_DIR, GATEWAY, "a gateway has no weights", "set it on the engines"),
     Conflict(ROUTED_EXPERTS, OFFLINE, "requests of a server return them", "start a server"),
     # attention groups
-    _not_built(ATTENTION_DP, KV_RAM, "attention groups have no KV tiers yet", "leave out --kv_ram_gb"),
-    _not_built(ATTENTION_DP, ROLES, "attention groups do not send or receive KV yet", "start engines without roles"),
     _not_built(ATTENTION_DP, POOLING, "attention groups generate text", "use --tp and --ep alone"),
     # adapters
     Conflict(MERGE_LORA, DUMMY, "there are no weights to merge it into", "leave out --load_format dummy"),

@@ -368,6 +368,11 @@ class WorkerConfig:
         return self.tp // self.num_groups
 
     @property
+    def ranks_per_group(self) -> int:
+        """Ranks that compute the same requests, and have a part of their KV each. Their numbers are consecutive."""
+        return self.attention_tp * self.pp
+
+    @property
     def answering_ranks(self) -> list[int]:
         """The ranks that return the tokens of a step: the first one of the last stage, in each attention group."""
         return [(group * self.pp + self.pp - 1) * self.attention_tp for group in range(self.num_groups)]

@@ -100,7 +100,7 @@ class KvIdentity(msgspec.Struct, frozen=True):
     Engines send each other KV, and find what others have stored, only if all of it is the same.
     """
 
-    tp: int
+    tp: int  # ranks of a stage that compute the same requests
     pp: int
     version: str  # of LightServe: of its kernels, and of the format of a block
     model: str  # digest of the configuration of the model, and of the angles of positions that --max_req_total_len sets

@@ -58,10 +58,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
     _enable_images(child_config, groups[0])
-    if child_config.role == "decode":
-        groups[0].add_source(RemoteKvSource(groups[0].pool, outbox.send))
-    if engine.cpu_kv is not None:
-        groups[0].add_source(KvTiers(groups[0].pool, engine.cpu_kv, await kv_identity(config, engine)))
+    identity = await kv_identity(config, engine)
+    for group in groups:
+        if child_config.role == "decode":
+            group.add_source(RemoteKvSource(group.pool, outbox.send))
+        if engine.cpu_kv is not None:
+            group.add_source(KvTiers(group.pool, engine.cpu_kv, identity))
     scheduler = Scheduler(*groups)
 
     async def connect(generation: int) -> RpycModelClient:

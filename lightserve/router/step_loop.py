@@ -65,8 +65,9 @@ class StepLoop:
         return (source for group in self._scheduler.groups for source in group.sources)
 
     def _connect_sources(self) -> None:
-        for source in self._sources:
-            source.connect(self._model, self.wake)
+        for number, group in enumerate(self._scheduler.groups):
+            for source in group.sources:
+                source.connect(self._model.kv_workers(number), self.wake)
 
     async def run(self) -> None:
         """Keep up to ``pipeline_depth`` steps in flight, so that the workers never wait."""
@@ -252,8 +253,9 @@ class StepLoop:
         sending_s = time.monotonic() - now
         self._in_flight.append(InFlightStep(now, kind, result, prompt_tokens, sending_s))
         self._output_processor.metrics.step(tokens)
-        for source in self._sources:
-            source.on_sent(step, self._model)
+        for number, (group, group_step) in enumerate(zip(self._scheduler.groups, step.groups or [step], strict=True)):
+            for source in group.sources:
+                source.on_sent(group_step, self._model.kv_workers(number))
 
     def _process_result(self) -> bool:
         """Process the result of the oldest step in flight. Returns False if it is not back."""

@@ -53,7 +53,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             if child_config.config.http.enable_rl:
                 worker.add_trainer_calls(config)
             if child_config.role != "normal":
-                worker.add_kv_transfer(_transfer_args(child_config))
+                worker.add_kv_transfer(_transfer_args(child_config, parallel))
         if child_config.arena_fd is not None:
             worker.enable_images(mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size))
         link = worker.model.hidden_state_link
@@ -93,14 +93,14 @@ def _gpu_for_peers(child_config: ChildConfig, platform: Any) -> Any:
     return device if platform.traits(device).reads_peers else None
 
 
-def _transfer_args(child_config: ChildConfig) -> Any:
+def _transfer_args(child_config: ChildConfig, parallel: Parallel) -> Any:
     from lightserve.worker.kv.transfer.transfer import KvTransferArgs
 
-    rank, cluster = child_config.index, child_config.config.cluster
-    address, keys = child_config.kv_address(rank, child_config.generation), cluster.cluster_keys
+    cluster = child_config.config.cluster
+    address, keys = child_config.kv_address(child_config.index, child_config.generation), cluster.cluster_keys
     secret = b"" if keys is None else read_kv_secret(keys)
     tls = read_kv_certificate(keys) if keys is not None and cluster.cluster_tls else None
-    return KvTransferArgs(child_config.role, address, secret, rank, tls, cluster.kv_transport)
+    return KvTransferArgs(child_config.role, address, secret, parallel.rank_in_group, tls, cluster.kv_transport)
 
 
 def _profiler(

@@ -129,8 +129,8 @@ class ModelWorker:
                 config, self.model.mem_manager, self._platform, self._parallel, num_engines
             )
 
-        rank = self._parallel.pp.rank * config.tp + self._parallel.tp.rank
-        self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_engines)
+        rank, num_writers = self._parallel.rank_in_group, num_engines * config.num_groups
+        self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_writers)
 
     def add_trainer_calls(self, config: WorkerConfig) -> None:
         """Let a trainer replace the weights, and use the memory of the KV cache."""
@@ -323,7 +323,7 @@ class ModelWorker:
         """
         get_result = self._launch(step)
         if self.kv_transfer.sender is not None:
-            for send in step.sends:
+            for send in self._of_group(step).sends:
                 self.kv_transfer.sender.push(send)
         return get_result
 
@@ -331,8 +331,7 @@ class ModelWorker:
         self._platform.set_current(self._device)
         self._batch.apply(self._collector.take_updates())
         group_tokens = tuple(group.num_tokens for group in step.groups)
-        if step.groups:
-            step = step.groups[self._parallel.dp.rank]
+        step = self._of_group(step)
         self._update_batch(step)
         if not step.num_rows:
             self._runner.run_empty(group_tokens)
@@ -364,6 +363,10 @@ class ModelWorker:
         sampled = self._batch.take_sampled(packed)
         proposals = self._drafts.propose_next(sampled, step.next_drafts)
         return self._collector.add(PendingStep(tokens, sampled, logprobs, proposals=proposals))
+
+    def _of_group(self, step: Step) -> Step:
+        """What this rank computes of a step, with the other ranks of its attention group."""
+        return step.groups[self._parallel.dp.rank] if step.groups else step
 
     def _launch_drafts(
         self, packed: PackedStep, out: StepOut, plan: SamplingPlan, masks: StepMasks | None, next_drafts: int

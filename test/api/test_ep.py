@@ -115,8 +115,10 @@ def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_groups(model_dir: str, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("two")
     flags = (*FLAGS, "--model_dir", model_dir, *GROUPS, "--lora_dir", str(adapters), "--max_loras", "2")
-    with running_server(tmp_path_factory.mktemp("two") / "log", *flags) as server:
+    tiers = ("--kv_ram_gb", "0.05", "--kv_disk_gb", "0.1", "--kv_disk_dir", str(folder / "kv"))
+    with running_server(folder / "log", *flags, *tiers) as server:
         yield server
 
 
@@ -221,6 +223,62 @@ def test_adapters_give_the_text_of_one_rank_although_a_rank_of_a_group_dies(
 
     assert found == expected * 2
     wait_until(restarted(two_groups, int(restarts) + 1))
+
+
+def test_prefixes_that_both_groups_evict_come_back_from_tiers_also_after_a_rank_died(
+    two_groups: ServerProcess, model_dir: str
+) -> None:
+    """Each pool holds nine of these prompts."""
+    llm = LLM(model_dir, device="cpu", max_total_token_num=2048)
+    requests = [body(200 + number, 200, temperature=0, max_tokens=8) for number in range(26)]
+    prompts = [request["prompt"] for request in requests]
+    expected = [one.token_ids for one in llm.generate(prompts, temperature=0, max_new_tokens=8, ignore_eos=True)]
+
+    def ask_all() -> list[list[int]]:
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(Clients(two_groups).answer, requests))
+
+    def ask_until(tier: str) -> None:
+        """On a loaded machine a load may be late, and the prompt is computed."""
+        before = two_groups.settled_metrics()[f"kv_tier_hits_total/{tier}"]
+        for _ in range(20):
+            assert ask_all() == expected
+            if two_groups.settled_metrics()[f"kv_tier_hits_total/{tier}"] > before + 256:
+                return
+        raise AssertionError(f"nothing came back from {tier}")
+
+    ask_until("ram")
+    restarts = two_groups.metrics()["worker_restarts_total"]
+    kill_worker(two_groups, "ls-worker-1")
+    ask_until("disk")
+
+    wait_until(restarted(two_groups, int(restarts) + 1))
+    assert two_groups.settled_metrics()["kv_tier_errors_total/disk"] == 0
+
+
+@pytest.mark.long  # four workers; test_disaggregation.py has roles without groups
+def test_groups_with_roles_give_the_text_of_one_rank_although_a_worker_dies(model_dir: str, tmp_path: Path) -> None:
+    llm = LLM(model_dir, device="cpu", max_total_token_num=2048)
+    requests = [body(number, 150 + number, temperature=0) for number in range(8)]
+    prompts = [request["prompt"] for request in requests]
+    expected = [one.token_ids for one in llm.generate(prompts, temperature=0, max_new_tokens=60, ignore_eos=True)]
+    roles = ("--dp", "2", "--roles", "prefill,decode", "--min_remote_prefill_tokens", "64")
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", model_dir, *GROUPS, *roles) as server:
+        clients = Clients(server)
+        with ThreadPoolExecutor(len(requests)) as threads:
+            assert list(threads.map(clients.answer, requests)) == expected
+            before = server.settled_metrics()
+            events = clients.events
+            waiting = [threads.submit(clients.answer, request | {"cache_salt": "again"}) for request in requests]
+            wait_until(lambda: clients.events > events + 40)
+            kill_worker(server, "ls-worker-1")
+            assert [one.result() for one in waiting] == expected
+
+        assert before["kv_transfer_received_tokens_total"] >= 64 * len(requests)
+        assert before["kv_transfer_sent_tokens_total"] == before["kv_transfer_received_tokens_total"]
+        assert before["kv_transfer_given_up_tokens_total"] == before["kv_transfer_recomputed_tokens_total"] == 0
+        wait_until(lambda: server.metrics()["kv_used_tokens"] == 0)
+        assert server.stop() == 0
 
 
 @pytest.mark.long  # test_nodes.py has ranks of one group on two nodes

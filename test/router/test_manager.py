@@ -36,6 +36,7 @@ from lightserve.router.chunk_boundaries import ChunkBoundaries
 from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.images.sight import PromptSight
 from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.source import KvWorkers
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.manager import RouterManager
 from lightserve.router.observability.stats import ThroughputLog
@@ -86,6 +87,9 @@ class FakeModel:
 
     storage_tiers = None
     kv_receiver = None
+
+    def kv_workers(self, group: int) -> KvWorkers:
+        return self
 
     def close(self) -> None: ...
 

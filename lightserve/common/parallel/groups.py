@@ -153,7 +153,12 @@ class Parallel:
     @property
     def rank(self) -> int:
         """Among all ranks: see ParallelSizes."""
-        return (self.dp.rank * self.pp.size + self.pp.rank) * self.tp.size + self.tp.rank
+        return self.dp.rank * self.pp.size * self.tp.size + self.rank_in_group
+
+    @property
+    def rank_in_group(self) -> int:
+        """Among the ranks that compute the same requests: it says which part of their KV this rank has."""
+        return self.pp.rank * self.tp.size + self.tp.rank
 
     def with_ordered_sums(self) -> Parallel:
         """For a row's result not to depend on the rows beside it."""

@@ -94,7 +94,7 @@ class StartedKvReceiver(KvReceiverHandle, Protocol):
 
 
 class KvWorkers(WorkerCaller, Protocol):
-    """The workers, as far as sources need them."""
+    """The workers of an attention group, as far as the sources of its KV need them."""
 
     @property
     def storage_tiers(self) -> StorageClient | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.metrics import Recorder, add_http_counts
 from lightserve.messages.output import MetricsSnapshot
 from lightserve.messages.request import HttpCounts
 from lightserve.messages.step import DraftColumns
-
 
 Figures = Mapping[str | tuple[str, str], float]  # values by metric, or by metric and label
 

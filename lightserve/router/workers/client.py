@@ -9,7 +9,16 @@ from typing import Any, Protocol, TypeVar
 
 from lightserve.errors import WorkerDiedError
 from lightserve.ipc.codec import encode
-from lightserve.ipc.worker_calls import CANCEL_RECEIVE, FETCH_KV, FLUSH_KV, LOOKUP_KV, RECEIVE_KV, RUN, WorkerCall
+from lightserve.ipc.worker_calls import (
+    CANCEL_RECEIVE,
+    FETCH_KV,
+    FLUSH_KV,
+    LOOKUP_KV,
+    RECEIVE_KV,
+    RUN,
+    WorkerCall,
+    WorkerCaller,
+)
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup, KvReceived
 from lightserve.router.kv.source import KvWorkers
@@ -25,19 +34,20 @@ Reply = TypeVar("Reply")
 class KvReceiverClient:
     """Every rank has a call open, which returns when it has ended a transfer. A transfer ends when all ranks have."""
 
-    def __init__(self, calls: RankCalls, addresses: list[str]) -> None:
-        """``addresses`` of the workers, by rank."""
+    def __init__(self, calls: RankCalls, addresses: list[str], ranks: Sequence[int]) -> None:
+        """``addresses`` of the workers that receive together: these ``ranks``, in their order."""
         self.addresses = addresses
+        self._ranks = ranks
         self.on_received: Callable[[KvReceived], None] = lambda _: None
         self._calls = calls
         self._ended: dict[int, list[int]] = {}  # by transfer: blocks that have come, of each rank that has ended it
 
     def start(self) -> None:
-        for rank in range(len(self.addresses)):
+        for rank in self._ranks:
             self._wait(rank)
 
     def cancel(self, transfer_id: int) -> None:
-        self._calls.call(CANCEL_RECEIVE, transfer_id)
+        self._calls.call(CANCEL_RECEIVE, transfer_id, ranks=self._ranks)
 
     def _wait(self, rank: int) -> None:
         self._calls.call(RECEIVE_KV, None, ranks=[rank]).add_done_callback(partial(self._on_reply, rank))
@@ -53,12 +63,12 @@ class KvReceiverClient:
         for ended in received:
             counts = self._ended.setdefault(ended.transfer_id, [])
             counts.append(ended.num_blocks)
-            if len(counts) == len(self.addresses):
+            if len(counts) == len(self._ranks):
                 del self._ended[ended.transfer_id]
                 self.on_received(KvReceived(ended.transfer_id, min(counts)))
 
 
-class ModelClient(KvWorkers, Protocol):
+class ModelClient(WorkerCaller, Protocol):
     """Runs steps in the order in which they are given; several may be in flight."""
 
     @property
@@ -66,6 +76,9 @@ class ModelClient(KvWorkers, Protocol):
         """A worker died. The steps in flight fail with WorkerDiedError."""
 
     def run(self, step: Step) -> asyncio.Future[StepResult]: ...
+
+    def kv_workers(self, group: int) -> KvWorkers:
+        """Those of an attention group: each has KV of its own."""
 
     def serves(self, call: WorkerCall[Any, Any]) -> bool:
         """Whether the workers have a handler for a call."""
@@ -94,6 +107,7 @@ class RpycModelClient:
         answering_ranks: Sequence[int] = (0,),
         kv_addresses: Sequence[str] = (),
     ) -> None:
+        """``answering_ranks``: one of each attention group. ``kv_addresses``: by rank; empty: no KV is received."""
         self.is_lost = False
         self._answering_ranks = answering_ranks
         self._on_restart = on_restart
@@ -103,8 +117,9 @@ class RpycModelClient:
         for rank, (_, fileno, _) in enumerate(self._ranks):
             self._loop.add_reader(fileno, self._read, rank)
         self._calls = RankCalls({name: ranks for name, ranks in connections.items() if name != RUN.name})
-        self.storage_tiers = StorageCalls(self._calls) if self.serves(LOOKUP_KV) else None
-        self.kv_receiver = KvReceiverClient(self._calls, list(kv_addresses)) if kv_addresses else None
+        per_group = len(self._ranks) // len(answering_ranks)
+        firsts = range(0, len(self._ranks), per_group)
+        self._groups = [GroupWorkers(self._calls, range(at, at + per_group), kv_addresses) for at in firsts]
 
     @classmethod
     async def connect(
@@ -116,6 +131,9 @@ class RpycModelClient:
     ) -> RpycModelClient:
         """Raises OSError or EOFError if a worker is lost, or does not answer in time."""
         return cls(await connect_ranks(socket_paths), on_restart, answering_ranks, kv_addresses)
+
+    def kv_workers(self, group: int) -> KvWorkers:
+        return self._groups[group]
 
     def serves(self, call: WorkerCall[Any, Any]) -> bool:
         return self._calls.serves(call)
@@ -176,17 +194,34 @@ class RpycModelClient:
                 future.exception()  # marks it as retrieved: not every future is awaited
 
 
+class GroupWorkers:
+    """The ranks of an attention group, as the sources of its KV see them: see KvWorkers."""
+
+    def __init__(self, calls: RankCalls, ranks: Sequence[int], kv_addresses: Sequence[str]) -> None:
+        """``kv_addresses``: of all ranks of the model, or none."""
+        self._calls = calls
+        self._ranks = ranks
+        addresses = [kv_addresses[rank] for rank in ranks] if kv_addresses else []
+        self.storage_tiers = StorageCalls(self) if calls.serves(LOOKUP_KV) else None
+        self.kv_receiver = KvReceiverClient(calls, addresses, ranks) if addresses else None
+
+    def call(
+        self, call: WorkerCall[Request, Reply], request: Request, timeout_s: float | None = None
+    ) -> asyncio.Future[Reply | None]:
+        return self._calls.call(call, request, timeout_s, self._ranks)
+
+
 class StorageCalls:
     """See StorageClient."""
 
-    def __init__(self, calls: RankCalls) -> None:
-        self._calls = calls
+    def __init__(self, workers: WorkerCaller) -> None:
+        self._workers = workers
 
     def lookup(self, command: KvLookup) -> asyncio.Future[list[int] | None]:
-        return self._calls.call(LOOKUP_KV, command)
+        return self._workers.call(LOOKUP_KV, command)
 
     def fetch(self, command: KvFetch) -> asyncio.Future[KvFetched | None]:
-        return self._calls.call(FETCH_KV, command)
+        return self._workers.call(FETCH_KV, command)
 
     def flush(self, command: KvFlush) -> asyncio.Future[KvFlushed | None]:
-        return self._calls.call(FLUSH_KV, command)
+        return self._workers.call(FLUSH_KV, command)

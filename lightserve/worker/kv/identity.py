@@ -20,7 +20,7 @@ def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str
     max_len = model.req_manager.max_len
     factors = [None if spec.rope is None else spec.rope.factors(max_len) for spec in model.layer_specs]
     return KvIdentity(
-        config.tp,
+        config.attention_tp,
         config.pp,
         __version__,
         _digest(config_digest(model.config.hf), factors, config.packed_input_bits),

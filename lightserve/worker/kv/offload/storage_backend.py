@@ -83,13 +83,17 @@ class StorageBackend:
 def make_storage_backend(
     config: WorkerConfig, host: CpuOffload | None, kv_identity: KvIdentity, rank: int, num_engines: int
 ) -> StorageBackend | None:
-    """None without a tier below host memory. The weights are part of the router's keys."""
+    """None without a tier below host memory. The weights are part of the router's keys.
+
+    ``rank``: among those that compute the same requests. ``num_engines`` and their attention groups share the stores.
+    """
     if host is None or not config.storage_tiers:
         return None
     identity = rank_identity(kv_identity, rank, host.num_pools)
     stores: list[BlockStore] = []
     if config.kv_disk_gb and config.kv_disk_dir is not None:
-        share, group = int(config.kv_disk_gb * 2**30 / config.num_ranks), f"ranks{config.num_ranks}.{rank}"
+        num_ranks = config.ranks_per_group
+        share, group = int(config.kv_disk_gb * 2**30 / num_ranks), f"ranks{num_ranks}.{rank}"
         stores.append(DiskStore(Path(config.kv_disk_dir), group, share, identity, num_engines))
     if config.kv_remote is not None:
         stores.append(RedisStore(config.kv_remote, identity))

@@ -254,7 +254,7 @@ class KvTransferArgs(NamedTuple):
     role: str
     address: str  # where a decode engine receives
     secret: bytes  # of the cluster, if KV goes over TCP
-    rank: int
+    rank: int  # among those that have a part of the same KV
     tls: PeerContexts | None = None  # None: it is not encrypted
     transport: str = "sockets"
 
