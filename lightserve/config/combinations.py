@@ -185,7 +185,7 @@ KV_DTYPE = Feature("kv_dtype", _kv_dtype)
 LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a {} model")
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
-STATES, DRAFTED_STATES = Feature("states", _states), Feature("drafted_states", _drafted_states)
+DRAFTED_STATES = Feature("drafted_states", _drafted_states)
 NO_STATES = _model("no_states", lambda model: not model.has_states, "a {} model")
 TRANSFORMERS = _model("transformers", lambda model: model.is_of_transformers, "a {} model run by transformers")
 PACKED_INPUT = _set("worker", "packed_input_bits")
@@ -286,7 +286,6 @@ TABLE = (
     Conflict(
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
     ),
-    _not_built(ROLES, STATES, "states cannot be sent", "start engines without roles"),
     # images
     _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
     _not_built(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),

@@ -80,7 +80,7 @@ class KvSend(msgspec.Struct, frozen=True, array_like=True):
     transfer_id: int
     addresses: list[str]  # of the workers there, by rank
     first: int  # number of the first block among those of the transfer that are of this pool
-    slots: Int32s  # block after block
+    slots: Int32s  # as in KvStore
     pool: int = 0  # 0: of all tokens; those of KV groups follow
 
 
@@ -90,7 +90,7 @@ class KvRecv(msgspec.Struct, frozen=True, array_like=True):
     transfer_id: int
     slots: Int32s  # of all tokens, block after block
     timeout_s: float  # then the transfer ends with what has come
-    group_slots: list[Int32s] = []  # the same, of each KV group
+    group_slots: list[Int32s] = []  # of each KV group, as in KvStore
 
 
 class LoraPlace(msgspec.Struct, frozen=True, array_like=True):

@@ -151,7 +151,7 @@ class ModelWorker:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise RuntimeError("a role of a pooling model passed the table of combinations")
-        identity = rank_identity(self.kv_identity, args.rank, 1 + len(self.model.mem_manager.group_sizes))
+        identity = rank_identity(self.kv_identity, args.rank, 1 + len(self.kv_groups))
         self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from test.api.server import STOP_S, ServerProcess, running_server, start_server
 from test.api.test_dp import BACK_S, get
 from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
+from test.hybrid_model import save_hybrid_model
 from test.ports import free_port
 from test.waiting import wait_until
 from test.worker.kv.test_kv_transfer import NEEDS
@@ -279,9 +280,21 @@ def end(server: ServerProcess) -> None:
     server.process.wait(STOP_S)
 
 
+def windowed(folder: Path) -> tuple[str, tuple[str, ...], str]:
+    """The model, flags of its KV group, and the name of the group in metrics."""
+    return save_windowed_model("gemma3_text", folder), ("--max_windowed_token_num", "1000"), "sliding_window_16"
+
+
+def recurrent(folder: Path) -> tuple[str, tuple[str, ...], str]:
+    return save_hybrid_model(folder)[0], ("--max_state_rows", "40"), "state"
+
+
 @pytest.mark.tp
-def test_windows_of_prompts_come_with_their_kv_also_if_the_prefill_worker_dies(tmp_path: Path) -> None:
-    folder = save_windowed_model("gemma3_text", tmp_path)
+@pytest.mark.parametrize("make_model", [windowed, recurrent])
+def test_kv_groups_of_prompts_come_with_their_kv_also_if_the_prefill_worker_dies(
+    tmp_path: Path, make_model: Callable[[Path], tuple[str, tuple[str, ...], str]]
+) -> None:
+    folder, group_flags, group = make_model(tmp_path)
     prompts = [windowed_prompt(300 + number, seed=number) for number in range(6)]
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     texts = [one.text for one in make_windowed(folder, 0).generate(prompts * 2, **options)]
@@ -289,7 +302,7 @@ def test_windows_of_prompts_come_with_their_kv_also_if_the_prefill_worker_dies(t
         {"prompt": ids, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True} for ids in prompts
     ]
     flags = ("--dp", "2", "--roles", "prefill,decode", "--min_remote_prefill_tokens", "128")
-    pools = ("--max_total_token_num", "4096", "--max_windowed_token_num", "1000", "--dtype", "float32")
+    pools = ("--max_total_token_num", "4096", "--dtype", "float32", *group_flags)
 
     with running_server(tmp_path / "log", "--model_dir", folder, "--device", "cpu", *pools, *flags) as server:
         with clients_of(server) as clients:
@@ -307,4 +320,4 @@ def test_windows_of_prompts_come_with_their_kv_also_if_the_prefill_worker_dies(t
         metrics = server.settled_metrics()
         assert metrics["kv_transfer_given_up_tokens_total"] > 0
         assert metrics["kv_transfer_recomputed_tokens_total"] == metrics["kv_used_tokens"] == 0
-        assert metrics["kv_group_used_slots/sliding_window_16"] == 0
+        assert metrics[f"kv_group_used_slots/{group}"] == 0

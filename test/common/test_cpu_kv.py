@@ -37,9 +37,12 @@ LAYOUTS = {
 }
 
 
-def filled(layout: KvLayout, device: torch.device, group_sizes: tuple[int, ...] = ()) -> MemoryManager:
-    memory = MemoryManager(SIZE, layout, device, group_sizes)
-    for buffer in (*memory.buffers, *memory.scale_buffers.values()):
+def filled(
+    layout: KvLayout, device: torch.device, group_sizes: tuple[int, ...] = (), state_rows: int = 0
+) -> MemoryManager:
+    memory = MemoryManager(SIZE, layout, device, group_sizes, state_rows)
+    states = (rows for group in memory.state_buffers for rows in group)
+    for buffer in (*memory.buffers, *memory.scale_buffers.values(), *states):
         words = buffer.view(torch.uint8)
         words.copy_(torch.randint(0, 256, words.shape, dtype=torch.uint8, device="cpu"))
     return memory

@@ -32,7 +32,6 @@ TITLES = {
     "latent_attention": "a model with latent attention",
     "no_experts": "a model without experts",
     "no_windows": "a model without sliding windows",
-    "states": "a model with recurrent layers",
     "no_states": "a model without recurrent layers",
     "transformers": "a model that transformers runs",
     "images": "images (`--limit_mm_per_prompt`)",

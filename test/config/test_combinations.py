@@ -222,9 +222,7 @@ def refusal(line: list[str]) -> str | None:
 
 
 # features that combine with all others: no row has them
-FREE = [
-    Feature(name, lambda setup: "") for name in ("more_than_two_ranks", "enable_rl", "weights_dir", "windowed_pool")
-]
+FREE = [Feature(name, lambda setup: "") for name in ("more_than_two_ranks", "enable_rl", "states", "windowed_pool")]
 SERVER_FEATURES = [*(feature for feature in FEATURES if feature is not OFFLINE), *FREE]
 
 

@@ -13,6 +13,8 @@ from itertools import accumulate
 from lightserve.messages.block_hash import BLOCK_TOKENS, KEY_BYTES
 from lightserve.messages.int_arrays import Int32s, int32s
 from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step
+from lightserve.router.kv.sliding_window import SlidingWindowPool
+from lightserve.router.kv.state_pool import StatePool
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.router.scheduler import Scheduler
 from test.router.processing import StepOuts
@@ -46,6 +48,7 @@ class EngineWorker(KvWorker):
         self.recvs: dict[int, KvRecv] = {}  # by transfer
         self.wanted: dict[int, Prefixes] = {}  # by transfer: what another engine wants
         self.num_sent: dict[int, int] = {}  # blocks, by transfer
+        self.num_group_sends = 0
         self._scheduler = scheduler
         self._blocks = blocks
         self._adapters: dict[int, int] = {}  # by slot on the device
@@ -58,7 +61,8 @@ class EngineWorker(KvWorker):
         for load in step.loads:
             self._fill(load, [None] * len(load.slots))
         for recv in step.recvs:
-            self._write_slots(recv.slots, [None] * len(recv.slots))
+            for kv, slots in self._pools_of(recv):
+                _write(kv, slots, [None] * len(slots))
         self.loads |= {load.load_id: load for load in step.loads}
         self.recvs |= {recv.transfer_id: recv for recv in step.recvs}
         outs = super().run(step)
@@ -75,10 +79,34 @@ class EngineWorker(KvWorker):
         if is_valid:
             self._fill(load, [prefix for block in load.blocks.tolist() for prefix in self.host[block]])
 
-    def receive(self, transfer_id: int, prefixes: Prefixes) -> None:
-        """The first of its blocks have come. Nothing more does."""
-        slots = self.recvs.pop(transfer_id).slots
-        self._write_slots(slots[: len(prefixes)], prefixes)
+    def num_coming(self, transfer_id: int) -> int:
+        """Blocks of all pools."""
+        recv = self.recvs[transfer_id]
+        per_block = [BLOCK_TOKENS, *(self._slots_of_block(number) for number in range(len(recv.group_slots)))]
+        return sum(len(slots) // count for slots, count in zip((recv.slots, *recv.group_slots), per_block, strict=True))
+
+    def receive(self, transfer_id: int, prompt: Prefixes, begin: int, num_blocks: int) -> None:
+        """So many of its first blocks have come, behind ``begin`` tokens of the prompt. Nothing more does."""
+        is_whole = num_blocks == self.num_coming(transfer_id)
+        recv = self.recvs.pop(transfer_id)
+        end = begin + len(recv.slots)
+        come = prompt[begin : min(begin + num_blocks * BLOCK_TOKENS, end)]
+        _write(self._kv, recv.slots[: len(come)], come)
+        for number, slots in enumerate(recv.group_slots if is_whole else ()):
+            _write(self._groups[number]._kv, slots, self._sent_of_group(number, prompt[:end], len(slots)))
+
+    def _pools_of(self, recv: KvRecv) -> list[tuple[list[int | None], Int32s]]:
+        groups = [(self._groups[number]._kv, slots) for number, slots in enumerate(recv.group_slots)]
+        return [(self._kv, recv.slots), *groups]
+
+    def _slots_of_block(self, group: int) -> int:
+        return 1 if isinstance(self._scheduler.only_group.pool.groups[group], StatePool) else BLOCK_TOKENS
+
+    def _sent_of_group(self, number: int, prompt: Prefixes, count: int) -> Sequence[int | None]:
+        """What a group sends to continue behind a prompt. What the next token does not need may be anything."""
+        group = self._scheduler.only_group.pool.groups[number]
+        needed = group._needed if isinstance(group, SlidingWindowPool) else 1
+        return [None] * (count - needed) + prompt[-count:][-needed:]
 
     def _root_of(self, new: NewReq) -> int:
         lora_id = self._adapters.get(new.lora_slot, -1)
@@ -106,25 +134,32 @@ class EngineWorker(KvWorker):
 
     def _fill(self, load: KvLoad, prefixes: Sequence[int | None]) -> None:
         kv = self._kv_of(load)
-        for slot, prefix in zip(int32s(load.slots).tolist(), prefixes, strict=True):
-            kv[slot] = prefix
+        _write(kv, load.slots, prefixes)
 
     def _check_written(self) -> None:
         """Nobody else writes to the slots of loads and of other engines."""
         pools = [self._kv, *(group._kv for group in self._groups)]
         for kv, written in zip(pools, self.written, strict=True):
             loading = [load.slots for load in self.loads.values() if self._kv_of(load) is kv]
-            loading += [recv.slots for recv in self.recvs.values() if kv is self._kv]
+            loading += [slots for recv in self.recvs.values() for pool, slots in self._pools_of(recv) if pool is kv]
             assert set(written).isdisjoint(slot for slots in loading for slot in int32s(slots).tolist())
 
     def _send(self, send: KvSend) -> None:
-        """Block after block, each when it is computed."""
+        """Block after block, each when it is computed. Those of KV groups follow."""
+        if send.pool:
+            kv, wanted = self._groups[send.pool - 1]._kv, self.wanted[send.transfer_id]
+            expected = self._sent_of_group(send.pool - 1, wanted, len(send.slots))
+            for slot, prefix in zip(send.slots.tolist()[-len(wanted) :], expected[-len(wanted) :], strict=True):
+                assert prefix is None or kv[slot] == prefix, "a block of a group does not hold what comes next needs"
+            self.num_group_sends += 1
+            return
         begin, count = self.num_sent.get(send.transfer_id, 0), len(send.slots) // BLOCK_TOKENS
         assert send.first == begin, "blocks are sent twice, or one was left out"
         self.num_sent[send.transfer_id] = begin + count
-        expected = self.wanted[send.transfer_id][begin * BLOCK_TOKENS : (begin + count) * BLOCK_TOKENS]
-        assert [self._kv[slot] for slot in send.slots] == expected, "a block is sent that does not hold its tokens"
+        prefixes = self.wanted[send.transfer_id][begin * BLOCK_TOKENS : (begin + count) * BLOCK_TOKENS]
+        assert [self._kv[slot] for slot in send.slots] == prefixes, "a block is sent that does not hold its tokens"
 
-    def _write_slots(self, slots: Int32s, prefixes: Sequence[int | None]) -> None:
-        for slot, prefix in zip(int32s(slots).tolist(), prefixes, strict=True):
-            self._kv[slot] = prefix
+
+def _write(kv: list[int | None], slots: Int32s, prefixes: Sequence[int | None]) -> None:
+    for slot, prefix in zip(int32s(slots).tolist(), prefixes, strict=True):
+        kv[slot] = prefix

@@ -156,12 +156,12 @@ class KvGroupPool(StoredKvGroup):
         again. ``is_leaving``: the request is released next.
         """
 
+    @abstractmethod
     def sent_slots(self, req: Req, end: int) -> Slots:
-        """The slots of the last ``blocks_before`` blocks before ``end`` tokens of a running request.
+        """The slots of the last ``blocks_before`` blocks before ``end`` tokens of a running request, which has no more.
 
         Some first tokens that the next token does not need may have any slot.
         """
-        raise RuntimeError(f"a role with {self.name} passed the table of combinations")
 
     def remove_cached(self, tokens: Slots) -> None:
         """These tokens are not in the prefix cache any more, if they were. Requests that hold their slots keep them."""

@@ -37,7 +37,7 @@ class PendingTransfer(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        return sum(map(len, (self.prefix.slots, *self.prefix.group_slots))) // BLOCK_TOKENS
+        return len(self.prefix.slots) // BLOCK_TOKENS + sum(map(len, self.prefix.group_blocks))
 
 
 class _NoReceiver:

@@ -227,6 +227,10 @@ class StatePool(KvGroupPool):
     def _add_loaded(self, tokens: Slots, slots: Slots, was_sent: bool) -> None:
         self.slots.add_cached(tokens[:, -1], slots)
 
+    def sent_slots(self, req: Req, end: int) -> Slots:
+        """The row that the step writes which computes the last of these tokens."""
+        return int32s([self._reqs[req].row])
+
     def _set(self, state: ReqState, row: int, is_kept: bool) -> None:
         self._num_needed -= state.needs_row
         state.row, state.is_kept = row, is_kept

@@ -53,6 +53,7 @@ KINDS = [
     "states, disk",
     "windows and states, tiers",
     "roles",
+    "windows and states, roles",
 ]
 MIN_REMOTE_PREFILL_TOKENS = 32
 
@@ -84,8 +85,8 @@ def random_traits(rng: random.Random, kind: str) -> Traits:
         has_states="states" in kind,
         has_tiers="tiers" in kind or "disk" in kind or (kind == "roles" and rng.random() < 0.5),
         has_disk="disk" in kind,
-        receives=kind == "roles",
-        sends=kind == "roles",
+        receives="roles" in kind,
+        sends="roles" in kind,
         has_adapters=rng.random() < 0.5,
         forces=rng.random() < 0.5,
         num_stages=rng.choice([1, 1, 2, 3]),
@@ -171,6 +172,8 @@ class History:
             shared = self.rng.choice(self.prompts)
             count = self.rng.choice([len(shared), self.rng.randrange(len(shared) + 1)])
             ids = shared[:count] + self.random_ids(60)
+            if self.traits.sends and self.rng.random() < 0.5:  # prompts for other engines are whole blocks
+                ids = ids[: len(ids) // BLOCK_TOKENS * BLOCK_TOKENS] or ids
             self.add(ids, self.rng.randrange(1, 30), **self.random_kind())
 
     def continue_beam(self) -> None:
@@ -308,6 +311,7 @@ class History:
         worker = EngineWorker(self.scheduler, self.traits.forces, self.blocks)
         if before is not None:
             worker.wanted, worker.num_sent = before.wanted, before.num_sent
+            worker.num_group_sends = before.num_group_sends
         self.receiver = FakeReceiver()
         if self.remote_kv is not None:
             self.remote_kv.use_receiver(self.receiver)
@@ -342,11 +346,11 @@ class History:
         if remote_kv is None or not self.worker.recvs:
             return
         transfer_id = self.rng.choice(list(self.worker.recvs))
-        count = len(self.worker.recvs[transfer_id].slots) // BLOCK_TOKENS
+        count = self.worker.num_coming(transfer_id)
         if transfer_id in self.receiver.cancelled or self.rng.random() < 0.3:
             count = self.rng.randrange(count + 1)
         begin = self.first_block[transfer_id] * BLOCK_TOKENS
-        self.worker.receive(transfer_id, self.coming[transfer_id][begin : begin + count * BLOCK_TOKENS])
+        self.worker.receive(transfer_id, self.coming[transfer_id], begin, count)
         remote_kv.finish(KvReceived(transfer_id, count))
 
     def cancel_transfer(self) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 
 from lightserve.common.device import pick_device
 from lightserve.common.kv.cpu_kv import block_bytes
+from lightserve.common.kv.layout import StateGroup, StateTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.kv_secret import make_kv_certificate, read_kv_certificate
 from lightserve.links.tls import PeerContexts
@@ -50,6 +52,7 @@ class Pair:
     """A sender and a receiver with pools of the same layout."""
 
     group_sizes: tuple[int, ...] = ()  # in tokens
+    state_rows = 0
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Pair:
         platform = pick_device("cpu")
         device = platform.torch_device(0)
         self.address = address
-        self.source, self.target = (filled(layout, device, self.group_sizes) for _ in range(2))
+        self.source, self.target = (filled(layout, device, self.group_sizes, self.state_rows) for _ in range(2))
         self.backends = [
             SocketTransferBackend(identity, secret, frame_sizes(self.source), tls[0], memories[0]),
             SocketTransferBackend(IDENTITY, SECRET, frame_sizes(self.target), tls[1], memories[1]),
@@ -170,6 +173,26 @@ def test_blocks_of_a_windowed_pool_arrive_too(new_pair: Callable[..., Pair], mon
     assert torch.equal(pair.target.buffers[0][:, to].view(torch.uint8), pair.source.buffers[0][:, of].view(torch.uint8))
     for there, here in zip(windowed_kv(pair.target, received), windowed_kv(pair.source, sent), strict=True):
         assert torch.equal(there, here)
+    pair.close()
+
+
+def test_the_state_after_the_last_block_arrives_too(
+    new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "state_rows", 8)
+    states = StateGroup((1,), (StateTensor((3, 5), torch.float32), StateTensor((7,), torch.bfloat16)))
+    pair = new_pair(replace(LAYOUT, states=(states,)))
+    source, target = pair.slots(1), pair.slots(2)
+    pair.receiver.expect(KvRecv(7, target, LONG_S, [np.array([6], dtype=np.int32)]))
+
+    pair.push(7, source)
+    pair.sender.push(KvSend(7, [pair.address], 0, np.array([2], dtype=np.int32), pool=1))
+
+    assert pair.receiver.next_received() == [KvReceived(7, BLOCKS + 1)]
+    assert all(map(torch.equal, kv(pair.target, target), kv(pair.source, source)))
+    for there, here in zip(pair.target.state_buffers[0], pair.source.state_buffers[0], strict=True):
+        assert torch.equal(there[:, 6].view(torch.uint8), here[:, 2].view(torch.uint8))
+        assert not torch.equal(there[:, 5].view(torch.uint8), here[:, 2].view(torch.uint8))
     pair.close()
 
 

@@ -49,7 +49,7 @@ class KvSender:
 
     def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend, rank: int) -> None:
         self._device = memory.buffers[0].device
-        self._stagings = [SendStaging(memory, platform, pool) for pool in range(_num_pools(memory))]
+        self._stagings = [SendStaging(memory, platform, pool) for pool in range(len(frame_sizes(memory)))]
         backend.register([chunk for staging in self._stagings for chunk in staging.chunks])
         self._copies = platform.copy_stream(self._device)
         self._backend = backend
@@ -78,7 +78,7 @@ class KvSender:
         if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
             return f"rank {self._rank} has no peer in the other engine"
         address, staging = command.addresses[self._rank], self._stagings[command.pool]
-        slots = _by_block(command.slots, self._device)
+        slots = _by_block(command.slots, staging.kv.format.num_slots, self._device)
         most = frame_blocks(staging.kv.format.num_bytes)
         for begin in range(0, len(slots), most):
             frame_slots = slots[begin : begin + most]
@@ -105,7 +105,7 @@ class KvSender:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    slots: list[Tensor]  # [blocks, BLOCK_TOKENS] by pool
+    slots: list[Tensor]  # [blocks, slots of a block] by pool
     after: Wait  # the steps before may still use the slots
     deadline_s: float
     arrived: set[int] = field(default_factory=set)  # blocks, of one pool after the other
@@ -140,7 +140,7 @@ class KvReceiver:
     def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend) -> None:
         """``backend`` does not listen yet."""
         self._device = memory.buffers[0].device
-        self._stagings = [Staging(memory, platform, pool) for pool in range(_num_pools(memory))]
+        self._stagings = [Staging(memory, platform, pool) for pool in range(len(frame_sizes(memory)))]
         backend.register([chunk for staging in self._stagings for chunk in staging.chunks])
         self._copies = platform.copy_stream(self._device)
         self._transfers: dict[int, _Transfer] = {}
@@ -152,7 +152,8 @@ class KvReceiver:
 
     @torch.inference_mode()
     def expect(self, command: KvRecv) -> None:
-        slots = [_by_block(of_pool, self._device) for of_pool in (command.slots, *command.group_slots)]
+        of_pools = zip((command.slots, *command.group_slots), self._stagings, strict=False)
+        slots = [_by_block(of_pool, staging.kv.format.num_slots, self._device) for of_pool, staging in of_pools]
         transfer = _Transfer(slots, self._copies.mark(), time.monotonic() + command.timeout_s)
         with self._has_changed:
             self._transfers[command.transfer_id] = transfer
@@ -234,13 +235,9 @@ class KvReceiver:
             self._has_changed.notify_all()
 
 
-def _num_pools(memory: MemoryManager) -> int:
-    return 1 + len(memory.group_sizes)
-
-
-def _by_block(slots: Int32s, device: torch.device) -> Tensor:
+def _by_block(slots: Int32s, per_block: int, device: torch.device) -> Tensor:
     # a copy: torch warns of arrays that are views of a message
-    return to_device(int32s(slots).copy(), device).long().view(-1, BLOCK_TOKENS)
+    return to_device(int32s(slots).copy(), device).long().view(-1, per_block)
 
 
 class KvTransfer(NamedTuple):
@@ -272,8 +269,6 @@ def frame_sizes(memory: MemoryManager) -> list[FrameSize]:
 
 def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvTransfer:
     """``identity``: of what computes the KV, and of its layout."""
-    if memory.state_rows:
-        raise RuntimeError("a role with recurrent states passed the table of combinations")
     sys.setswitchinterval(SWITCH_S)
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()
     backend = SocketTransferBackend(
