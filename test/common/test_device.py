@@ -157,6 +157,17 @@ class UnversionedDevice(CpuDevice):
     name = "unversioned"
 
 
+class Incomplete(base.Device):
+    name = "incomplete"
+    api_version = API_VERSION
+    torch_type = "cpu"
+
+
+class WithoutKernels(CpuDevice):
+    name = "bare"
+    ops_backend = "nothing"
+
+
 @pytest.fixture
 def other_packages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Packages that register devices, as pip would have installed them."""
@@ -174,6 +185,7 @@ def other_packages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 PACKAGES = {"npu": "FakeNpu", "bare": "BareGpu", "fp8": "Fp8Gpu", "broken": "NoDevice"}
+INCOMPLETE = {"incomplete": "Incomplete", "renamed": "FakeNpu", "gone": "NoSuchClass"}
 OUTDATED = {"old": "OldDevice", "unversioned": "UnversionedDevice"}
 
 
@@ -255,6 +267,32 @@ def test_a_device_for_another_version_of_the_interface_is_refused(
 ) -> None:
     with pytest.raises(ServerError, match=rf"device '{name}': .* for version {version} of .* this is version 1; ins"):
         device_named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            "incomplete",
+            r"Incomplete lacks ops_backend, .*, launches_async, kv_budget, .*, unavailable_reason; see docs",
+        ),
+        ("renamed", "FakeNpu has the name 'npu'; its entry point needs the same"),
+        ("gone", "NoSuchClass cannot be imported"),
+    ],
+)
+@pytest.mark.parametrize("other_packages", [INCOMPLETE], indirect=True)
+def test_a_device_that_is_not_whole_is_refused_with_what_it_lacks(
+    name: str, problem: str, other_packages: None
+) -> None:
+    with pytest.raises(ServerError, match=rf"device '{name}': .*:{problem}"):
+        device_named(name)
+
+
+def test_a_device_without_kernels_of_its_name_is_refused() -> None:
+    with pytest.raises(
+        ServerError, match=r"device bare: lightserve\.common\.cpu_kernel implements no op for 'nothing'"
+    ):
+        WithoutKernels().bind(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("other_packages")

@@ -72,9 +72,6 @@ class FakeDevice(Device):
     def set_current(self, device: torch.device) -> None:
         """There is one."""
 
-    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
-        """Its kernels are compiled."""
-
     def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out]:
         return FakeGraphs(function)
 

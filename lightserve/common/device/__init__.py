@@ -2,8 +2,8 @@
 
 ``base.py`` says what a device must offer; ``cpu.py`` and ``cuda.py`` are the built-in ones, and ``registry.py`` finds
 them by name, together with those of other packages. ``profile.py`` holds what differs between GPU models, and the
-``DeviceTraits`` of common.ops hold what kernels may use. Other packages use a ``Device``. Exceptions: the worker looks
-for ``/dev/nvidiactl`` before torch is imported, and kernels launch on streams.
+``DeviceTraits`` of common.ops hold what kernels may use. Other packages use a ``Device``. Exceptions: drivers are
+looked for by ``utils.drivers`` before torch is imported, and kernels launch on streams.
 """
 
 from lightserve.common.device.base import (

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from lightserve.common import ops
+from lightserve.common.device.blocking_copies import BlockingAsyncCopy, BlockingCopyStream
 from lightserve.common.device.ops_backends import load_ops, load_ops_backends
 from lightserve.common.device.profile import Profile
 from lightserve.common.ops import DeviceTraits
@@ -124,7 +125,7 @@ class Device(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # supported; a model of another dtype is computed in the first
     pipeline_depth: ClassVar[int]  # steps in flight; 2 if the device should find its next step queued
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
-    step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
+    step_timeout_s: ClassVar[float] = 60.0  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
@@ -166,6 +167,8 @@ class Device(ABC):
         """
         global _bound
         load_ops(f"device {self.name}", partial(import_module, self.ops_module))
+        if not ops.has_backend(self.ops_backend):
+            raise ServerError(f"device {self.name}: {self.ops_module} implements no op for {self.ops_backend!r}")
         load_ops_backends(ops_backends)
         ops.use_backend(*ops_backends, *self._backends(deterministic))
         ops.use_traits(self.traits(device))
@@ -197,8 +200,7 @@ class Device(ABC):
                 f"kv_dtype fp8 needs float8_e4m3fn, which this {self.name} device does not have; use int8"
             )
 
-    @abstractmethod
-    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
+    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:  # noqa: B027  most compile none
         """Compile in parallel the kernels that ``work`` launches. ``work`` is not called if nothing compiles."""
 
     # graphs
@@ -242,31 +244,31 @@ class Device(ABC):
     def free_cached_memory(self) -> None:  # noqa: B027  most devices cache none
         """Give memory back that nothing uses: a model was closed."""
 
-    @abstractmethod
     def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
         """Memory that ``work`` needs beside what is allocated now; 0 if the KV budget leaves room for it anyway."""
+        return 0
 
     @abstractmethod
     def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
         """Bytes for the KV pool once the weights are loaded."""
 
-    # copies between host and device
+    # copies between host and device, by default those that torch has for every device: the host waits for them
 
-    @abstractmethod
     def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
-        """A copy of ``array`` on ``device``. The host does not wait for the copy."""
+        """A copy of ``array`` on ``device``. Better if the host does not wait for the copy."""
+        return torch.from_numpy(array).to(device)
 
-    @abstractmethod
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device reads without making the host wait."""
+        """Host memory that the device reads without making the host wait, if there is such."""
+        return torch.empty(tuple(shape), dtype=dtype)
 
-    @abstractmethod
     def copy_to_host(self, *tensors: Tensor) -> AsyncCopy:
         """Start to copy ``tensors``, which are of this device."""
+        return BlockingAsyncCopy(tensors)
 
-    @abstractmethod
     def copy_stream(self, device: torch.device) -> CopyStream:
-        """Copies that do not delay steps."""
+        """Copies that delay steps as little as possible."""
+        return BlockingCopyStream(device, self.set_current)
 
 
 def in_host_memory(platform: Device, array: np.ndarray) -> Tensor:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,21 +73,9 @@ class CpuDevice(Device):
     def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:
         """Nothing to refuse: torch converts all of them."""
 
-    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
-        """Nothing to do: no kernel of the CPU is compiled."""
-
-    def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
-        return 0
-
     def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
         """A share of the free RAM, whatever ``mem_fraction`` is."""
         return int(free_ram() * KV_SHARE / self.num_parts)
-
-    def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
-        return torch.from_numpy(array)
-
-    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
 
     def copy_to_host(self, *tensors: Tensor) -> CpuAsyncCopy:
         return CpuAsyncCopy(tensors)

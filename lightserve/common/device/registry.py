@@ -88,16 +88,29 @@ def _entry_points() -> dict[str, EntryPoint]:
 @cache
 def _loaded(name: str) -> Device:
     entry = _entry_points()[name]
-    made = entry.load()()
-    if not isinstance(made, Device):
+    try:
+        kind = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ServerError(f"device {name!r}: {entry.value} cannot be imported ({error})") from error
+    if not isinstance(kind, type) or not issubclass(kind, Device):
         raise ServerError(f"device {name!r}: {entry.value} is no subclass of lightserve.common.device.Device")
-    if made.api_version != API_VERSION:
+    if kind.api_version != API_VERSION:
         raise ServerError(
-            f"device {name!r}: {entry.value} was written for version {made.api_version} of "
+            f"device {name!r}: {entry.value} was written for version {kind.api_version} of "
             f"lightserve.common.device.Device, and this is version {API_VERSION}; install a release of its package for "
             "it, which sets api_version"
         )
-    return made
+    if missing := _missing(kind):
+        raise ServerError(f"device {name!r}: {entry.value} lacks {', '.join(missing)}; see docs/adding_a_device.md")
+    if kind.name != name:
+        raise ServerError(f"device {name!r}: {entry.value} has the name {kind.name!r}; its entry point needs the same")
+    return kind()
+
+
+def _missing(kind: type[Device]) -> list[str]:
+    """Methods and attributes that a device must have."""
+    attributes = [name for name in Device.__annotations__ if not hasattr(kind, name)]
+    return [*attributes, *sorted(kind.__abstractmethods__)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
