@@ -217,10 +217,7 @@ TABLE = (
     *(
         _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
         for feature, reason in (
-            (KV_RAM, "KV tiers do not keep which experts were chosen"),
-            (ROLES, "KV that is sent comes without the experts that were chosen"),
             (PP, "a stage does not know the experts of the others"),
-            (ATTENTION_DP, "attention groups choose experts together"),
             (SPECULATION, "drafts choose experts too"),
             (TRANSFORMERS, "its modules do not show which experts they choose"),
             (POOLING, "only generated texts return which experts were chosen"),

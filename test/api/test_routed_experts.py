@@ -17,6 +17,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from test.api.server import ServerProcess, running_server
+from test.api.test_restart import kill_worker
 from test.pooling.files import VOCAB_SIZE, word_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,8 @@ SHAPE: dict[str, Any] = {
 TOP_K = 3
 PROMPT = [(7 * i) % (VOCAB_SIZE - 3) + 3 for i in range(40)]
 OTHER = [*PROMPT[:30], 4, 5, 6]  # begins as PROMPT does
+FLAGS = ("--device", "cpu", "--data_type", "float32", "--max_total_token_num", "2048", "--max_req_total_len", "400")
+FLAGS += ("--enable_rl", "--enable_return_routed_experts")
 
 
 def qwen3_moe() -> Any:
@@ -110,28 +113,18 @@ def indices_of(out: Any) -> Any:
 @pytest.fixture(
     scope="module",
     params=[
-        (qwen3_moe, "2"),
-        pytest.param((many_experts, "1"), marks=pytest.mark.long),
-        pytest.param((deepseek_v3, "1"), marks=pytest.mark.long),
+        (qwen3_moe, ("--tp", "2", "--ep", "2", "--enable_dp_attention")),
+        pytest.param((qwen3_moe, ("--tp", "2")), marks=pytest.mark.long),
+        pytest.param((many_experts, ()), marks=pytest.mark.long),
+        pytest.param((deepseek_v3, ()), marks=pytest.mark.long),
     ],
-    ids=["qwen3_moe tp 2", "300 experts", "deepseek_v3"],
+    ids=["qwen3_moe in groups", "qwen3_moe tp 2", "300 experts", "deepseek_v3"],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    make, tp = request.param
+    make, ranks = request.param
     root = tmp_path_factory.mktemp("experts")
     tiny = Tiny(root / "model", make)
-    flags: tuple[str, ...] = (
-        "--device",
-        "cpu",
-        "--data_type",
-        "float32",
-        "--max_total_token_num",
-        "2048",
-        "--max_req_total_len",
-        "400",
-    )
-    flags += ("--enable_rl", "--enable_return_routed_experts", "--tp", tp)
-    with running_server(root / "log", "--model_dir", str(root / "model"), *flags) as server:
+    with running_server(root / "log", "--model_dir", str(root / "model"), *FLAGS, *ranks) as server:
         yield server, tiny
 
 
@@ -233,6 +226,33 @@ def experts_of(tiny: Tiny) -> int:
     config = tiny.model.config
     count: int = getattr(config, "num_experts", None) or config.n_routed_experts
     return count
+
+
+@pytest.mark.long  # three workers; test_cpu_kv.py has the choices of blocks
+def test_kv_of_other_engines_and_of_tiers_comes_with_the_experts_of_its_tokens(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path / "model", qwen3_moe)
+    prompts = [[(11 * i + 5 * number) % (VOCAB_SIZE - 3) + 3 for i in range(300)] for number in range(12)]
+    roles = ("--dp", "2", "--roles", "prefill,decode", "--min_remote_prefill_tokens", "64")
+    tiers = ("--kv_ram_gb", "0.05", "--kv_disk_gb", "0.1", "--kv_disk_dir", str(tmp_path / "kv"))
+    with running_server(tmp_path / "log", "--model_dir", str(tmp_path / "model"), *FLAGS, *roles, *tiers) as server:
+
+        def ask_all() -> None:
+            for prompt in prompts:
+                reply = generate(server, prompt, 3)
+                assert_routed(decoded(reply)[:, 1:], tiny.routed(prompt + reply["output_ids"]))
+
+        ask_all()
+        assert server.settled_metrics()["kv_transfer_received_tokens_total"] >= 64 * len(prompts)
+        for _ in range(20):  # on a loaded machine loads may be late
+            if server.settled_metrics()["kv_tier_hits_total/ram"] >= 256:
+                break
+            ask_all()
+        kill_worker(server, "ls-worker-1")
+        ask_all()
+
+        metrics = server.settled_metrics()
+        assert metrics["kv_tier_hits_total/ram"] >= 256
+        assert metrics["kv_transfer_recomputed_tokens_total"] == 0
 
 
 def test_only_who_asks_gets_them(served: Any) -> None:

@@ -83,6 +83,23 @@ def test_random_kv_comes_back_as_it_was(name: str) -> None:
     check_round_trip(LAYOUTS[name], "cpu")
 
 
+def test_what_else_is_known_of_tokens_comes_back_with_their_kv() -> None:
+    memory = filled(LAYOUTS["bfloat16"], torch.device("cpu"))
+    choices = torch.randint(0, 200, (SIZE + 1, 3, 5), dtype=torch.uint8)
+    memory.token_buffers.append(choices)
+    (block_format,) = block_formats(memory, BLOCK_TOKENS)
+    order = torch.randperm(SIZE)
+    source, target = order[: 2 * BLOCK_TOKENS], order[2 * BLOCK_TOKENS : 4 * BLOCK_TOKENS]
+    blocks = torch.zeros(2, block_format.num_bytes, dtype=torch.uint8)
+    expected, kv = choices[source].clone(), tokens_of(memory, source)
+
+    block_format.gather(source.view(2, -1), blocks)
+    block_format.scatter(blocks, target.view(2, -1))
+
+    assert torch.equal(choices[target], expected)
+    assert all(map(torch.equal, tokens_of(memory, target), kv))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_kv_comes_back_from_pinned_memory_as_it_was(name: str) -> None:

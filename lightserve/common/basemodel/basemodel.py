@@ -86,6 +86,8 @@ class TpPartBaseModel(LoadableModel):
         self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows)
         shape = self.routed_experts_shape
         self.routed_experts = None if shape is None else RoutedExperts(size + 1, shape, self.device)
+        if self.routed_experts is not None:
+            self.mem_manager.token_buffers.append(self.routed_experts.table)
         if group_sizes:
             self.req_manager.set_num_groups(len(group_sizes))
 

@@ -33,6 +33,11 @@ class ExpertRows:
     rows_per_group: int = 0  # that are gathered
     writer: ExpertsWriter | None = None  # keeps which experts are chosen; None: nobody wants to know
 
+    @property
+    def first_row(self) -> int:
+        """Of this group, among those that ``gather`` returns."""
+        return self.groups.rank * self.rows_per_group
+
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all groups, from those of this one."""
         if self.groups.size == 1:

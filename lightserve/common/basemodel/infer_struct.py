@@ -123,7 +123,7 @@ class InferStateInfo:
         rows = expert_rows(self.is_padding, self.groups, self.step.group_tokens)
         if self.routed_experts is None:
             return rows
-        return replace(rows, writer=self.routed_experts.writer(self._all_tokens.mem_index))
+        return replace(rows, writer=self.routed_experts.writer(self._all_tokens.mem_index, rows.first_row))
 
     @property
     def may_fuse_norms(self) -> bool:

@@ -34,23 +34,24 @@ class RoutedExperts:
     def bytes_per_slot(self) -> int:
         return self.table[0].nbytes
 
-    def writer(self, slots: Tensor) -> ExpertsWriter:
-        """For a step that fills these KV slots."""
-        return ExpertsWriter(self.table, slots.long())
+    def writer(self, slots: Tensor, first_row: int = 0) -> ExpertsWriter:
+        """For a step that fills these KV slots. Its tokens begin at ``first_row`` of those that choose experts."""
+        return ExpertsWriter(self.table, slots.long(), first_row)
 
 
 class ExpertsWriter:
     """Of one step. Its layers with experts write one after the other."""
 
-    def __init__(self, table: Tensor, slots: Tensor) -> None:
+    def __init__(self, table: Tensor, slots: Tensor, first_row: int) -> None:
         self._table = table
         self._slots = slots
+        self._rows = slice(first_row, first_row + len(slots))
         self._num_written = 0  # layers
 
     def write(self, ids: Tensor) -> None:
-        """``ids``: ``[tokens, top_k]`` of the next layer."""
+        """``ids``: ``[rows, top_k]`` of the next layer, also those of other attention groups."""
         of_layer = self._table[:, self._num_written]
-        of_layer.index_copy_(0, self._slots, ids.to(of_layer.dtype))
+        of_layer.index_copy_(0, self._slots, ids[self._rows].to(of_layer.dtype))
         self._num_written += 1
 
 

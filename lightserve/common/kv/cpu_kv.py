@@ -89,7 +89,8 @@ def block_formats(memory: MemoryManager, block_tokens: int) -> tuple[BlockFormat
     """Of the pool of all tokens, and of every KV group with a pool of its own."""
     windowed = [BlockFormat(_kv_buffers(memory, number), block_tokens) for number in range(len(memory.group_sizes))]
     states = [BlockFormat((rows for group in memory.state_buffers for rows in group), 1)] if memory.state_rows else []
-    return BlockFormat(_kv_buffers(memory, None), block_tokens), *windowed, *states
+    of_tokens = [*_kv_buffers(memory, None), *(buffer[None] for buffer in memory.token_buffers)]
+    return BlockFormat(of_tokens, block_tokens), *windowed, *states
 
 
 def _kv_buffers(memory: MemoryManager, pool: int | None) -> Iterator[Tensor]:

@@ -61,6 +61,8 @@ class MemoryManager:
             )
             for group in layout.states
         ]
+        # [slots, ...]: what else is known of the tokens of these slots, and moves with their KV
+        self.token_buffers: list[Tensor] = []
         self._states: dict[int, tuple[Tensor, ...]] = {}
         for state_group, buffers in zip(layout.states, self.state_buffers, strict=True):
             self._states |= zip(state_group.layers, zip(*buffers, strict=True), strict=True)

@@ -25,7 +25,7 @@ def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str
         __version__,
         _digest(config_digest(model.config.hf), factors, config.packed_input_bits),
         computed,
-        _digest(model.model_kv_layout, BLOCK_TOKENS, *_draft_head(config)),
+        _digest(model.model_kv_layout, BLOCK_TOKENS, *_draft_head(config), *_routed_experts(model)),
         config.deterministic,
     )
 
@@ -39,6 +39,12 @@ def _draft_head(config: WorkerConfig) -> tuple[str, ...]:
     """Whose KV is stored with that of the model."""
     speculation = config.speculation
     return () if speculation is None or not speculation.has_head else (speculation.method, str(speculation.model))
+
+
+def _routed_experts(model: TpPartBaseModel) -> tuple[object, ...]:
+    """Whose choices are stored with the KV of tokens."""
+    shape = model.routed_experts_shape
+    return () if shape is None else (shape,)
 
 
 def rank_identity(identity: KvIdentity, rank: int, num_pools: int = 1) -> bytes:
