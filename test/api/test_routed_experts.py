@@ -37,7 +37,16 @@ SHAPE: dict[str, Any] = {
 TOP_K = 3
 PROMPT = [(7 * i) % (VOCAB_SIZE - 3) + 3 for i in range(40)]
 OTHER = [*PROMPT[:30], 4, 5, 6]  # begins as PROMPT does
-FLAGS = ("--device", "cpu", "--data_type", "float32", "--max_total_token_num", "2048", "--max_req_total_len", "400")
+FLAGS: tuple[str, ...] = (
+    "--device",
+    "cpu",
+    "--data_type",
+    "float32",
+    "--max_total_token_num",
+    "2048",
+    "--max_req_total_len",
+    "400",
+)
 FLAGS += ("--enable_rl", "--enable_return_routed_experts")
 
 
