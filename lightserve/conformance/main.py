@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightserve.config.parse import Parser
-from lightserve.utils.terminal import Style
 
 SECTIONS = ("ops", "device", "ranks", "model", "speed")
 
@@ -22,6 +21,9 @@ def arguments() -> Parser:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or one of a package; default: the best one here")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections")
     parser.add_argument("--ops", nargs="+", metavar="NAME", default=[], help="some operators; default: all")
+    parser.add_argument(
+        "--ops_backend", nargs="+", metavar="NAME", default=[], help="operators of packages, as for the server"
+    )
     return parser
 
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     platform = pick_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
-        suite = Suite(platform, Path(folder), args.ops, Style(sys.stdout))
+        suite = Suite(platform, Path(folder), args.ops, args.ops_backend)
         num_failed = sum(getattr(suite, section)() for section in _in_order(args.only))
     print(f"\n{num_failed or 'nothing'} failed on the device {platform.name}")
     return 1 if num_failed else 0

@@ -32,12 +32,15 @@ POOL: dict[str, Any] = {"max_total_token_num": 16384, "max_req_total_len": 512}
 
 
 class Model:
-    def __init__(self, platform: Device, folder: Path) -> None:
-        self._platform, self._folder = platform, folder
+    def __init__(self, platform: Device, folder: Path, ops_backends: Sequence[str] = ()) -> None:
+        self._platform, self._folder, self._ops_backends = platform, folder, list(ops_backends)
         self._greedy: list[list[int]] = []  # of the device
 
     def checks(self) -> dict[str, Check]:
         return {"logits of a tiny model": self.logits, "its greedy text": self.text, "a server's answers": self.answers}
+
+    def _on_device(self) -> LLM:
+        return LLM(str(self._folder), device=self._platform.name, ops_backend=self._ops_backends, **POOL)
 
     def _prompts(self) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in PROMPTS]
@@ -46,7 +49,7 @@ class Model:
         """With cached tokens of earlier chunks and decode steps."""
         ids = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
         wanted = self._logits_on_cpu(ids)
-        with LLM(str(self._folder), device=self._platform.name, **POOL) as llm:
+        with self._on_device() as llm:
             self._greedy = _greedy_alone(llm, self._prompts())
             dtype = str(llm.worker.model.args.dtype).removeprefix("torch.")
             actual = logits_of(llm.worker.model, ids, DECODED)
@@ -62,7 +65,7 @@ class Model:
     def text(self) -> str:
         expect(bool(self._greedy), "the model does not run")
         expect(all(len(ids) == NEW_TOKENS for ids in self._greedy), "a text has the wrong length")
-        with LLM(str(self._folder), device=self._platform.name, **POOL) as llm:
+        with self._on_device() as llm:
             again = _greedy_alone(llm, self._prompts())
             together = greedy_ids(llm, self._prompts(), NEW_TOKENS)
         expect(again == self._greedy, "the same prompts get another text the second time")
@@ -87,6 +90,7 @@ class Model:
         command = [sys.executable, "-m", "lightserve.server.api_server", "--model_dir", str(self._folder)]
         command += ["--device", self._platform.name, "--port", "0", "--model_name", "tiny"]
         command += [f"--{name}={value}" for name, value in POOL.items()]
+        command += ["--ops_backend", *self._ops_backends] if self._ops_backends else []
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:

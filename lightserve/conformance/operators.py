@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -32,13 +32,13 @@ class OpReport:
     problems: list[str] = field(default_factory=list)
 
 
-def check_ops(platform: Device, device: torch.device, names: Sequence[str]) -> list[OpReport]:
-    """The device is bound afterwards."""
+def check_ops(platform: Device, device: torch.device, names: Sequence[str], bind: Callable[[], None]) -> list[OpReport]:
+    """``bind``: makes ``device`` the one of this process, which it is afterwards."""
     dtypes = [dtype for dtype in platform.dtypes if dtype in LIMITS and platform.has_dtype(dtype)]
-    platform.bind(device)
+    bind()
     ops.use_backend(ops.REFERENCE)
     expected = {(name, *case): _outcome(name, *case, device) for name in names for case in _cases(dtypes)}
-    platform.bind(device)
+    bind()
     platform.compile_kernels(device, lambda: _launch_all(names, dtypes, device))
     reports = [OpReport(name, kind_of(ops.OPS[name]), ops.OPS[name].active_backend) for name in names]
     for report in reports:

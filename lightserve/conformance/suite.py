@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,17 +29,23 @@ TINY_LOADS = ("3", "5")
 
 
 class Suite:
-    def __init__(self, platform: Device, folder: Path, op_names: Sequence[str], style: Style) -> None:
-        self._platform, self._folder, self._style = platform, folder, style
+    def __init__(
+        self, platform: Device, folder: Path, op_names: Sequence[str] = (), ops_backends: Sequence[str] = ()
+    ) -> None:
+        """``op_names``: which are checked; empty: all. ``ops_backends``: those that are preferred to the device's."""
+        self._platform, self._folder, self._style = platform, folder, Style(sys.stdout)
         self._device = platform.torch_device(0)
-        self._op_names = _known_ops(op_names)
-        platform.bind(self._device)
+        self._op_names, self._ops_backends = _known_ops(op_names), list(ops_backends)
+        self._bind()
         traits = platform.describe(self._device)
         print(f"device {platform.name}: {platform.profile(self._device).name}{f', {traits}' if traits else ''}")
 
+    def _bind(self) -> None:
+        self._platform.bind(self._device, ops_backends=self._ops_backends)
+
     def ops(self) -> int:
         with compilers_for(self._platform.name, str(self._folder / "compiler")):
-            reports = check_ops(self._platform, self._device, self._op_names)
+            reports = check_ops(self._platform, self._device, self._op_names, self._bind)
         dtypes = list(dict.fromkeys(dtype for report in reports for dtype in report.errors))
         columns = "".join(f"{str(dtype).removeprefix('torch.'):>10}" for dtype in dtypes)
         print(f"\n    {'op':26} {'computed':9} {'by':22}{columns}   (distance from the definition)")
@@ -52,7 +59,7 @@ class Suite:
         return sum(bool(report.problems) for report in reports)
 
     def device(self) -> int:
-        self._platform.bind(self._device)
+        self._bind()
         return self._show("device", run_checks(Hardware(self._platform, self._device).checks()))
 
     def ranks(self) -> int:
@@ -60,11 +67,11 @@ class Suite:
 
     def model(self) -> int:
         write_tiny_model(self._folder)
-        return self._show("model", run_checks(Model(self._platform, self._folder).checks()))
+        return self._show("model", run_checks(Model(self._platform, self._folder, self._ops_backends).checks()))
 
     def speed(self) -> int:
         """Of some ops at the shapes of a model of 8 billion weights. Nothing here fails."""
-        self._platform.bind(self._device)
+        self._bind()
         dtype, is_cpu = self._platform.dtypes[0], self._platform.torch_type == "cpu"
         loads, ceilings = TINY_LOADS if is_cpu else LOADS, measure_ceilings(self._device, dtype)
         print(f"\nspeed in {dtype}; {ceilings}")

@@ -1,0 +1,1 @@
+"""What a package of operators for an existing device needs: adapters of two libraries that others wrote."""
