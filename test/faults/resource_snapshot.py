@@ -1,8 +1,12 @@
-"""The resources of a server: processes, threads, descriptors, files. Counted before and after a fault."""
+"""The resources of a server: processes, threads, descriptors, files. Counted before and after a fault.
+
+Threads of pools begin when they are needed and stay. Up to what the pools may have, more threads are no leak.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from lightserve.outbound.dial import MAX_LOOK_UPS
+
+UNPOOLED = 8  # threads of an HTTP process: its own, the launcher's connection, ZMQ's
+POOLED = {"ls-httpserver": min(32, (os.cpu_count() or 1) + 4) + MAX_LOOK_UPS + UNPOOLED}  # asyncio's pool, and ours
 
 ResourceSnapshot = Counter[str]  # counts by name
 
@@ -35,7 +44,7 @@ def take_snapshot(base: Path) -> ResourceSnapshot:
         with contextlib.suppress(psutil.NoSuchProcess):
             name = process.name()
             counted[f"{name}: processes"] += 1
-            counted[f"{name}: threads"] += process.num_threads()
+            counted[f"{name}: threads"] += max(process.num_threads(), POOLED.get(name, 0))
             counted[f"{name}: descriptors"] += process.num_fds()
     counted["run directories"] = len(run_directories(base))
     counted["files in them"] = sum(1 for directory in run_directories(base) for _ in directory.iterdir())

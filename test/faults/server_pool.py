@@ -6,14 +6,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from lightserve.text.grammar.process import PROCESSES
 from test.api.server import SAMPLED_S, ServerProcess, running_server
-from test.api.test_faults import ABORT, Client
+from test.api.test_faults import Client
 from test.faults.model_limits import measured_limits, null_worker_limits
 from test.faults.resource_snapshot import (
     GPU_SLACK_MIB,
@@ -32,7 +31,6 @@ ONE_HTTP_PROCESS = ("--httpserver_workers", "1")  # cases stop it and query its 
 SETTLE_S = 60.0  # resources that remain longer count as leaked
 FIRST_SETTLE_S = 5.0  # before a case runs again: what is left then is mostly a cache, and stays
 GRAMMAR_PROCESSES = 1 + PROCESSES  # they start beside the server; it is healthy before
-THREAD_POOL = 8  # more threads than an HTTP process starts to parse large bodies
 MAX_RESTARTS = 3  # in a row; the server ends at the next death of a worker
 
 
@@ -53,7 +51,6 @@ class ServerUnderTest:
         self.server: ServerProcess = self._exits.enter_context(started)
         self.start_s = time.monotonic() - begin_s  # an upper bound for the restart of a worker
         self.client = Client(self.server)
-        self._fill_thread_pools()
         if "--task" not in flags:  # it generates text
             wait_until(lambda: len(self.server.processes().get("ls-grammar", ())) == GRAMMAR_PROCESSES)
         self.engine = (null_worker_limits if NULL_WORKER[0] in flags else measured_limits)(self.client)
@@ -105,16 +102,6 @@ class ServerUnderTest:
         """Wait until its processes have exited and the GPU's memory is free for the next server."""
         wait_until(lambda: not processes_of(self.base), SETTLE_S)
         wait_until(lambda: gpu_mib() <= self.gpu_mib_before + GPU_SLACK_MIB, SETTLE_S)
-
-    def _fill_thread_pools(self) -> None:
-        """Start the threads for large bodies now: they stay and would look like a leak."""
-        large = {"request_id": "x" * 2**20}
-        clients = [Client(self.server) for _ in range(THREAD_POOL)]
-        with ThreadPoolExecutor(THREAD_POOL) as pool:
-            for asked in [pool.submit(client.post, ABORT, large) for client in clients]:
-                asked.result()
-        for client in clients:
-            client.close()
 
 
 class ServerPool:
