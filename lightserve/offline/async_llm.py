@@ -62,6 +62,8 @@ class AsyncLLM:
             async for out in items:
                 yield out
 
+    generate_stream = stream
+
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Loras = None, **fields: Any
     ) -> list[Generation]:

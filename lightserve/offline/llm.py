@@ -134,6 +134,8 @@ class LLM(PoolingMethods):
         """Like ``generate``, but yields every token as it comes. The tokens of several prompts alternate."""
         return self._run(self._requests(prompts, params, fields, lora))
 
+    generate_stream = stream  # the name that the server's endpoint has
+
     @overload
     def chat(
         self, messages: Conversation, params: GenerationParams | None = None, *, lora: Loras = None, **fields: Any

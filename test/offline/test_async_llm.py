@@ -55,7 +55,7 @@ def test_a_wrong_request_fails_alone_and_a_task_that_leaves_ends_its_request(mon
 
     async def check(llm: AsyncLLM) -> None:
         async def leave() -> None:
-            async for _ in llm.stream([1, 2], max_tokens=150, ignore_eos=True):
+            async for _ in llm.generate_stream([1, 2], max_tokens=150, ignore_eos=True):
                 return
 
         good = llm.generate([1, 2], max_tokens=4, ignore_eos=True)

@@ -66,7 +66,7 @@ def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
     prompts = ["日本語で数を数える: 一、二、", "😀 😃 😄 😁", "Liberté, égalité,"]
     params = GenerationParams.of(max_new_tokens=30, temperature=0, ignore_eos=True)
 
-    outs = list(llm.stream(prompts, params))
+    outs = list(llm.generate_stream(prompts, params))
 
     for i, prompt in enumerate(prompts):
         pieces = [out for out in outs if out.index == i]
