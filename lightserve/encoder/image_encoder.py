@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from mmap import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from lightserve.common.device import Device, pick_device
 from lightserve.config import ServerConfig, WorkerConfig
@@ -50,7 +49,7 @@ class ImageEncoder:
     def num_rows(self) -> int:
         return len(self._arena)
 
-    def resized(self, pictures: Iterable[Image.Image], message: EncodeImage) -> DecodedImage:
+    def resized(self, pictures: Iterable[Any], message: EncodeImage) -> DecodedImage:
         """An image, or the frames of a video. From any thread."""
         tiles = [tile for each in pictures for tile in self.layout.pixels(each, message.height, message.width)]
         return DecodedImage(tiles, message.height, message.width)
@@ -83,9 +82,7 @@ class ImageEncoder:
 
     def warm_up(self) -> None:
         """Run the largest batch once, so that its memory is taken before the KV pool is sized."""
-        largest = self.layout.largest
-        blank = Image.new("RGB", (largest.width, largest.height))
-        tiles = self.layout.pixels(blank, largest.height, largest.width)
+        largest, tiles = self.layout.largest, self.layout.blank()
         count = max(self.max_tokens // largest.tokens, 1)  # of images in the largest batch
         if count * largest.tokens <= self.num_rows:
             rows = np.arange(count * largest.tokens, dtype=np.int32).reshape(count, -1)

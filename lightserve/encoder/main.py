@@ -21,8 +21,6 @@ from lightserve.utils.cpu import available_cores
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from lightserve.encoder.image_encoder import DecodedImage, ImageEncoder
 
 logger = init_logger(__name__)
@@ -145,12 +143,9 @@ class EncoderLoop:
 
 def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     """In any thread."""
-    from lightserve.media.image_file import decode
-    from lightserve.media.video_file import decode_frames
-
     begin_s, decode_s = time.monotonic(), list[float]()
     try:
-        pictures = decode_frames(message.data, message.frames) if message.frames else map(decode, (message.data,))
+        pictures = encoder.layout.opened(message.data, message.frames)
         image = encoder.resized(_timed(pictures, decode_s), message)
     except RequestError as error:
         return Decoded(None, time.monotonic() - begin_s, status=error.status, message=str(error))
@@ -161,7 +156,7 @@ def decode_image(encoder: ImageEncoder, message: EncodeImage) -> Decoded:
     return Decoded(image, sum(decode_s), time.monotonic() - begin_s - sum(decode_s))
 
 
-def _timed(pictures: Iterator[Image.Image], seconds: list[float]) -> Iterator[Image.Image]:
+def _timed(pictures: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
     """``seconds``: how long each took to be decoded."""
     while True:
         begin_s = time.monotonic()

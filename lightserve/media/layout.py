@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits
 from lightserve.model_files.config.images import ImageFiles
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from lightserve.media.image_file import Pixels
     from lightserve.media.video_file import VideoHeader
 
 
 class ImageLayout(ABC):
     shows_wholes_of_several: bool = False  # several images of a request have few tokens each, as with ``is_low``
-    reads_videos: bool = False
+    kinds: ClassVar[tuple[str, ...]] = ("image",)  # of media that the model reads
     marker: str | None = None  # what the chat template writes for an image; None: the text of its token
 
     @property
@@ -49,12 +47,26 @@ class ImageLayout(ABC):
             "mm_processor_kwargs",
         )
 
+    def opened(self, data: bytes, frames: Sequence[int]) -> Iterator[Any]:
+        """The decoded picture of a file, or those frames of a video, for ``pixels``."""
+        from lightserve.media.image_file import decode
+        from lightserve.media.video_file import decode_frames
+
+        return decode_frames(data, frames) if frames else map(decode, (data,))
+
     @abstractmethod
-    def pixels(self, image: Image, height: int, width: int) -> list[Pixels]:
-        """What the vision tower gets of an image: tiles ``[height, width, 3]``, in the order of their tokens.
+    def pixels(self, image: Any, height: int, width: int) -> list[Any]:
+        """What the tower gets of an image: tiles ``[height, width, 3]``, in the order of their tokens.
 
         ``height`` and ``width`` are those of its ``ImageSize``.
         """
+
+    def blank(self) -> list[Any]:
+        """What the tower gets of an image of the largest size."""
+        from PIL.Image import new
+
+        height, width = self.largest.height, self.largest.width
+        return self.pixels(new("RGB", (width, height)), height, width)
 
 
 def read_layout(files: ImageFiles, max_tokens: int | None) -> ImageLayout:

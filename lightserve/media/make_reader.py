@@ -27,5 +27,5 @@ def make_reader(
         return ImageReader(layout, placeholder, "", *limits, fetcher, pair)
     text = tokenizer.id_to_token(placeholder) or ""
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    video = VideoTexts.of(tokenizer, video_tokens_of(source)) if layout.reads_videos else None
+    video = VideoTexts.of(tokenizer, video_tokens_of(source)) if "video" in layout.kinds else None
     return ImageReader(layout, placeholder, text, *limits, fetcher, pair, encode, video)

@@ -27,7 +27,7 @@ LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's ``detail: low``
 class QwenImages(ImageLayout):
     """The numbers of preprocessor_config.json."""
 
-    reads_videos = True
+    kinds = ("image", "video")
 
     min_pixels: int
     max_pixels: int

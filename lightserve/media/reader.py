@@ -64,14 +64,18 @@ class ImageReader:
                     f"the request has {number} {kind}s; the limit is {limit} (--limit_mm_per_prompt)", sources[0].param
                 )
         for number, source in numbered(sources):
-            if source.is_video and self.video is None:
+            if not self._reads(source):
                 self.stats.refused("file")
-                problem = "this model reads no videos; send some of its frames as images"
-                raise _of_image(number, source, problem)
+                remedy = "; send some of its frames as images" if source.is_video else ""
+                raise _of_image(number, source, f"this model reads no {source.kind}s{remedy}")
             if len(source.frames) > MAX_FRAMES:
                 self.stats.refused("number")
                 problem = f"it has more than {MAX_FRAMES} frames; send fewer"
                 raise _of_image(number, source, problem)
+
+    def _reads(self, source: ImageSource) -> bool:
+        has_texts = not source.is_video or self.video is not None
+        return has_texts and source.kind in self.layout.kinds
 
     async def _fetch_all(self, sources: Sequence[ImageSource]) -> dict[str, bytes]:
         """The files of other servers by URL, each fetched once. The first that fails ends the other fetches."""

@@ -23,14 +23,13 @@ class ImageSource:
     url: str
     is_low: bool = False  # OpenAI's ``detail: low``
     param: str = "messages"  # the field of the request
-    is_video: bool = False
+    kind: str = "image"  # or video: of its part in a chat template
     frames: tuple[str, ...] = ()  # URLs of the images that a video has; empty: ``url`` is all of it
     fps: float = 2.0  # of these
 
     @property
-    def kind(self) -> str:
-        """Of its part in a chat template."""
-        return "video" if self.is_video else "image"
+    def is_video(self) -> bool:
+        return self.kind == "video"
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -40,9 +39,9 @@ class ImageSource:
 def video_of(url: str, fps: float) -> ImageSource:
     """``url``: of an animation, or of frames as vLLM writes them. No more of these are divided than are refused."""
     if not url.startswith(JPEG_FRAMES_URL):
-        return ImageSource(url, is_video=True)
+        return ImageSource(url, kind="video")
     frames = url.removeprefix(JPEG_FRAMES_URL).split(",", MAX_FRAMES + 1)
-    return ImageSource("", is_video=True, frames=tuple(JPEG_URL + frame for frame in frames), fps=fps)
+    return ImageSource("", kind="video", frames=tuple(JPEG_URL + frame for frame in frames), fps=fps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def source_of(image: Any) -> ImageSource:
     if isinstance(image, Video):
         if isinstance(image.content, list | tuple):
             frames = tuple(source_of(frame).url for frame in image.content)
-            return ImageSource("", is_video=True, frames=frames, fps=image.fps)
+            return ImageSource("", kind="video", frames=frames, fps=image.fps)
         return video_of(source_of(image.content).url, image.fps)
     if isinstance(image, str) and image.startswith(("data:", "https:", "http:")):
         return ImageSource(image)

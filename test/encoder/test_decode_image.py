@@ -11,14 +11,19 @@ from PIL import Image
 
 from lightserve.encoder.image_encoder import ImageEncoder
 from lightserve.encoder.main import decode_image
+from lightserve.media.qwen import QwenImages
 from lightserve.media.video_file import pack_frames
 from lightserve.messages.int_arrays import NO_INT32
 from lightserve.messages.media import EncodeImage
+from lightserve.model_files.config.images import ImageFiles
 from test.media.corpus import apng, file_of, noise
+from test.vision_model import FILES
 
 
 class SizesOnly:
     """In place of an encoder, which needs the weights of a model."""
+
+    layout = QwenImages.read(ImageFiles("qwen2_5_vl", FILES, {"vision_config": {}}), None)
 
     def resized(self, pictures: Iterable[Image.Image], message: EncodeImage) -> Any:
         return [each.size for each in pictures]

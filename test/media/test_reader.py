@@ -35,7 +35,7 @@ def read(videos: Sequence[int], file: bytes, texts: VideoTexts | None = TEXTS) -
             sources = [
                 ImageSource(
                     "",
-                    is_video=True,
+                    kind="video",
                     frames=tuple(host.url(f"/{number}/{frame}", scheme="http") for frame in range(count)),
                 )
                 for number, count in enumerate(videos)

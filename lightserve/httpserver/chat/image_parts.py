@@ -43,7 +43,7 @@ def _video_source(value: dict[str, Any]) -> ImageSource:
         return video_of(url, float(fps))
     frames = url if value["type"] == "video" and isinstance(url, list) else []
     if 0 < len(frames) <= MAX_FRAMES and all(isinstance(frame, str) for frame in frames):
-        return ImageSource("", is_video=True, frames=tuple(frames), fps=float(fps))
+        return ImageSource("", kind="video", frames=tuple(frames), fps=float(fps))
     raise PydanticCustomError(
         "video", f"a video part must have a URL, or in video a list of 1 to {MAX_FRAMES} URLs of images"
     )
