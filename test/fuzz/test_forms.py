@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from lightserve.errors import RequestError
-from lightserve.httpserver.batches.multipart import Form, read_form
+from lightserve.httpserver.http.multipart import Form, read_form
 from test.fuzz.profile import FUZZ
 
 BOUNDARY = "xYz"
@@ -40,7 +40,7 @@ def read(body: bytes, at: Sequence[int]) -> tuple[Form, bytes]:
     header = (b"content-type", f"multipart/form-data; boundary={BOUNDARY}".encode())
     request = Request({"type": "http", "method": "POST", "headers": [header]}, receive)
     sink = io.BytesIO()
-    form = asyncio.run(read_form(request, Form(sink, LIMIT)))
+    form = asyncio.run(read_form(request, Form(sink, LIMIT, "--limit")))
     return form, sink.getvalue()
 
 

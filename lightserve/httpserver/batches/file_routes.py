@@ -14,10 +14,10 @@ from starlette.responses import FileResponse, Response
 from lightserve.batches.records import OF_MESSAGES, StoredFile
 from lightserve.batches.store import BatchStore
 from lightserve.errors import ConflictError, InvalidRequestError, RequestError
-from lightserve.httpserver.batches.multipart import Form, read_form
 from lightserve.httpserver.batches.storage import MAX_FILENAME, keep_file, new_file
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import JsonObject, json_response
+from lightserve.httpserver.http.multipart import Form, read_form
 
 PATH = "/v1/files"
 PURPOSES = ("batch",)
@@ -64,7 +64,8 @@ def add_file_routes(router: APIRouter, context: ServerContext, store: BatchStore
         """Upload a file of requests for a batch: JSON, one request a line."""
         config = context.config
         with new_file(store) as (file_id, _, sink):
-            form = await read_form(request, Form(sink, config.batch_max_file_bytes))
+            form = Form(sink, config.batch_max_file_bytes, "--batch_max_file_bytes", "the fields purpose and file")
+            await read_form(request, form)
             file = _file_of(form, file_id, context.owner(request))
         await asyncio.to_thread(keep_file, store, file, config.batch_dir_bytes)
         return json_response(file_object(file))

@@ -1,4 +1,4 @@
-"""multipart/form-data, read as it arrives: a file goes to the disk, so its size costs no memory."""
+"""multipart/form-data, read as it arrives: a file may go to the disk, so that its size costs no memory."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Form:
 
     sink: BinaryIO
     max_bytes: int  # of the file
+    limit_flag: str  # the operator's, in errors
+    names: str = "the field file"  # what it must have, in errors
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None  # None: there is no file
     num_bytes: int = 0  # of the file
@@ -40,10 +42,10 @@ class Form:
 
 async def read_form(request: Request, form: Form) -> Form:
     """Raises a RequestError if the body is not a form or too large."""
-    parser = _FormParser(_boundary_of(request), form)
+    parser = _FormParser(_boundary_of(request, form), form)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > form.max_bytes + MAX_FIELDS * (MAX_FIELD + MAX_HEAD):
-        raise _too_large(form.max_bytes)
+        raise _too_large(form)
     async for chunk in _chunks(request):
         parser.feed(chunk)
     parser.end()
@@ -65,7 +67,7 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         raise ClientDisconnectedError("the client closed the connection") from error
 
 
-def _boundary_of(request: Request) -> bytes:
+def _boundary_of(request: Request, form: Form) -> bytes:
     """A browser sends forms of other sites without asking, so a page needs a key, which makes the browser ask."""
     if not PAGE_HEADERS.isdisjoint(request.headers) and "authorization" not in request.headers:
         raise MediaTypeError("a web page must send the header Authorization with an upload")
@@ -73,12 +75,12 @@ def _boundary_of(request: Request) -> bytes:
     header["content-type"] = request.headers.get("content-type", "")
     boundary = header.get_boundary()
     if header.get_content_type() != "multipart/form-data" or not boundary or not _BOUNDARY.fullmatch(boundary):
-        raise MediaTypeError("the body must be multipart/form-data, with the fields purpose and file")
+        raise MediaTypeError(f"the body must be multipart/form-data, with {form.names}")
     return boundary.encode()
 
 
-def _too_large(limit: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"the file is larger than {limit} bytes (--batch_max_file_bytes)")
+def _too_large(form: Form) -> BodyTooLargeError:
+    return BodyTooLargeError(f"the file is larger than {form.max_bytes} bytes ({form.limit_flag})")
 
 
 class _FormParser:
@@ -161,7 +163,7 @@ class _FormParser:
             return
         self._form.num_bytes += len(content)
         if self._form.num_bytes > self._form.max_bytes:
-            raise _too_large(self._form.max_bytes)
+            raise _too_large(self._form)
         self._form.sink.write(content)
 
     def _end_part(self) -> None:
