@@ -19,7 +19,7 @@ CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
 MAX_MEDIA = 1024  # of a kind and a request
 DEFAULT_MEDIA = 16
-NO_MEDIA = {"image": 0, "video": 0}
+NO_MEDIA = {"image": 0, "video": 0, "audio": 0}
 RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
 
@@ -31,8 +31,8 @@ class HttpConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", group=FlagGroup.COMMON)
     limit_mm_per_prompt: str | None = option(
         None,
-        "images and videos of a request at most, as image=N,video=M or as a JSON object; image=N alone is for videos "
-        "too; 0: read none, and load no vision tower; default: 16 of each if the model reads them",
+        "images, videos and sounds of a request at most, as image=N,video=M,audio=K or as a JSON object; image=N "
+        "alone is for the others too; 0: read none, and load no tower; default: 16 of each if the model reads them",
         "max_images",
         group=FlagGroup.HTTP,
     )
@@ -43,6 +43,10 @@ class HttpConfig:
         at_least=4,
     )
     max_image_mb: int = option(20, "MB of an image file at most", group=FlagGroup.HTTP, at_least=1, at_most=1024)
+    max_audio_mb: int = option(25, "MB of a sound file at most", group=FlagGroup.HTTP, at_least=1, at_most=1024)
+    max_audio_seconds: int = option(
+        1500, "seconds of a sound at most that /v1/audio/transcriptions reads", group=FlagGroup.HTTP, at_least=1
+    )
     no_media_urls: bool = option(
         False, "fetch no images of other servers: requests have them as data: URLs", group=FlagGroup.HTTP
     )
@@ -342,7 +346,7 @@ class HttpConfig:
 
 
 def _media_limits(text: str) -> dict[str, int]:
-    """Of image=N,video=M, of vLLM's JSON object, or of a number alone, which is that of images."""
+    """Of image=N,video=M,audio=K, of vLLM's JSON object, or of a number alone, which is that of images."""
     if text.lstrip().startswith("{"):
         given = _json_object("limit_mm_per_prompt", text)
     else:
@@ -351,10 +355,11 @@ def _media_limits(text: str) -> dict[str, int]:
     numbers = {kind: str(number) for kind, number in given.items()}
     if not numbers or not numbers.keys() <= NO_MEDIA.keys() or not all(map(_is_limit, numbers.values())):
         raise OptionError(
-            f"limit_mm_per_prompt={text!r}: must be image=N, video=N or both with a comma, with N from 0 to {MAX_MEDIA}"
+            f"limit_mm_per_prompt={text!r}: must be image=N, video=N, audio=N or several with commas, with N from 0 to "
+            f"{MAX_MEDIA}"
         )
     images = int(numbers.get("image", DEFAULT_MEDIA))
-    return {"image": images, "video": int(numbers.get("video", images))}
+    return {kind: int(numbers.get(kind, images)) for kind in NO_MEDIA}
 
 
 def _is_limit(number: str) -> bool:

@@ -59,8 +59,9 @@ class ImageEncoder:
         """For the operator."""
         weights = sum(parameter.nbytes for parameter in self._tower.parameters()) / GIB
         memory = self._arena.nbytes / GIB
+        kind = "audio" if "audio" in self.layout.kinds else "vision"
         return (
-            f"{weights:.2f} GiB of vision weights on {self._device.type}; embeddings of {self.num_rows:,} tokens in "
+            f"{weights:.2f} GiB of {kind} weights on {self._device.type}; embeddings of {self.num_rows:,} tokens in "
             f"{memory:.2f} GiB of host memory"
         )
 

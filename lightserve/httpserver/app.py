@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from lightserve import __version__
 from lightserve.httpserver.admin import routes as admin_routes, tokenize as tokenize_routes
 from lightserve.httpserver.anthropic import response as anthropic_response, routes as anthropic_routes
+from lightserve.httpserver.audio import routes as audio_routes
 from lightserve.httpserver.batches import routes as batches_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
@@ -49,6 +50,7 @@ ROUTE_MODULES = (
     tokenize_routes,
     admin_routes,
     batches_routes,
+    audio_routes,
     web_routes,
 )
 BATCHED_ROUTES = (chat_routes, completions_routes, responses_routes, anthropic_routes, pooling_routes)

@@ -123,9 +123,9 @@ def _image_reader(config: ServerConfig, source: ModelSource, tokenizer: Tokenize
     http = config.http
     layout = read_layout(read_image_files(source), http.max_image_tokens)
     rules = UrlRules(MEDIA_FLAGS, http.allowed_media_domains, http.media_private_hosts, http.allow_http_media)
-    fetcher = None if http.no_media_urls else Fetcher(rules, http.max_image_mb * MB, http.media_timeout)
-    limits = http.media_limits, http.max_image_mb * MB
-    return make_reader(source, layout, tokenizer, limits, fetcher)
+    max_mb = http.max_audio_mb if "audio" in layout.kinds else http.max_image_mb
+    fetcher = None if http.no_media_urls else Fetcher(rules, max_mb * MB, http.media_timeout)
+    return make_reader(source, layout, tokenizer, (http.media_limits, max_mb * MB), fetcher)
 
 
 async def _report_images(images: ImageReader, process: int, to_router: Sender[ToRouter]) -> None:

@@ -1,4 +1,7 @@
-"""How a model reads images: the size of each, its tokens in a prompt, and its pixels. Each family has a layout."""
+"""How a model reads images: the size of each, its tokens in a prompt, and its pixels. Each family has a layout.
+
+A layout may read videos too, or sounds instead.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits
 from lightserve.model_files.config.images import ImageFiles
 
 if TYPE_CHECKING:
+    from lightserve.media.audio.wav import WavHeader
     from lightserve.media.video_file import VideoHeader
 
 
@@ -39,6 +43,9 @@ class ImageLayout(ABC):
         raise InvalidRequestError(
             "videos are read for models of the Qwen family only; send some of its frames as images"
         )
+
+    def sound_size_of(self, header: WavHeader) -> ImageSize:
+        raise InvalidRequestError("this model reads no sounds")
 
     def within(self, limits: PixelLimits) -> ImageLayout:
         """For a request that wants its images between these sizes."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
+from lightserve.media.audio.wav import read_header as read_wav_header
 from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.image_file import read_header
 from lightserve.media.layout import ImageLayout
@@ -38,7 +39,7 @@ class ImageReader:
     placeholder: int  # the token id that stands for an image in a prompt
     placeholder_text: str
     limits: Mapping[str, int]  # of a request, by kind
-    max_bytes: int  # of an image
+    max_bytes: int  # of a file
     fetcher: Fetcher | None = None  # None: images of other servers are refused
     pair: tuple[int, int] | None = None  # the token ids before and after an image in a prompt; None: it has none
     encode: Callable[[str], list[int]] = _no_tokenizer
@@ -57,6 +58,11 @@ class ImageReader:
 
     def _check(self, sources: Sequence[ImageSource]) -> None:
         """Before any file is fetched."""
+        for number, source in numbered(sources):
+            if not self._reads(source):
+                self.stats.refused("file")
+                remedy = "; send some of its frames as images" if source.is_video else ""
+                raise _of_image(number, source, f"this model reads no {source.kind}s{remedy}")
         for kind, number in Counter(source.kind for source in sources).items():
             if number > (limit := self.limits.get(kind, 0)):
                 self.stats.refused("number")
@@ -64,10 +70,6 @@ class ImageReader:
                     f"the request has {number} {kind}s; the limit is {limit} (--limit_mm_per_prompt)", sources[0].param
                 )
         for number, source in numbered(sources):
-            if not self._reads(source):
-                self.stats.refused("file")
-                remedy = "; send some of its frames as images" if source.is_video else ""
-                raise _of_image(number, source, f"this model reads no {source.kind}s{remedy}")
             if len(source.frames) > MAX_FRAMES:
                 self.stats.refused("number")
                 problem = f"it has more than {MAX_FRAMES} frames; send fewer"
@@ -106,7 +108,7 @@ class ImageReader:
             with self.stats.fetching():
                 data = await self.fetcher.fetch(source.url)
             fetched[source.kind, number] += len(data)
-            self._check_bytes(fetched[source.kind, number])
+            self._check_bytes(fetched[source.kind, number], source)
             return data
         except InvalidRequestError as error:
             raise _of_image(number, source, error) from error
@@ -124,14 +126,20 @@ class ImageReader:
             read = [self._file(source, index, files) for index in range(len(source.urls))]
             if source.is_video:
                 return self._read_video(source, salt, read, budget)
+            if source.kind == "audio":
+                return self.read_sound(read[0], salt)
             size = self.layout.size_of(read_header(read[0]), source.is_low)
         except InvalidRequestError as error:
             self.stats.refused("file")
             raise _of_image(number, source, error) from error
         return ReadImage(digest_of(read[0], f"{size.height}x{size.width}", salt), size, read[0])
 
+    def read_sound(self, data: bytes, salt: str) -> ReadImage:
+        size = self.layout.sound_size_of(read_wav_header(data))
+        return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt, "audio"), size, data)
+
     def _read_video(self, source: ImageSource, salt: str, files: Sequence[bytes], budget: PixelBudget) -> ReadImage:
-        self._check_bytes(sum(map(len, files)))
+        self._check_bytes(sum(map(len, files)), source)
         header = read_frames(files, source.fps, budget) if source.frames else read_animation(files[0], budget)
         size = self.layout.video_size_of(header, bool(source.frames))
         data = pack_frames(files) if source.frames else files[0]
@@ -143,9 +151,9 @@ class ImageReader:
         if url in files:
             return files[url]
         with frame_named(index + 1) if source.frames else nullcontext():
-            return self._bytes_of(url)
+            return self._bytes_of(url, source)
 
-    def _bytes_of(self, url: str) -> bytes:
+    def _bytes_of(self, url: str, source: ImageSource) -> bytes:
         match = DATA_URL.match(url)
         if match is None:
             scheme = url.partition(":")[0][:10]
@@ -154,15 +162,16 @@ class ImageReader:
             )
         if not match[2].endswith(";base64"):
             raise InvalidRequestError("a data: URL needs ;base64 before its comma")
-        self._check_bytes((len(url) - match.end()) * 3 // 4 - 2)
+        self._check_bytes((len(url) - match.end()) * 3 // 4 - 2, source)
         try:
             return binascii.a2b_base64(url[match.end() :].encode("ascii"), strict_mode=True)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequestError("its data is not base64") from error
 
-    def _check_bytes(self, count: int) -> None:
+    def _check_bytes(self, count: int, source: ImageSource) -> None:
         if count > self.max_bytes:
-            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB (--max_image_mb); send it smaller")
+            flag = "--max_audio_mb" if source.kind == "audio" else "--max_image_mb"
+            raise InvalidRequestError(f"it has more than {self.max_bytes // MB} MB ({flag}); send it smaller")
 
     def write(self, prompt: str, images: Sequence[ReadImage]) -> str:
         """The prompt with the texts of images, and a placeholder for each run of their tokens.

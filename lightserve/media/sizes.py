@@ -1,4 +1,4 @@
-"""Sizes of images, in pixels and in tokens."""
+"""Sizes of images, in pixels and in tokens, and of sounds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NO_LIMITS = PixelLimits()
 class ImageSize:
     """What the encoder gets of an image, and what stands for it in a prompt: runs of tokens, and texts around them."""
 
-    height: int  # after resizing
-    width: int
+    height: int  # after resizing; of a sound the frames of its features
+    width: int  # of a sound the numbers of such a frame
     runs: tuple[int, ...]  # how many tokens with an embedding follow one another, of each run
     rows: int = 0  # of a run's tokens, if they have rotary positions of three axes; 0: they have positions as text has
     columns: int = 0
@@ -41,6 +41,7 @@ class ImageSize:
     # how far the rotary positions of each run on the axis of time lie behind those of the first; empty: each run has
     # positions behind those of the run before
     times: tuple[int, ...] = ()
+    seconds: float = 0.0  # of a sound; 0: it is none
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Images and videos as clients name them, and as they are once their files are read."""
+"""Images, videos and sounds as clients name them, and as they are once their files are read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def is_fps(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image or a video as a client names it."""
+    """An image, a video or a sound as a client names it."""
 
     url: str
     is_low: bool = False  # OpenAI's ``detail: low``
     param: str = "messages"  # the field of the request
-    kind: str = "image"  # or video: of its part in a chat template
+    kind: str = "image"  # or video or audio: of its part in a chat template
     frames: tuple[str, ...] = ()  # URLs of the images that a video has; empty: ``url`` is all of it
     fps: float = 2.0  # of these
 

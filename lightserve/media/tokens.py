@@ -1,4 +1,4 @@
-"""Images among the tokens of a prompt: who they are, and where they stand."""
+"""Images and sounds among the tokens of a prompt: who they are, and where they stand."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def check_places(places: int, images: int) -> None:
     """``images``: or runs of their tokens."""
     if places != images:
         raise InvalidRequestError(
-            f"the prompt has {places} places for {images} images: the text must not spell the token that stands for "
-            "an image, and the chat template must show each of them",
+            f"the prompt has {places} places for {images} images or sounds: the text must not spell the token that "
+            "stands for one, and the chat template must show each of them",
             "messages",
         )
 

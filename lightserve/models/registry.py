@@ -136,6 +136,7 @@ MODELS = {
     "qwen": "lightserve.models.qwen.model:QwenTpPartModel",
     "qwen2": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen2_5_vl": "lightserve.models.qwen2.model:Qwen2TpPartModel",
+    "qwen2_audio": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen2_moe": "lightserve.models.qwen2_moe.model:Qwen2MoeTpPartModel",
     "qwen2_vl": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",

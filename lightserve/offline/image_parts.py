@@ -1,4 +1,4 @@
-"""Images as callers of LLM give them: PIL.Image, a path, a URL, or a part of a message that has one of these."""
+"""Images and sounds as callers of LLM give them: PIL.Image, bytes, a path, a URL, or a part of a message with one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,12 @@ FIELDS = {
     "image": ("image", "url", "path"),
     "video_url": ("video_url",),
     "video": ("video", "url", "path"),
+    "input_audio": ("input_audio",),
+    "audio_url": ("audio_url",),
+    "audio": ("audio", "url", "path"),
 }
 VIDEOS = ("video_url", "video")
+SOUNDS = ("input_audio", "audio_url", "audio")
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
@@ -30,8 +35,12 @@ class Video(NamedTuple):
     fps: float  # of these frames
 
 
+class Sound(NamedTuple):
+    content: Any  # a WAV file in the forms of an image
+
+
 def is_image_part(value: Any) -> bool:
-    """Or a video."""
+    """Or a video or a sound."""
     return isinstance(value, Mapping) and value.get("type") in FIELDS
 
 
@@ -39,9 +48,12 @@ def image_of_part(value: Mapping[str, Any]) -> Any:
     names = FIELDS[value["type"]]
     image = next((value[name] for name in names if value.get(name) is not None), None)
     if isinstance(image, Mapping):
-        image = image.get("url")
+        data = image.get("data")  # OpenAI's, in base64
+        image = f"data:;base64,{data}" if isinstance(data, str) else image.get("url")
     if image is None:
-        raise InvalidRequestError(f"a part of type {value['type']!r} needs its image in {' or '.join(names)}")
+        raise InvalidRequestError(f"a part of type {value['type']!r} needs its content in {' or '.join(names)}")
+    if value["type"] in SOUNDS:
+        return Sound(image)
     return Video(image, _fps_of(value)) if value["type"] in VIDEOS else image
 
 
@@ -68,11 +80,14 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
 
 def _plain(medium: Mapping[str, Any]) -> dict[str, str]:
     """The part for the chat template."""
-    return {"type": "video" if medium["type"] in VIDEOS else "image"}
+    kind = medium["type"]
+    return {"type": "video" if kind in VIDEOS else "audio" if kind in SOUNDS else "image"}
 
 
 def source_of(image: Any) -> ImageSource:
     """A text is a URL, or else a path."""
+    if isinstance(image, Sound):
+        return replace(source_of(image.content), kind="audio")
     if isinstance(image, Video):
         if isinstance(image.content, list | tuple):
             frames = tuple(source_of(frame).url for frame in image.content)
@@ -93,7 +108,7 @@ def _read(path: str) -> bytes:
     try:
         return Path(path.removeprefix("file://")).read_bytes()
     except OSError as error:
-        raise InvalidRequestError(f"the image {path[:200]!r} cannot be read: {error.strerror}") from error
+        raise InvalidRequestError(f"the file {path[:200]!r} cannot be read: {error.strerror}") from error
 
 
 def _png(image: Any) -> bytes:

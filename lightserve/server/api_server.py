@@ -181,8 +181,9 @@ class Launcher:
         encoders = self._processes.engines[0].encoders if self._processes.engines else []
         if encoders:
             number = f"{len(encoders)} encoders, each with " if len(encoders) > 1 else ""
-            limit = max(config.http.media_limits.values())
-            rows["images"] = f"up to {limit} of a request; {number}{encoders[0].summary}"
+            limits = config.http.media_limits
+            name = "sounds" if limits["audio"] else "images"
+            rows[name] = f"up to {max(limits.values())} of a request; {number}{encoders[0].summary}"
         print_banner(url, rows)
 
 

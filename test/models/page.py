@@ -125,6 +125,7 @@ FAMILIES = {
     "qwen": "Qwen 1",
     "qwen2": "Qwen 1.5, 2, 2.5, QwQ",
     "qwen2_5_vl": "Qwen 2.5 VL, with images",
+    "qwen2_audio": "Qwen2-Audio, with sounds",
     "qwen2_moe": "Qwen 1.5 MoE, 2 MoE",
     "qwen2_vl": "Qwen 2 VL, with images",
     "qwen3": "Qwen 3",

@@ -114,7 +114,7 @@ def test_what_is_no_image_is_refused(llm: LLM, tmp_path: Path) -> None:
 
     assert "cannot be read: No such file" in refusal({"type": "image", "image": str(tmp_path / "none.png")})
     assert "not int" in refusal({"type": "image", "image": 5})
-    assert "needs its image in image_url" in refusal({"type": "image_url"})
+    assert "needs its content in image_url" in refusal({"type": "image_url"})
     assert "its host has no public address" in refusal({"type": "image_url", "image_url": "https://127.0.0.1/a.png"})
     prompt = llm.chat_prompts(says({"type": "image", "image": picture(60, 60)}))
     with pytest.raises(InvalidRequestError, match="a beam search takes no images"):

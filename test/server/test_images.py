@@ -42,7 +42,9 @@ def test_the_limit_may_be_written_as_in_other_servers(vision_folder: str, text: 
     "text", ["image=x", "sound=1", "image=-1", "image=1,video", '{"image": 1, "sound": 2}', "image=5000", "{}"]
 )
 def test_a_wrong_limit_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="must be image=N, video=N or both with a comma, with N from 0 to 1024"):
+    with pytest.raises(
+        OptionError, match="must be image=N, video=N, audio=N or several with commas, with N from 0 to 1024"
+    ):
         parse_server(["--limit_mm_per_prompt", text])
 
 
@@ -59,7 +61,7 @@ def test_a_wrong_limit_is_refused(text: str) -> None:
 def test_videos_may_have_a_limit_of_their_own(vision_folder: str, text: str, images: int, videos: int) -> None:
     http = with_images(parse_server(["--model_dir", vision_folder, "--limit_mm_per_prompt", text])).http
 
-    assert http.media_limits == {"image": images, "video": videos}
+    assert http.media_limits == {"image": images, "video": videos, "audio": 0}
 
 
 def test_the_operator_may_want_none(vision_folder: str) -> None:
@@ -68,7 +70,7 @@ def test_the_operator_may_want_none(vision_folder: str) -> None:
 
 def test_a_text_model_has_none_and_refuses_a_limit(small_folder: str) -> None:
     assert limit_of("--model_dir", small_folder) == 0
-    with pytest.raises(OptionError, match="images of this model are not read here"):
+    with pytest.raises(OptionError, match="images and sounds of this model are not read here"):
         limit_of("--model_dir", small_folder, "--limit_mm_per_prompt", "image=2")
 
 
@@ -78,7 +80,9 @@ def test_a_flag_that_does_not_combine_turns_images_off_and_the_log_says_why(
     with log.at_level(logging.WARNING):
         assert limit_of("--model_dir", vision_folder, *["--tp", "2", "--ep", "2", "--attention_dp", "2"]) == 0
 
-    assert "requests may have no images: --limit_mm_per_prompt cannot be used with --attention_dp 2" in log.text
+    assert (
+        "requests may have no images or sounds: --limit_mm_per_prompt cannot be used with --attention_dp 2" in log.text
+    )
 
 
 def test_files_and_packages_that_are_missing_turn_images_off(

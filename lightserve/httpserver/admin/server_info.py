@@ -63,7 +63,7 @@ def _model(context: ServerContext) -> dict[str, Any]:
         "weight_data_type": None if details is None else details.data_type,
         "weight_bytes": None if details is None else details.size_bytes,
         "computed": context.manager.limits.dtype_and_device,
-        "input_modalities": ["text"] if context.images is None else ["text", "image"],
+        "input_modalities": ["text", *(() if context.images is None else context.images.layout.kinds)],
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
     }
 

@@ -1,4 +1,4 @@
-"""The parts of a message that are images, in the forms of OpenAI's APIs."""
+"""The parts of a message that are images, videos or sounds, in the forms of OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from lightserve.media.sources import FPS_LIMITS, MAX_FRAMES, ImageSource, is_fps
 
 IMAGE_PARTS = ("image_url", "input_image")
 VIDEO_PARTS = ("video_url", "video")
+AUDIO_PARTS = ("input_audio", "audio_url")
+AUDIO_FORMATS = ("wav",)
 DETAILS = (None, "auto", "low", "high")
 
 
 def is_image(value: Any) -> bool:
-    """Or a video."""
-    return isinstance(value, dict) and value.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS)
+    """Or a video or a sound."""
+    return isinstance(value, dict) and value.get("type") in (*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS)
 
 
 def image_source(value: dict[str, Any]) -> ImageSource:
     """``image_url`` is an object with a url and a detail, or the url itself."""
     if value["type"] in VIDEO_PARTS:
         return _video_source(value)
+    if value["type"] in AUDIO_PARTS:
+        return _audio_source(value)
     image = value.get("image_url")
     url, detail = (image.get("url"), image.get("detail")) if isinstance(image, dict) else (image, value.get("detail"))
     if not isinstance(url, str):
@@ -29,6 +33,22 @@ def image_source(value: dict[str, Any]) -> ImageSource:
     if detail not in DETAILS:
         raise PydanticCustomError("image", "the detail of an image must be auto, low or high")
     return ImageSource(url, detail == "low")
+
+
+def _audio_source(value: dict[str, Any]) -> ImageSource:
+    """``input_audio`` is an object with base64 data and a format, ``audio_url`` one with a url, or the url itself."""
+    audio = value.get(value["type"])
+    if value["type"] == "audio_url":
+        url = audio.get("url") if isinstance(audio, dict) else audio
+        if not isinstance(url, str):
+            raise PydanticCustomError("audio", "an audio_url part must have an audio_url with a string as url")
+        return ImageSource(url, kind="audio")
+    data, form = (audio.get("data"), audio.get("format")) if isinstance(audio, dict) else (None, None)
+    if not isinstance(data, str):
+        raise PydanticCustomError("audio", "an input_audio part must have an input_audio with base64 as data")
+    if form not in AUDIO_FORMATS:
+        raise PydanticCustomError("audio", "the format of an input_audio must be wav")
+    return ImageSource(f"data:audio/wav;base64,{data}", kind="audio")
 
 
 def _video_source(value: dict[str, Any]) -> ImageSource:

@@ -1,4 +1,4 @@
-"""The images of a chat: they become tokens of its prompt, and parts of the request for the engine."""
+"""The images and sounds of a chat: they become tokens of its prompt, and parts of the request for the engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.images import beam_error, reader_of
 
+WHAT = {"video": "a video", "audio": "a sound"}
+
 
 async def read_images(context: ServerContext, body: ChatBody) -> None:
     """Read the images of the messages, once: several functions render the same body."""
     sources = [source for message in body.messages for source in message.image_sources]
     if not sources or body.read_images:
         return
-    reader = reader_of(context, sources[0].param)
+    reader = reader_of(context, sources[0].param, WHAT.get(sources[0].kind, "an image"))
     if body.beam_width is not None:
         raise beam_error("use_beam_search")
     body.read_images = await reader.read_all(sources, body.cache_salt or "", body.pixel_limits)

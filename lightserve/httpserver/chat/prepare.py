@@ -60,7 +60,8 @@ async def prepare_chat(
     log.prompt_tokens += len(prompt_requests[0].prompt_ids)
     if num_tokens := generation_prompt_len(context, body, prompt):
         prompt_requests = [_with_generation_prompt(prompt_request, num_tokens) for prompt_request in prompt_requests]
-    log.image_tokens = sum(image.tokens for image in prompt_requests[0].images)
+    log.audio_tokens = sum(size.tokens for size in body.image_sizes if size.seconds)
+    log.image_tokens = sum(image.tokens for image in prompt_requests[0].images) - log.audio_tokens
     predicted = await _prediction_ids(context, body)
     prompt_requests = [_with_prediction(output.apply(prompt_request), predicted) for prompt_request in prompt_requests]
     return PreparedChat(prompt, prompt_requests, output, log)

@@ -68,7 +68,7 @@ class AccessLog:
         self.owner = ""  # the client: see ApiKeys
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
-        self.image_tokens = 0  # of the prompt; set by the route
+        self.image_tokens = self.audio_tokens = 0  # of the prompt; set by the route
         self.images_read_s: tuple[float, float] | None = None  # begin and end; None: there were none
         self.cached_tokens = 0
         self.generated_tokens = 0  # counted by the manager

@@ -230,6 +230,8 @@ def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoicePar
     }
     if log.image_tokens:
         usage["prompt_tokens_details"]["image_tokens"] = log.image_tokens
+    if log.audio_tokens:
+        usage["prompt_tokens_details"]["audio_tokens"] = log.audio_tokens
     details: JsonObject = {}
     if parsers:
         details["reasoning_tokens"] = sum(parser.reasoning_tokens for parser in parsers)

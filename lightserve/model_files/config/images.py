@@ -1,4 +1,4 @@
-"""What the files of a model say about the images that it reads."""
+"""What the files of a model say about the images or sounds that it reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ PROCESSOR = "processor_config.json"  # which has the others in newer files of tr
 
 
 class VisionFamily(NamedTuple):
-    """The classes of models whose images are read, as ``module:name``."""
+    """The classes of models whose images or sounds are read, as ``module:name``."""
 
     layout: str  # an ImageLayout
     tower: str  # a VisionTower
     sight: Sight = Sight.NONE  # of the tokens of prompts
+    reads_sounds: bool = False  # and no images
 
 
 _LLAVA = VisionFamily("lightserve.media.square:LlavaImages", "lightserve.vision.square:LlavaTower")
@@ -45,6 +46,11 @@ FAMILIES = {
     "mistral3": VisionFamily("lightserve.media.pixtral:PixtralImages", "lightserve.vision.pixtral:PixtralTower"),
     "paligemma": _PALIGEMMA,
     "qwen2_5_vl": _QWEN,
+    "qwen2_audio": VisionFamily(
+        "lightserve.media.audio.qwen2_audio:Qwen2AudioSounds",
+        "lightserve.audio.qwen2_audio:Qwen2AudioTower",
+        reads_sounds=True,
+    ),
     "qwen2_vl": _QWEN,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
@@ -67,10 +73,17 @@ class ImageFiles:
 
     @property
     def vision(self) -> Mapping[str, Any]:
-        vision = self.hf.get("vision_config")
-        if not isinstance(vision, dict):
-            raise ModelFilesError("config.json has no vision_config; fetch it again")
-        return vision
+        return self._part("vision_config")
+
+    @property
+    def audio(self) -> Mapping[str, Any]:
+        return self._part("audio_config")
+
+    def _part(self, name: str) -> Mapping[str, Any]:
+        config = self.hf.get(name)
+        if not isinstance(config, dict):
+            raise ModelFilesError(f"config.json has no {name}; fetch it again")
+        return config
 
     def check_gelu_tanh(self) -> None:
         """Of vision towers that have no other activation."""
@@ -95,7 +108,12 @@ class ImageFiles:
 
 
 def reads_images(hf: Mapping[str, Any]) -> bool:
+    """Or sounds."""
     return hf.get("multimodal_type") in FAMILIES
+
+
+def reads_sounds(hf: Mapping[str, Any]) -> bool:
+    return reads_images(hf) and FAMILIES[hf["multimodal_type"]].reads_sounds
 
 
 def sight_of(hf: Mapping[str, Any]) -> Sight:
@@ -105,11 +123,16 @@ def sight_of(hf: Mapping[str, Any]) -> Sight:
 
 def read_image_files(source: ModelSource) -> ImageFiles:
     hf = source.hf_config()
-    preprocessor = _processor(source, PREPROCESSOR, "image_processor")
+    preprocessor = _preprocessor(source)
     if not preprocessor:
         raise ModelFilesError(f"{source.path} has no {PREPROCESSOR}; fetch it")
     video = _processor(source, VIDEO_PREPROCESSOR, "video_processor")
     return ImageFiles(str(hf.get("multimodal_type")), preprocessor, hf, video)
+
+
+def _preprocessor(source: ModelSource) -> Mapping[str, Any]:
+    key = "feature_extractor" if reads_sounds(source.hf_config()) else "image_processor"
+    return _processor(source, PREPROCESSOR, key)
 
 
 def _processor(source: ModelSource, name: str, key: str) -> Mapping[str, Any]:
@@ -124,11 +147,12 @@ def _processor(source: ModelSource, name: str, key: str) -> Mapping[str, Any]:
 
 
 def placeholder_of(source: ModelSource) -> int:
-    """The token id that stands for an image in a prompt."""
+    """The token id that stands for an image or a sound in a prompt."""
     hf = source.hf_config()
-    token_id = hf.get("image_token_id", hf.get("image_token_index"))
+    kind = "audio" if reads_sounds(hf) else "image"
+    token_id = hf.get(f"{kind}_token_id", hf.get(f"{kind}_token_index"))
     if not isinstance(token_id, int):
-        raise ModelFilesError(f"{source.path}: config.json has no image_token_id; fetch it again")
+        raise ModelFilesError(f"{source.path}: config.json has no {kind}_token_id; fetch it again")
     return token_id
 
 
@@ -167,4 +191,4 @@ def pair_around(source: ModelSource) -> tuple[int, int] | None:
 
 
 def has_image_files(source: ModelSource) -> bool:
-    return isinstance(source, FolderSource) and bool(_processor(source, PREPROCESSOR, "image_processor"))
+    return isinstance(source, FolderSource) and bool(_preprocessor(source))

@@ -23,6 +23,7 @@ TEXT_TYPES = {
     "mistral3": "mistral",
     "paligemma": "gemma",
     "qwen2_5_vl": "qwen2",
+    "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -95,9 +96,10 @@ def text_name(name: str) -> str:
     """The name that a tensor or module of the language model has in a checkpoint of that model alone.
 
     Files name it ``model.language_model.layers`` as transformers does today, ``model.text_model.layers``,
-    ``language_model.model.layers``, or as the model alone.
+    ``language_model.model.layers``, or as the model alone. transformers 5 writes Qwen2-Audio's with ``model.`` twice.
     """
     for text_part in ("language_model.", "text_model."):
         if name.startswith(f"model.{text_part}"):
             return name.replace(text_part, "", 1)
-    return name.removeprefix("language_model.")
+    name = name.removeprefix("language_model.")
+    return name.removeprefix("model.") if name.startswith("model.model.") else name

@@ -16,7 +16,20 @@ _PALIGEMMA = (
     "{%- for part in message.content -%}{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}"
     "{%- endif -%}{%- endfor -%}{{- '\\n' -}}"
 )
-_BY_TYPE = {"paligemma": _PALIGEMMA}
+# as Qwen2AudioProcessor: each sound has its number in the chat
+_QWEN2_AUDIO = (
+    "{%- set sounds = namespace(count=0) -%}{%- for message in messages -%}"
+    "{%- if loop.first and message.role != 'system' -%}"
+    "{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}{%- endif -%}"
+    "{{- '<|im_start|>' + message.role + '\n' -}}"
+    "{%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'audio' -%}{%- set sounds.count = sounds.count + 1 -%}"
+    "{{- 'Audio ' ~ sounds.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\n' -}}"
+    "{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{- '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+_BY_TYPE = {"paligemma": _PALIGEMMA, "qwen2_audio": _QWEN2_AUDIO}
 
 
 def built_in_templates(hf: Mapping[str, Any]) -> dict[str, str]:

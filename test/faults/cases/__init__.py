@@ -36,6 +36,7 @@ from test.faults.cases import (
     rl,
     roles,
     scheduling,
+    sounds,
     stages,
     states,
     stream_log,
@@ -85,6 +86,7 @@ START_CASES: list[StartCase] = [
     *roles.CASES,
     *stream_log.START_CASES,
     *images.START_CASES,
+    *sounds.START_CASES,
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from lightserve.common.basemodel import CheckpointTensor
 from lightserve.model_files.config.text_part import TEXT_TYPES
@@ -30,6 +30,7 @@ SMALL = {
     "max_position_embeddings": MAX_LEN,
 }
 IMAGE_TEXT_TYPES = {*TEXT_TYPES, "mistral4"}  # transformers lists them in this class
+AUTO_CLASSES = {**dict.fromkeys(IMAGE_TEXT_TYPES, AutoModelForImageTextToText), "qwen2_audio": AutoModelForMultimodalLM}
 # near 1: small norms of queries and keys make all scores alike, and small factors hide the layers before
 ABOUT_ONE = (
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
@@ -74,7 +75,7 @@ def without(*fields: str) -> Callable[[Json, Tensors], tuple[Json, Tensors]]:
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
     """Noise is in every weight, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
     torch.manual_seed(0)
-    auto_class = AutoModelForImageTextToText if case.model_type in IMAGE_TEXT_TYPES else AutoModelForCausalLM
+    auto_class = AUTO_CLASSES.get(case.model_type, AutoModelForCausalLM)
     hf = auto_class.from_config(
         AutoConfig.for_model(case.model_type, **deepcopy(case.fields))
     )  # Mistral 4 changes them

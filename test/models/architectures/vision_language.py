@@ -71,15 +71,32 @@ def _as_kimi_k2(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     return _as_kimi({**config_json, "text_config": text}, tensors)
 
 
+def _once(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """As Qwen2-Audio was published: transformers 5.22 saves the language model with ``model.`` twice."""
+    return config_json, {name.replace("model.model.", "model."): tensor for name, tensor in tensors.items()}
+
+
 def _case(model_type: str, text: Json, vision: Json, **fields: object) -> tuple[str, Json]:
     return model_type, {"text_config": {**SMALL, **text}, "vision_config": vision, **UNTIED, **fields}
 
 
+HEARS = {
+    "text_config": {**SMALL, "model_type": "qwen2"},
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+    },
+    **UNTIED,
+}
 CASES = {
     **gemma4.WITH_IMAGES,
     **llama4.WITH_IMAGES,
     **step.WITH_IMAGES,
     "qwen2_vl": Case(*_case("qwen2_vl", THREE_AXES, QWEN2_VISION), _without_text_config),
+    "qwen2_audio": Case("qwen2_audio", HEARS, _once),
     "qwen2_5_vl": Case(*_case("qwen2_5_vl", THREE_AXES, QWEN_VISION)),
     "qwen2_5_vl-today": Case(*_case("qwen2_5_vl", THREE_AXES, QWEN_VISION, tie_word_embeddings=True), _as_saved_today),
     "qwen3_vl": Case(*_case("qwen3_vl", {"head_dim": 16, "rope_parameters": INTERLEAVED}, QWEN_VISION)),

@@ -1,0 +1,1 @@
+"""Sounds of requests: files, samples and their features."""
