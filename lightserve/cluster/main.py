@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 
 from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.link import IpcLink
@@ -19,6 +18,7 @@ from lightserve.messages.control import EngineJoined, EngineLost, HttpProcessLos
 from lightserve.messages.output import ToDetokenization
 from lightserve.messages.request import ToRouter
 from lightserve.model_files.source import resolve
+from lightserve.utils.collector import collect_rarely
 
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
@@ -31,7 +31,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.is_gateway else None
     if remote is None:
         launcher.send(Ready())  # else the first engine that joins says what the server can do
-    gc.freeze()  # what exists now is never freed, so no collection has to visit it
+    collect_rarely()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(dispatcher.run())
         await asyncio.sleep(0)  # engines join a dispatcher that runs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.ipc.channel import Receiver, Sender
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
@@ -12,6 +10,7 @@ from lightserve.messages.output import ToDetokenization, ToHttpserver
 from lightserve.messages.request import ToRouter
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer.tokenizer import load_tokenizer_or_none
+from lightserve.utils.collector import collect_rarely
 
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
@@ -26,7 +25,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     decoder = None if tokenizer is None else tokenizer.decoder
     manager = DetokenizationManager(decoder, inbox, to_router, to_http)
     launcher.send(Ready())
-    gc.freeze()  # objects that exist now live until the end: no collection needs to visit them
+    collect_rarely()
     await manager.run()
 
 

@@ -257,9 +257,7 @@ class HttpServerManager:
         for out in batch.outs:
             if entry := self._running.get(out.req_id):  # else the caller has left
                 entry[0].push(entry[1], out)
-        arrived, self._arrived = self._arrived, []
-        for generation in arrived:
-            generation.deliver()
+        self._write_arrived()
         for embedding in batch.embeddings:
             if entry := self._running.get(embedding.req_id):
                 entry[0].push_embedding(entry[1], embedding)
@@ -269,6 +267,14 @@ class HttpServerManager:
         for failed in batch.failed:
             if entry := self._running.get(failed.req_id):
                 entry[0].fail(error_from_status(failed.status, failed.message))
+
+    def _write_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for generation in arrived:
+            try:
+                generation.unread.deliver()
+            except Exception as error:  # the reader's: it would have written these tokens
+                generation.fail(error)
 
     def _close(self, req_id: int, is_finished: bool) -> None:
         del self._running[req_id]
@@ -297,7 +303,7 @@ class Generation:
         self.sent_token_ids: dict[int, list[int]] = {}  # by index: tokens that the client has already
         self.versions = WeightVersions()
         self._manager = manager
-        self._unread = UnreadTokens()
+        self.unread = UnreadTokens()
         self._unfinished = set(range(len(prompt_requests)))
         self._error: Exception | None = None
         self._embeddings: dict[int, bytes] = {}  # by index: results of pooling requests
@@ -311,7 +317,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[tuple[int, StrOut]]:
-        unread = self._unread
+        unread = self.unread
         if not unread.outs and self._error is None:
             if not self._unfinished:
                 raise StopAsyncIteration
@@ -330,6 +336,7 @@ class Generation:
             self._manager._close(req_id, is_finished=index not in self._unfinished)
         if self._is_open:
             self._manager._to_router.send(ReleaseParents([*self.parent_ids, *self.req_ids]))
+        self.unread.close()
         self.log.close(error)
 
     def continue_with(self, prompt_requests: Sequence[PromptRequest]) -> None:
@@ -377,17 +384,20 @@ class Generation:
         self.log.arrived_s -= age_s
         for index, out in outs:
             self.sent_token_ids.setdefault(index, []).append(out.token.id)
-            self._count(index, out)
+            self.log.generated_tokens += 1
+            self._record(index, out)
 
     @property
     def has_ended(self) -> bool:
         return not self._unfinished
 
     def push(self, index: int, out: StrOut) -> None:
-        self._count(index, out)
+        self.log.generated_tokens += 1
+        if out.finish_reason is not None or out.admission is not None:
+            self._record(index, out)
         if self._error is not None:
             return
-        unread = self._unread.outs
+        unread = self.unread.outs
         unread.append((index, out))
         if len(unread) == 1:
             self._manager._arrived.append(self)
@@ -402,11 +412,11 @@ class Generation:
         elif self._error is None and index in self._unfinished:
             self.log.record_finish(FinishReason.ABORT)
             self._unfinished.discard(index)
-            self._unread.outs.append((index, StrOut(ended.req_id, ended.text, NO_TOKEN, FinishReason.ABORT)))
-            self._unread.wake_reader()
+            self.unread.outs.append((index, StrOut(ended.req_id, ended.text, NO_TOKEN, FinishReason.ABORT)))
+            self.unread.wake_reader()
 
-    def _count(self, index: int, out: StrOut) -> None:
-        self.log.generated_tokens += 1
+    def _record(self, index: int, out: StrOut) -> None:
+        """The beginning and the end of a sequence."""
         if out.admission is not None:
             self.versions.begin(index, out.admission.weight_version)
             self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
@@ -428,19 +438,13 @@ class Generation:
         self._embeddings[index] = out.values
         self._unfinished.discard(index)
         if not self._unfinished:
-            self._unread.wake_reader()
+            self.unread.wake_reader()
 
     def fail(self, error: Exception) -> None:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
-        self._unread.wake_reader()
+        self.unread.wake_reader()
 
     def write_with(self, write: Write) -> None:
         """Tokens before the last one are written with this function while the reader waits for them."""
-        self._unread.write = write
-
-    def deliver(self) -> None:
-        try:
-            self._unread.deliver()
-        except Exception as error:  # the reader's: it would have written these tokens
-            self.fail(error)
+        self.unread.write = write

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 import ssl
 from contextlib import AbstractContextManager
@@ -37,6 +36,7 @@ from lightserve.model_files.model_summary import read_details
 from lightserve.model_files.pinned_prefixes import encode_pinned_prefixes
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer, load_tokenizer_or_none
+from lightserve.utils.collector import collect_rarely
 from lightserve.utils.logger import init_logger
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.freeze()  # objects that exist now live until the end: the collector can skip them
+        collect_rarely()
         self._launcher.send(Ready())
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -39,6 +38,7 @@ from lightserve.router.policy import Policy, make_policy
 from lightserve.router.read_pinned_prefixes import load_pinned_prefixes
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.router.workers.client import RpycModelClient
+from lightserve.utils.collector import collect_rarely
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -84,7 +84,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     _enable_features(child_config, manager, engine, workers)
     manager.rl.sleep.connect(launcher.send)
     launcher.send(Ready())
-    gc.freeze()  # what exists now is never freed, so no collection has to visit it
+    collect_rarely()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
         tasks.create_task(_handle_launcher(launcher, manager, connect, child_config, server))

@@ -90,7 +90,7 @@ def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
         async with context.manager.generate([REQUEST], log()) as generation:
             await until(lambda: not generation._unfinished)
 
-            assert not generation._unread.outs
+            assert not generation.unread.outs
             with pytest.raises(SlowReaderError, match="left more than 3 tokens unread"):
                 await anext(generation)
 

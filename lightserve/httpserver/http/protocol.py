@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, MutableMapping
 from functools import partial
 from typing import Any, ClassVar
 
 import httptools
 import orjson
-from starlette.types import Message, Send
+from starlette.types import ASGIApp, Message, Receive, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from lightserve.errors import BodyTimeoutError, HeadersTooLargeError, InvalidRequestError, LightserveError
@@ -24,6 +24,7 @@ STALL_S = (
     60.0  # until a full write buffer must be empty: a client that reads less than 64 KB in that time is disconnected
 )
 END_OF_EVENT = b"\n\n"  # an event has no empty line inside: JSON escapes line breaks
+SIZE_LINES = [b"%x\r\n" % size for size in range(2048)]  # before an HTTP chunk of so many bytes; an event has some 200
 LINGER_S = 2.0  # for a refused client that still sends to read the error, before the connection closes
 
 
@@ -36,6 +37,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app = partial(_serve, self.app)
         self._end_after(self.timeout_keep_alive)  # also if no request comes
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,12 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if len(self.url) + sum([len(name) + len(value) + HEADER_COST for name, value in self.headers]) > MAX_HEAD_BYTES:
             raise _too_large()
-        before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not before:  # else the head offers an upgrade, and is parsed again
-            cycle: Any = self.cycle
-            cycle.send = partial(_send, cycle, cycle.send)
-            cycle.scope[CONNECTION] = ResponseConnection(cycle)
 
     def on_body(self, body: bytes) -> None:
         self._gathered_bytes = 0
@@ -143,6 +140,16 @@ class QuietProtocol(LimitedProtocol):
     logs_refusals = False
 
 
+async def _serve(app: ASGIApp, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    """Nothing that is made here outlives the request: its cycle would keep it until a garbage collection."""
+    cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]
+    scope[CONNECTION] = ResponseConnection(cycle)
+    try:
+        await app(scope, receive, partial(_send, cycle, send))
+    finally:
+        del scope[CONNECTION]
+
+
 def _send(cycle: RequestResponseCycle, send: Send, message: Message) -> Awaitable[None]:
     """Send every event of a message as an HTTP chunk of its own, in one write.
 
@@ -178,11 +185,16 @@ class ResponseConnection:
 
     def can_write(self) -> bool:
         cycle = self._cycle
-        is_open = cycle.chunked_encoding and not (cycle.disconnected or cycle.response_complete)
-        return bool(is_open) and not cycle.flow.write_paused
+        is_closed = cycle.disconnected or cycle.response_complete or cycle.flow.write_paused
+        return bool(cycle.chunked_encoding) and not is_closed
 
     def write(self, events: bytes) -> None:
-        chunks = _chunks(events) if _has_several(events) else b"%x\r\n%b\r\n" % (len(events), events)
+        size = len(events)
+        if events.find(END_OF_EVENT, 0, size - len(END_OF_EVENT)) >= 0:
+            chunks = _chunks(events)
+        else:
+            line = SIZE_LINES[size] if size < len(SIZE_LINES) else b"%x\r\n" % size
+            chunks = b"".join((line, events, b"\r\n"))
         self._cycle.transport.write(chunks)
 
 

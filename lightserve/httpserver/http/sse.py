@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -128,6 +127,7 @@ class EventStream(Response):
     ) -> None:
         self._first = first
         self._events = events
+        self._now = asyncio.get_running_loop().time
         self._last_s = 0.0  # when something was sent
         self._is_sending = False  # an event
         self.status_code = 200
@@ -193,7 +193,7 @@ class EventStream(Response):
         self._was_sent()
 
     def _was_sent(self) -> None:
-        self._last_s = asyncio.get_running_loop().time()
+        self._last_s = self._now()
 
     async def _send_keep_alive(self, send: Send) -> None:
         self._was_sent()
@@ -204,7 +204,7 @@ class EventStream(Response):
         """Until the next keep-alive; None: the stream sends none."""
         if not self._events.keep_alive:
             return None
-        return max(0.0, self._last_s + self.keep_alive_s - asyncio.get_running_loop().time())
+        return max(0.0, self._last_s + self.keep_alive_s - self._now())
 
 
 class GenerationEvents:
@@ -225,17 +225,25 @@ class GenerationEvents:
             self.generator = _closing(self.generator, recorder)
 
     def write_to(self, connection: Connection, on_written: Callable[[], None]) -> None:
-        if self.recorder is None:  # else the events get ids
-            self._generation.write_with(partial(self._write, connection, on_written))
+        if self.recorder is not None:  # the events get ids
+            return
+        can_write, is_slow, write_outs, write_events = (
+            connection.can_write,
+            self._writer.is_slow,
+            self._writer.write,
+            connection.write,
+        )
 
-    def _write(self, connection: Connection, on_written: Callable[[], None], outs: Outs) -> bool:
-        if not connection.can_write() or self._writer.is_slow(outs):
-            return False
-        events = self._writer.write(outs)
-        if events:
-            connection.write(events)
-            on_written()
-        return True
+        def write(outs: Outs) -> bool:  # for every token of every stream: each call counts
+            if not can_write() or is_slow(outs):
+                return False
+            events = write_outs(outs)
+            if events:
+                write_events(events)
+                on_written()
+            return True
+
+        self._generation.write_with(write)
 
     async def __anext__(self) -> bytes:
         return await anext(self.generator)

@@ -29,25 +29,33 @@ class UnreadTokens:
         self._has_arrived.clear()
         self._is_awaited = True
         await self._has_arrived.wait()
-        self._is_awaited = False
 
     def wake_reader(self) -> None:
+        self._is_awaited = False
         self._has_arrived.set()
 
     def take(self) -> Outs:
         outs, self.outs = self.outs, []
         return outs
 
+    def close(self) -> None:
+        """Nobody reads any more. The function that writes knows the generation, which knows this object."""
+        self.write = None
+
     def deliver(self) -> None:
         """All tokens of a message have arrived. An error of ``write`` is raised: some may have been written."""
-        if self.write is None or not self._is_awaited or self._has_arrived.is_set() or self._has_end():
-            self._has_arrived.set()
+        outs = self.outs
+        if self.write is None or not self._is_awaited or _has_end(outs):
+            self.wake_reader()
             return
-        outs = self.take()
+        self.outs = []
         if not self.write(outs):
             self.outs = outs
-            self._has_arrived.set()
+            self.wake_reader()
 
-    def _has_end(self) -> bool:
-        """Whether a sequence ends here, which is the reader's to handle."""
-        return any(out.finish_reason is not None for _, out in self.outs)
+
+def _has_end(outs: Outs) -> bool:
+    """Whether a sequence ends here, which is the reader's to handle."""
+    if len(outs) == 1:
+        return outs[0][1].finish_reason is not None
+    return any(out.finish_reason is not None for _, out in outs)

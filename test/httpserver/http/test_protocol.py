@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from lightserve.httpserver import engine_client as manager
 from lightserve.httpserver.http import body, protocol
@@ -245,3 +247,27 @@ def test_a_client_that_closes_its_sending_side_has_disconnected(tmp_path: Path) 
         writer.close()
 
     serve(scenario, tmp_path, spell("hi"))
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_request_leaves_nothing_for_the_garbage_collector(tmp_path: Path, is_stream: bool) -> None:
+    """Its prompt may be long, and a process that serves collects rarely."""
+
+    def requests() -> list[object]:
+        return [known for known in gc.get_objects() if isinstance(known, manager.Generation | RequestResponseCycle)]
+
+    async def talk(wire: Wire) -> None:
+        request = json.dumps({"prompt": "x", "stream": is_stream}).encode()
+        length = b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(request)
+
+        wire.writer.write(POST + length + request)
+
+        assert b'"finish_reason":"stop"' in await wire.rest()
+        await until(lambda: not requests())
+
+    gc.collect()
+    gc.disable()
+    try:
+        on_the_wire(tmp_path, talk)
+    finally:
+        gc.enable()
