@@ -21,6 +21,7 @@ from lightserve.httpserver.batches import routes as batches_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.http.body import with_schemas
+from lightserve.httpserver.http.direct_route import serve_directly
 from lightserve.httpserver.http.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.http.middleware import RequestMiddleware, allowed_hosts
 from lightserve.httpserver.http.paths import RootPath
@@ -106,6 +107,7 @@ def _add_routes(
     for route in routes:
         if isinstance(route, APIRoute):
             route.responses = OPENAPI_ERRORS | route.responses
+            serve_directly(route)
     app.router.routes[:0] = routes  # before the route of /openapi.json
 
 
