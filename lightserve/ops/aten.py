@@ -87,6 +87,15 @@ def _addmm(bias: Tensor, x: Tensor, weight_t: Tensor) -> Tensor:
     return ops.linear(x, weight_t.T, bias)
 
 
+def _takes_embedding(weight: Tensor, ids: Tensor, *_: Any) -> bool:
+    are_ids = ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous() and ids.device == weight.device
+    return are_ids and weight.dtype in FLOATS and weight.dim() == 2 and weight.stride(1) == 1
+
+
+def _embedding(weight: Tensor, ids: Tensor, *_: Any) -> Tensor:
+    return ops.vocab_embedding(ids.view(-1), weight, 0).view(*ids.shape, weight.shape[1])
+
+
 ATEN: dict[str, AtenOp] = {
     "silu": AtenOp(ops.silu, ops.silu, _is_rows),
     "gelu": AtenOp(ops.gelu, _gelu, _takes_gelu),
@@ -95,6 +104,7 @@ ATEN: dict[str, AtenOp] = {
     "_fused_rms_norm": AtenOp(ops.rms_norm, _rms_norm, _takes_rms_norm),
     "mm": AtenOp(ops.linear, _mm, _takes_mm, is_product=True),
     "addmm": AtenOp(ops.linear, _addmm, _takes_addmm, is_product=True),
+    "embedding": AtenOp(ops.vocab_embedding, _embedding, _takes_embedding),
 }
 
 
@@ -124,7 +134,8 @@ class Replacement:
             ATEN[name].is_product and self.platform.ops_backend == "cpu"
         ):
             return False
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+        keys = (key, "CompositeExplicitAutograd")  # one kernel for all devices, which Autograd calls by this key too
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", each) for each in keys)
 
     def _wrapped(self, name: str, key: str) -> Callable[..., Any]:
         replaced, original = ATEN[name], torch.library.get_kernel(f"aten::{name}", key)
