@@ -28,7 +28,7 @@ from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
-from lightserve.worker.speculation.heads.head import DraftHead, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import AutoregressiveHead, SampledAt, SampleLocal
 
 
 class DraftMemory(MemoryManager):
@@ -46,7 +46,7 @@ class DraftMemory(MemoryManager):
         return self._target.mem_manager.scales(self._first + layer_num)
 
 
-class DraftModelHead(DraftHead):
+class DraftModelHead(AutoregressiveHead):
     def __init__(self, model: TpPartBaseModel, files: ModelSource, has_weights: bool) -> None:
         """Loads it."""
         super().__init__(model)

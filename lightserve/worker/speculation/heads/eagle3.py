@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightserve.common import ops
 from lightserve.common.basemodel import (
     Block,
     CheckpointTensor,
@@ -20,39 +19,22 @@ from lightserve.common.basemodel import (
     LayerNames,
     LayerSpec,
     NormWeight,
-    Piece,
     ReplicatedWeight,
     RmsNormWeight,
     TpPartBaseModel,
-    VocabWeight,
-    Weight,
     WeightContext,
 )
 from lightserve.common.basemodel.kv_scales import KvScales
 from lightserve.common.kv.layout import kv_storage
 from lightserve.model_files.draft_head import Eagle3Config
 from lightserve.models.registry import get_model_class
-from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import OneLayerHead, OneLayerWeight
+from lightserve.worker.speculation.heads.vocabulary import HeadVocab, VocabHead, VocabHeadWeight
 
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # of training, or d2t the other way round
 
 
-class TokenMapWeight(Weight):
-    """Which tokens of the model the tokens of the head are: token i is i + offset[i]."""
-
-    def __init__(self, name: str, size: int, context: WeightContext) -> None:
-        self._name = name
-        self.offsets = torch.empty(size, dtype=torch.int64, device=context.device)
-
-    def pieces(self) -> Iterator[Piece]:
-        integers = (torch.int64, torch.int32)
-        yield Piece(self._name, (len(self.offsets),), self.offsets, dtypes=integers)
-
-    def token_ids(self) -> Tensor:
-        return torch.arange(len(self.offsets), device=self.offsets.device) + self.offsets
-
-
-class Eagle3Weight(HeadWeight):
+class Eagle3Weight(OneLayerWeight, VocabHeadWeight):
     def __init__(self, spec: LayerSpec, config: Eagle3Config, names: set[str], context: WeightContext) -> None:
         layer, hidden = config.layer, spec.hidden_size
         norm = (spec.norm_eps, context)
@@ -63,12 +45,8 @@ class Eagle3Weight(HeadWeight):
         self.hidden_norm: NormWeight = RmsNormWeight(f"{spec.prefix}.hidden_norm", hidden, *norm)
         self.layer = DecoderLayerWeight(spec, context)
         self.norm = RmsNormWeight("norm", hidden, *norm)
-        is_mapped = config.draft_vocab_size != layer.vocab_size
-        self.token_map = TokenMapWeight("d2t", config.draft_vocab_size, context) if is_mapped else None
-        if is_mapped or "lm_head.weight" in names:
-            self.lm_head = VocabWeight("lm_head", config.draft_vocab_size, hidden, context)
-        if hidden != config.target_hidden_size or "embed_tokens.weight" in names:
-            self.embedding = VocabWeight("embed_tokens", layer.vocab_size, hidden, context)
+        vocab = HeadVocab(hidden, config.target_hidden_size, layer.vocab_size, config.draft_vocab_size)
+        self._init_vocab(vocab, names, context)
 
 
 class Eagle3LayerInfer(DecoderLayerInferTpl[DecoderLayerWeight]):
@@ -77,7 +55,7 @@ class Eagle3LayerInfer(DecoderLayerInferTpl[DecoderLayerWeight]):
         return input
 
 
-class Eagle3Head(LayerHead):
+class Eagle3Head(OneLayerHead, VocabHead):
     weights: Eagle3Weight
 
     def __init__(self, model: TpPartBaseModel, config: Eagle3Config, names: set[str]) -> None:
@@ -97,10 +75,6 @@ class Eagle3Head(LayerHead):
             weights.layer.kv_scales = scales.to(device)
         return weights
 
-    def finish_dummy(self) -> None:
-        if self.weights.token_map is not None:
-            self.weights.token_map.offsets.zero_()
-
     def kv_groups(self) -> tuple[KvGroup, ...]:
         spec, args = self.spec, self.model.args
         dtype, scale_dtype = kv_storage(args.kv_dtype, args.dtype)
@@ -119,27 +93,12 @@ class Eagle3Head(LayerHead):
 
     def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
         weights = self.weights
-        table = getattr(weights, "embedding", None) or self.model.pre_post_weight.embedding
         normed = weights.hidden_norm.norm(hidden)
         state.residual = normed if self.config.norm_before_residual else hidden
-        return torch.cat((weights.embedding_norm.norm(table.embed(token_ids)), normed), dim=-1)
+        return torch.cat((weights.embedding_norm.norm(self.embed(token_ids)), normed), dim=-1)
 
     def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
         return normed if self.config.norm_output else output
-
-    def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
-        """The noise belongs to the model's tokens, so the logits take their places."""
-        logits = self.logits(normed)
-        return ops.sample(logits, at.temperatures, at.seeds, at.positions)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """Of the model's vocabulary, ``[rows, vocab]``; -inf for tokens that the head does not draft."""
-        head: VocabWeight = getattr(self.weights, "lm_head", None) or self.model.pre_post_weight.lm_head
-        logits = head.gather_logits(head.local_logits(normed))
-        if self.weights.token_map is None:
-            return logits
-        all_logits = logits.new_full((len(logits), self.model.config.vocab_size), float("-inf"))
-        return all_logits.index_copy_(1, self.weights.token_map.token_ids(), logits)
 
 
 def _layer_spec(config: Eagle3Config, layer_num: int) -> LayerSpec:

@@ -38,22 +38,26 @@ SampleLocal = Callable[[Tensor, SampledAt], Tensor]
 
 
 class HeadWeight(LayerWeight):
-    """The weights of the head and of its layer."""
+    """The weights of the head and of its layers."""
 
+    norm: NormWeight  # of what the layers compute, before logits
+
+
+class OneLayerWeight(HeadWeight):
     layer: TransformerLayerWeight
-    norm: NormWeight  # of what the layer computes, before logits
 
 
 class DraftHead(ABC):
-    """It has a KV cache of its own, in layers under the numbers that follow those of the model's layers.
-
-    At position p it reads the hidden state of the model there, and the token at p + 1. What it computes is the logits
-    of the token at p + 2. Where the model has not computed a position yet, it reads its own output.
-    """
+    """It has a KV cache of its own, in layers under the numbers that follow those of the model's layers."""
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
         self.aux_layers: tuple[int, ...] = ()  # see TpPartBaseModel.aux_layers
+
+    @staticmethod
+    @abstractmethod
+    def scratch_slots(num_drafts: int) -> int:
+        """Slots of a request for positions that the model has not computed yet."""
 
     @abstractmethod
     def kv_groups(self) -> tuple[KvGroup, ...]: ...
@@ -64,19 +68,11 @@ class DraftHead(ABC):
 
     @abstractmethod
     def hidden(self, states: Tensor) -> Tensor:
-        """The hidden states that ``forward`` reads, from ``model_states``."""
-
-    @abstractmethod
-    def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
-        """Compute all tokens of a step; ``step.input_ids`` are the tokens after them. Returns ``[tokens, hidden]``."""
+        """The hidden states that it computes with, from ``model_states``."""
 
     @abstractmethod
     def normed(self, output: Tensor) -> Tensor:
-        """Of what ``forward`` returns: what logits are computed from."""
-
-    @abstractmethod
-    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
-        """The hidden states for the next position: ``output`` before the norm, or ``normed`` behind it."""
+        """What logits are computed from, of what it has computed."""
 
     @abstractmethod
     def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
@@ -86,12 +82,36 @@ class DraftHead(ABC):
         """
 
 
-class LayerHead(DraftHead):
-    """One layer, which was trained to read the hidden states of the model."""
+class AutoregressiveHead(DraftHead):
+    """Drafts one token after the other.
 
-    spec: LayerSpec
+    At position p it reads the hidden state of the model there, and the token at p + 1. What it computes is the logits
+    of the token at p + 2. Where the model has not computed a position yet, it reads its own output.
+    """
+
+    @staticmethod
+    def scratch_slots(num_drafts: int) -> int:
+        """The first draft comes from the last token that is computed."""
+        return num_drafts - 1
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        """Compute all tokens of a step; ``step.input_ids`` are the tokens after them. Returns ``[tokens, hidden]``."""
+
+    @abstractmethod
+    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
+        """The hidden states for the next position: ``output`` before the norm, or ``normed`` behind it."""
+
+
+class LayerHead(DraftHead):
+    """Layers that were trained to read the hidden states of the model."""
+
     weights: HeadWeight
-    layer: TransformerLayerInfer[Any, Any]
+
+    @property
+    @abstractmethod
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Of its layers."""
 
     @abstractmethod
     def new_weights(self, device: torch.device) -> HeadWeight: ...
@@ -99,10 +119,6 @@ class LayerHead(DraftHead):
     @abstractmethod
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         """The tensors of the head, among others that it does not read."""
-
-    @abstractmethod
-    def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
-        """May set the residual of ``state``."""
 
     def normed(self, output: Tensor) -> Tensor:
         return self.weights.norm.norm(output)
@@ -112,20 +128,11 @@ class LayerHead(DraftHead):
 
     def init_tables(self) -> None:
         """Create what each step reads: angles of positions that the model does not have."""
-        tables = rotary_tables([self.spec], self.model.req_manager.max_len)
+        tables = rotary_tables(self.specs, self.model.req_manager.max_len)
         missing = {key: table for key, table in tables.items() if key not in self.model.rotary_tables}
         self._rotary_tables = {
             key: (cos.to(self.model.device), sin.to(self.model.device)) for key, (cos, sin) in missing.items()
         }
-
-    def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
-        """Returns the sum of residual and output."""
-        state = self._state(step)
-        x = self.layer_input(hidden, step.input_ids, state)
-        forward = self.layer.context_forward if step.is_prefill else self.layer.token_forward
-        out = forward(x, state, self.weights.layer)
-        assert state.residual is not None
-        return state.residual + out
 
     def _state(self, step: ModelInput) -> InferStateInfo:
         model = self.model
@@ -136,5 +143,28 @@ class LayerHead(DraftHead):
             state.rotary_angles[key] = ops.RotaryAngles(
                 cos.index_select(0, step.position_ids), sin.index_select(0, step.position_ids)
             )
-        state.use_pool_of(self.spec.layer_num)
+        state.use_pool_of(self.specs[0].layer_num)
         return state
+
+
+class OneLayerHead(LayerHead, AutoregressiveHead):
+    spec: LayerSpec
+    weights: OneLayerWeight
+    layer: TransformerLayerInfer[Any, Any]
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return (self.spec,)
+
+    @abstractmethod
+    def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
+        """May set the residual of ``state``."""
+
+    def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        """Returns the sum of residual and output."""
+        state = self._state(step)
+        x = self.layer_input(hidden, step.input_ids, state)
+        forward = self.layer.context_forward if step.is_prefill else self.layer.token_forward
+        out = forward(x, state, self.weights.layer)
+        assert state.residual is not None
+        return state.residual + out

@@ -26,12 +26,12 @@ from lightserve.common.basemodel import (
     norm_weight,
 )
 from lightserve.model_files.mtp import mtp_format
-from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import OneLayerHead, OneLayerWeight, SampledAt, SampleLocal
 
 OF_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 
 
-class MtpWeight(HeadWeight):
+class MtpWeight(OneLayerWeight):
     def __init__(self, model: TpPartBaseModel, spec: LayerSpec, context: WeightContext) -> None:
         names, hidden = mtp_format(model.config), spec.hidden_size
         size = hidden, spec.norm_eps, context
@@ -43,7 +43,7 @@ class MtpWeight(HeadWeight):
         self.norm = norm_weight(spec.norm, names.norm, *size)
 
 
-class MtpHead(LayerHead):
+class MtpHead(OneLayerHead):
     weights: MtpWeight
 
     def __init__(self, model: TpPartBaseModel) -> None:

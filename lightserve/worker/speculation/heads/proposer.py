@@ -1,12 +1,14 @@
 """Lets a draft head draft tokens for the next step on the device, as soon as the tokens of a step are sampled.
 
-The head first computes all tokens of the step, so its KV cache has the same tokens as the model's. Then it computes one
-more position of each request for each further draft. The slots of those positions are not known yet. So they have slots
-of their own behind those of the pool, which the next such position overwrites.
+The head first computes all tokens of the step, so its KV cache has the same tokens as the model's. Then it computes
+further positions of each request: one after the other for each further draft, or all at once. The slots of those
+positions are not known yet. So they have slots of their own behind those of the pool, which the next such position
+overwrites.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.verification import NO_DRAFT
 from lightserve.worker.speculation.draft_input import UNKNOWN, VerifiedCounts
-from lightserve.worker.speculation.heads.head import DraftHead, SampledAt
+from lightserve.worker.speculation.heads.head import AutoregressiveHead, DraftHead, SampledAt
 from lightserve.worker.step_runner import StepOut, StepRunner
 
 
@@ -44,8 +46,10 @@ class RowsOfStep(NamedTuple):
         return cls(tensors.logit_tokens.long()[: len(tokens)], tokens, last.clamp(max=len(tokens) - 1))
 
 
-class HeadProposer:
+class HeadProposer(ABC):
     """Drafts wait in a table, ``[request rows, num_drafts]``, which ``propose`` reads."""
+
+    _head: DraftHead
 
     def __init__(self, head: DraftHead, batch: InferBatch, runner: StepRunner, num_drafts: int) -> None:
         self._model = model = head.model
@@ -92,14 +96,14 @@ class HeadProposer:
         next_ids, last = self._tokens_after(step, b_row, rows, known_after)
         attn = replace(step.attn, shared_prefixes=None, plans={})
         step = replace(step, input_ids=next_ids, attn=attn, lora=None)
-        summed = self._head.forward(self._head.hidden(out.for_head.states), step)[last]
+        computed = self._compute(self._head.hidden(out.for_head.states), step)[last]
         num_drafts = min(num_drafts, self._num_drafts)
         self._table[b_row, num_drafts:] = NO_DRAFT
         if not num_drafts:
             return
         positions = step.position_ids[last]
         at = SampledAt(self._temperatures[b_row], columns["seed"], positions)
-        self._table[b_row, :num_drafts] = self._draft(summed, at, step, num_drafts)
+        self._table[b_row, :num_drafts] = self._draft(computed, at, step, num_drafts)
 
     def _tokens_after(
         self, step: ModelInput, b_row: Tensor, rows: RowsOfStep | None, known_after: Tensor | None
@@ -119,15 +123,43 @@ class HeadProposer:
         with_padding[torch.where(q_len > 0, last, len(next_ids))] = sampled.clamp(min=0)
         return with_padding[:-1], last
 
-    def _draft(self, summed: Tensor, at: SampledAt, step: ModelInput, num_drafts: int) -> Tensor:
-        """``[requests, num_drafts]``. ``summed``: of the last token of each request, at the positions of ``at``."""
-        positions = at.positions
+    @abstractmethod
+    def _compute(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        """Bring the KV of the head up to date. Returns what the drafts after each token of the step begin with.
+
+        ``step.input_ids`` are the tokens after those of the step.
+        """
+
+    @abstractmethod
+    def _draft(self, computed: Tensor, at: SampledAt, step: ModelInput, num_drafts: int) -> Tensor:
+        """``[requests, num_drafts]``. ``computed``: of the last token of each request, at the positions of ``at``."""
+
+    def _scratch_slots(self, b_row: Tensor) -> Tensor:
+        """``[slots, requests]`` int32. Padding writes to its own slot."""
+        count = self._head.scratch_slots(self._num_drafts)
+        numbers = torch.arange(count, device=b_row.device)[:, None]
+        memory, padding_row = self._model.mem_manager, self._model.req_manager.padding_row
+        slots = memory.padding_slot + 1 + b_row * count + numbers
+        return slots.where(b_row != padding_row, memory.padding_slot).int()
+
+    def _sample_local(self, logits: Tensor, at: SampledAt) -> Tensor:
+        return self._runner.sample(logits, at, None)
+
+
+class AutoregressiveProposer(HeadProposer):
+    _head: AutoregressiveHead
+
+    def _compute(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        return self._head.forward(hidden, step)
+
+    def _draft(self, computed: Tensor, at: SampledAt, step: ModelInput, num_drafts: int) -> Tensor:
+        summed, positions = computed, at.positions
         b_row = step.attn.b_req_idx.long()
         table = step.attn.req_to_token
         columns = positions + torch.arange(1, num_drafts, device=positions.device)[:, None]
         places = b_row, columns.clamp(max=table.shape[1] - 1).long()
         slots_before = table[places]
-        table[places] = slots = self._scratch_slots(b_row, num_drafts)
+        table[places] = slots = self._scratch_slots(b_row)[: num_drafts - 1]
         drafts = []
         for number in range(num_drafts):
             normed = self._head.normed(summed)
@@ -141,13 +173,6 @@ class HeadProposer:
         table[places] = slots_before
         return torch.stack(drafts, dim=1)
 
-    def _scratch_slots(self, b_row: Tensor, num_drafts: int) -> Tensor:
-        """``[num_drafts - 1, requests]`` int32. Padding writes to its own slot."""
-        numbers = torch.arange(1, num_drafts, device=b_row.device)[:, None]
-        memory, padding_row = self._model.mem_manager, self._model.req_manager.padding_row
-        slots = memory.padding_slot + b_row * (self._num_drafts - 1) + numbers
-        return slots.where(b_row != padding_row, memory.padding_slot).int()
-
     def _one_token(self, step: ModelInput, ids: Tensor, positions: Tensor, slots: Tensor) -> ModelInput:
         starts = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         attn = ops.AttnBatch(
@@ -158,10 +183,7 @@ class HeadProposer:
             ids.clamp(min=0), positions, slots, attn, is_prefill=False, kv_groups=groups, states=step.states
         )
 
-    def _sample_local(self, logits: Tensor, at: SampledAt) -> Tensor:
-        return self._runner.sample(logits, at, None)
 
-
-def num_extra_slots(max_reqs: int, num_drafts: int) -> int:
+def num_extra_slots(head: DraftHead, max_reqs: int, num_drafts: int) -> int:
     """Behind that of padding: see ``_scratch_slots``."""
-    return max_reqs * (num_drafts - 1)
+    return max_reqs * head.scratch_slots(num_drafts)

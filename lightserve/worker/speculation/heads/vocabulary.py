@@ -1,0 +1,75 @@
+"""The vocabulary of a draft head: its own or the model's, or a part of that which the head maps to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel import Piece, VocabWeight, Weight, WeightContext
+from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
+
+
+class HeadVocab(NamedTuple):
+    hidden_size: int  # of the head
+    target_hidden_size: int  # of the model
+    size: int  # tokens of the model
+    drafted_size: int  # tokens that the head can draft
+
+
+class TokenMapWeight(Weight):
+    """Which tokens of the model the tokens of the head are: token i is i + offset[i]."""
+
+    def __init__(self, name: str, size: int, context: WeightContext) -> None:
+        self._name = name
+        self.offsets = torch.empty(size, dtype=torch.int64, device=context.device)
+
+    def pieces(self) -> Iterator[Piece]:
+        integers = (torch.int64, torch.int32)
+        yield Piece(self._name, (len(self.offsets),), self.offsets, dtypes=integers)
+
+    def token_ids(self) -> Tensor:
+        return torch.arange(len(self.offsets), device=self.offsets.device) + self.offsets
+
+
+class VocabHeadWeight(HeadWeight):
+    """What the checkpoint lacks is that of the model."""
+
+    def _init_vocab(self, vocab: HeadVocab, names: set[str], context: WeightContext) -> None:
+        """``names``: the tensors of the head's checkpoint."""
+        is_mapped = vocab.drafted_size != vocab.size
+        self.token_map = TokenMapWeight("d2t", vocab.drafted_size, context) if is_mapped else None
+        is_other_size = vocab.hidden_size != vocab.target_hidden_size
+        if is_mapped or is_other_size or "lm_head.weight" in names:
+            self.lm_head = VocabWeight("lm_head", vocab.drafted_size, vocab.hidden_size, context)
+        if is_other_size or "embed_tokens.weight" in names:
+            self.embedding = VocabWeight("embed_tokens", vocab.size, vocab.hidden_size, context)
+
+
+class VocabHead(LayerHead):
+    weights: VocabHeadWeight
+
+    def finish_dummy(self) -> None:
+        if self.weights.token_map is not None:
+            self.weights.token_map.offsets.zero_()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        table: VocabWeight = getattr(self.weights, "embedding", None) or self.model.pre_post_weight.embedding
+        return table.embed(token_ids)
+
+    def sample(self, normed: Tensor, at: SampledAt, sample_local: SampleLocal) -> Tensor:
+        """The noise belongs to the model's tokens, so the logits take their places."""
+        logits = self.logits(normed)
+        return ops.sample(logits, at.temperatures, at.seeds, at.positions)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Of the model's vocabulary, ``[rows, vocab]``; -inf for tokens that the head does not draft."""
+        head: VocabWeight = getattr(self.weights, "lm_head", None) or self.model.pre_post_weight.lm_head
+        logits = head.gather_logits(head.local_logits(normed))
+        if self.weights.token_map is None:
+            return logits
+        all_logits = logits.new_full((len(logits), self.model.config.vocab_size), float("-inf"))
+        return all_logits.index_copy_(1, self.weights.token_map.token_ids(), logits)
