@@ -10,17 +10,18 @@ from msgspec import Meta
 from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
-METHODS = ("ngram", "suffix", "eagle3", "mtp", "draft_model", "auto")
-HEADS = ("eagle3", "mtp", "draft_model")  # methods that compute a layer of a model, or a whole one
+METHODS = ("ngram", "suffix", "eagle3", "mtp", "dflash", "draft_model", "auto")
+HEADS = ("eagle3", "mtp", "dflash", "draft_model")  # methods that compute layers of a model, or a whole one
 DEFAULT_DRAFTS, DEFAULT_MIN, DEFAULT_MAX = 4, 3, 4
 DEFAULT_HEAD_DRAFTS = 3
 DEFAULT_PAST_OUTPUTS = 100
 FIELD_OF = {
     "prompt_lookup_max": ("ngram", "suffix"),
     "prompt_lookup_min": ("ngram", "suffix"),
-    "model": ("eagle3", "draft_model"),
+    "model": ("eagle3", "dflash", "draft_model"),
 }  # the methods that read a field
 MAX_DRAFTS, MAX_NGRAM = 32, 32
+DEFAULT_DRAFTS_OF = {"dflash": MAX_DRAFTS}  # of a head: as many as a block has, at most
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,12 +34,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
-    model: str | None = None  # the folder or the name of an EAGLE-3 head or of a draft model
+    model: str | None = None  # the folder or the name of an EAGLE-3 head, a DFlash drafter or a draft model
 
     @property
     def has_head(self) -> bool:
         """Drafts are computed by a layer of a model, or by a smaller model."""
         return self.method in HEADS
+
+    @property
+    def reads_next_token(self) -> bool:
+        """The KV that drafts are computed with depends on the token after each."""
+        return self.has_head and self.method != "dflash"
 
     @property
     def text(self) -> str:
@@ -115,10 +121,10 @@ def _check_method(method: str, fields: dict[str, Any]) -> None:
         if name in fields and method not in owners:
             raise _error(f"{name} is a field of the method {owners[0]}, not of {method}; leave it out")
     if method in FIELD_OF["model"] and not fields.get("model"):
-        what = "head" if method == "eagle3" else "smaller model"
+        what = {"eagle3": "head", "dflash": "drafter"}.get(method, "smaller model")
         raise _error(f'the method {method} needs "model": the folder or the name of a {what}; add it')
     if method in HEADS:
-        fields.setdefault("num_speculative_tokens", DEFAULT_HEAD_DRAFTS)
+        fields.setdefault("num_speculative_tokens", DEFAULT_DRAFTS_OF.get(method, DEFAULT_HEAD_DRAFTS))
     if method == "auto" and len(fields) > 1:
         raise _error("the method auto has no other fields; name a method to set them")
 

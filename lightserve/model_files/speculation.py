@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from lightserve.config import WorkerConfig
-from lightserve.config.speculation import DEFAULT_HEAD_DRAFTS, MAX_DRAFTS, SpeculativeConfig
+from lightserve.config.speculation import DEFAULT_DRAFTS_OF, DEFAULT_HEAD_DRAFTS, MAX_DRAFTS, SpeculativeConfig
 from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.dflash import DFlashConfig
 from lightserve.model_files.draft_head import SPECULATORS_TYPE, Eagle3Config
 from lightserve.model_files.draft_model import draft_model_path
 from lightserve.model_files.folder import read_json_if_exists
@@ -31,8 +32,8 @@ def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: Model
         config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS) if has_mtp(source, model) else SpeculativeConfig()
     if config.method == "mtp":
         check_mtp(model)
-    if config.method == "eagle3":
-        config = msgspec.structs.replace(config, model=_head_folder(config, model, worker.load_format == "auto"))
+    if config.method in ("eagle3", "dflash"):
+        config = _with_head(config, model, worker.load_format == "auto")
     if config.method == "draft_model":
         path = draft_model_path(config.model, source, model, worker.load_format == "auto")
         config = msgspec.structs.replace(config, model=path)
@@ -51,12 +52,16 @@ def has_mtp(source: ModelSource, model: ModelConfig) -> bool:
     return any(name in read_header(file) for file in files if file.suffix == ".safetensors")
 
 
-def _head_folder(config: SpeculativeConfig, model: ModelConfig, needs_weights: bool) -> str:
+def _with_head(config: SpeculativeConfig, model: ModelConfig, needs_weights: bool) -> SpeculativeConfig:
     files = resolve(config.model, needs_weights=False)
-    Eagle3Config.read(files.path, model)
+    num_drafts = config.num_speculative_tokens
+    if config.method == "dflash":
+        num_drafts = min(num_drafts, DFlashConfig.read(files.path, model).block_size - 1)
+    else:
+        Eagle3Config.read(files.path, model)
     if needs_weights:
         require_weights(files)
-    return str(files.path)
+    return msgspec.structs.replace(config, model=str(files.path), num_speculative_tokens=num_drafts)
 
 
 def served_with_head(worker: WorkerConfig) -> WorkerConfig:
@@ -80,14 +85,17 @@ def served_with_head(worker: WorkerConfig) -> WorkerConfig:
             "(speculators_config.verifier.name_or_path); set --model_dir to the model, and the head as "
             "--speculative_config"
         )
-    config = SpeculativeConfig("eagle3", _num_drafts(speculators), model=str(source.path))
+    method = "dflash" if hf[SPECULATORS_TYPE] == "dflash" else "eagle3"
+    config = SpeculativeConfig(method, _num_drafts(speculators, method), model=str(source.path))
     return replace(worker, model_dir=verifier, speculative_config=config.text)
 
 
-def _num_drafts(speculators: dict[str, Any]) -> int:
+def _num_drafts(speculators: dict[str, Any], method: str) -> int:
     """Of the default proposal method, or of the first."""
     methods = [method for method in speculators.get("proposal_methods") or [] if isinstance(method, dict)]
     default = speculators.get("default_proposal_method")
     chosen = next((method for method in methods if method.get("proposal_type") == default), next(iter(methods), {}))
     count = chosen.get("speculative_tokens")
-    return min(count, MAX_DRAFTS) if isinstance(count, int) and count > 0 else DEFAULT_HEAD_DRAFTS
+    if not isinstance(count, int) or count < 1:
+        return DEFAULT_DRAFTS_OF.get(method, DEFAULT_HEAD_DRAFTS)
+    return min(count, MAX_DRAFTS)

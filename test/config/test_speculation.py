@@ -20,6 +20,7 @@ from lightserve.errors import OptionError
         ),
         ('{"method": "eagle3", "model": "m"}', SpeculativeConfig("eagle3", 3, model="m")),
         ('{"method": "mtp", "num_speculative_tokens": 1}', SpeculativeConfig("mtp", 1)),
+        ('{"method": "dflash", "model": "m"}', SpeculativeConfig("dflash", 32, model="m")),
         ('{"method": "draft_model", "model": "m"}', SpeculativeConfig("draft_model", 3, model="m")),
         ('{"method": "auto"}', SpeculativeConfig("auto")),
         ("auto", SpeculativeConfig("auto")),
@@ -47,9 +48,10 @@ def test_without_the_flag_there_are_no_drafts() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"method": "medusa"}', "the method 'medusa' is not supported; supported: .*, mtp, draft_model, auto"),
+        ('{"method": "medusa"}', "the method 'medusa' is not supported; supported: .*, mtp, dflash, draft_model, auto"),
         ('{"method": "eagle3"}', 'the method eagle3 needs "model"'),
         ('{"method": "draft_model"}', 'the method draft_model needs "model": the folder or the name of a smaller'),
+        ('{"method": "dflash"}', 'the method dflash needs "model": the folder or the name of a drafter'),
         ('{"method": "eagle3", "model": ""}', 'the method eagle3 needs "model"'),
         (
             '{"method": "eagle3", "model": "m", "prompt_lookup_max": 3}',
@@ -58,7 +60,7 @@ def test_without_the_flag_there_are_no_drafts() -> None:
         ('{"method": "mtp", "model": "m"}', "model is a field of the method eagle3, not of mtp"),
         ('{"method": "eagle3", "model": 3}', "model"),
         ('{"method": "auto", "num_speculative_tokens": 3}', "the method auto has no other fields"),
-        ("{}", "there is no method; supported: .*, mtp, draft_model, auto"),
+        ("{}", "there is no method; supported: .*, mtp, dflash, draft_model, auto"),
         ('{"method": ["ngram"]}', r"the method \['ngram'\] is not supported"),
         ("ngram", "it is not JSON"),
         ("[]", "it must be a JSON object"),

@@ -11,6 +11,7 @@ import pytest
 from lightserve.config import WorkerConfig
 from lightserve.errors import OptionError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.dflash import DFlashConfig
 from lightserve.model_files.draft_head import Eagle3Config
 from lightserve.model_files.speculation import resolved_speculation, served_with_head
 from test.worker.heads import layer_config
@@ -24,10 +25,10 @@ def save(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
-def save_speculators(folder: Path, **speculators: Any) -> str:
+def save_speculators(folder: Path, kind: str = "eagle3", **speculators: Any) -> str:
     return save(
         folder,
-        speculators_model_type="eagle3",
+        speculators_model_type=kind,
         transformer_layer_config=layer_config(131),
         speculators_config=speculators,
     )
@@ -53,6 +54,36 @@ def test_a_head_as_model_dir_is_served_with_the_model_that_it_names(
     assert worker.speculation is not None
     assert (worker.speculation.method, worker.speculation.model) == ("eagle3", head)
     assert worker.speculation.num_speculative_tokens == drafts
+
+
+def test_a_drafter_as_model_dir_is_served_with_the_model_that_it_names(tmp_path: Path) -> None:
+    drafter = save_speculators(tmp_path, "dflash", verifier={"name_or_path": "the/model"}, proposal_methods=METHODS)
+
+    worker = served_with_head(WorkerConfig(model_dir=drafter))
+
+    assert worker.speculation is not None
+    assert (worker.speculation.method, worker.speculation.num_speculative_tokens) == ("dflash", 9)
+
+
+@pytest.mark.parametrize(("wanted", "drafts"), [(None, 7), (20, 7), (3, 3)])
+def test_a_step_has_no_more_drafts_than_a_block(tmp_path: Path, wanted: int | None, drafts: int) -> None:
+    fields = {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 9], "block_size": 8}}
+    save(tmp_path, architectures=["DFlashDraftModel"], **layer_config(131), **fields)
+    config = {"method": "dflash", "model": str(tmp_path)} | ({"num_speculative_tokens": wanted} if wanted else {})
+    worker = WorkerConfig(speculative_config=json.dumps(config), load_format="dummy")
+
+    speculation = resolved_speculation(worker, None, TARGET).speculation  # type: ignore[arg-type]
+
+    assert speculation is not None
+    assert speculation.num_speculative_tokens == drafts
+    assert DFlashConfig.read(tmp_path, TARGET).aux_layers == (2, 5, 10)
+
+
+def test_a_drafter_whose_layers_nobody_names_reads_some_from_the_second_to_the_last_but_two(tmp_path: Path) -> None:
+    fields = {"block_size": 8, "dflash_config": {"mask_token_id": 5}}
+    save(tmp_path, architectures=["DFlashDraftModel"], **{**layer_config(131), "num_hidden_layers": 3}, **fields)
+
+    assert DFlashConfig.read(tmp_path, TARGET).aux_layers == (2, 5, 8)
 
 
 def test_a_head_as_model_dir_excludes_another_method(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ N-grams and EAGLE-3 heads have these tests in test_ngram.py and test_eagle3.py; 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from test.small_text import save_small_model, small_backend
+from test.worker.dflash import HIDDEN, save_drafter
 from test.worker.test_draft_model import config_of as draft_model_config, save_draft_model
+from test.worker.test_eagle3 import VOCAB as VOCAB_SIZE
 from test.worker.test_heads import Pair
 from test.worker.test_mtp import MTP, save_model as save_mtp_model
 from test.worker.test_mtp_formats import Mtp
@@ -58,11 +61,18 @@ def save_for_two_stages(folder: Path) -> tuple[str, str]:
     return save_small_model(folder), CONFIG
 
 
+def save_dflash(folder: Path) -> tuple[str, str]:
+    drafter = save_drafter(folder / "drafter", VOCAB_SIZE, HIDDEN, None)
+    config = {"method": "dflash", "model": drafter, "num_speculative_tokens": 3}
+    return save_small_model(folder / "model"), json.dumps(config)
+
+
 SAVERS: list[Callable[[Path], tuple[str, str]]] = [
     save_suffix,
     save_mtp,
     save_mtp_of_recurrent_layers,
     save_smaller_model,
+    save_dflash,
     save_for_two_stages,
 ]
 RANKS = {save_for_two_stages: {"pipeline_parallel_size": 2}}

@@ -60,7 +60,7 @@ def _draft_limits(worker: WorkerConfig) -> dict[str, Any]:
     return {
         "num_drafts": config.num_speculative_tokens,
         "has_draft_head": config.has_head,
-        "kv_lookahead": int(config.has_head),
+        "kv_lookahead": int(config.reads_next_token),
         "past_outputs": config.past_outputs,
         "has_synthetic_drafts": config.is_synthetic,
     }

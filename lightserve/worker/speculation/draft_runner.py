@@ -42,7 +42,7 @@ from lightserve.worker.speculation.draft_input import (
 )
 from lightserve.worker.speculation.grammar_drafts import GrammarDrafts
 from lightserve.worker.speculation.heads.head import DraftHead
-from lightserve.worker.speculation.heads.proposer import AutoregressiveProposer, RowsOfStep
+from lightserve.worker.speculation.heads.proposer import RowsOfStep, head_proposer
 from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.predictions_first import PredictionsFirst
 from lightserve.worker.speculation.proposals import Proposals, drafts_of
@@ -90,7 +90,7 @@ class DraftRunner:
         self._found: Tensor | None = None  # the drafts of the next step, if they are known before it is packed
         self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
-        self._head = None if head is None else AutoregressiveProposer(head, batch, runner, self.num_drafts)
+        self._head = None if head is None else head_proposer(head, batch, runner, self.num_drafts)
         if config is not None and model.pp.is_last:
             reqs = model.req_manager
             self._table = TokenTable(reqs.max_reqs, reqs.max_len, model.device, only_predictions=head is not None)

@@ -19,7 +19,7 @@ HEAD = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, "draft_vocab_size"
 MODEL = {**LAYER, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}
 REFUSED = {
     "{": "config.json",
-    json.dumps(HEAD | {"vocab_size": 99}): "its vocabulary has 99 tokens, and that of the model 131",
+    json.dumps(HEAD | {"vocab_size": 99}): "its vocabulary has 99 tokens, the vocabulary of the model 131",
     json.dumps(HEAD | {"target_hidden_size": 32}): "for a model with hidden_size 32, and the model has 64",
     json.dumps(HEAD | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 90]}}): "and the model has 8",
     json.dumps(MODEL): "not of EAGLE-3",

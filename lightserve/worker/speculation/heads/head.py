@@ -103,6 +103,28 @@ class AutoregressiveHead(DraftHead):
         """The hidden states for the next position: ``output`` before the norm, or ``normed`` behind it."""
 
 
+class ParallelHead(DraftHead):
+    """Drafts all tokens at once: a block of the token that was sampled last, and a mask token for each draft.
+
+    Its keys and values of tokens that the model has computed are made of the model's hidden states alone. A mask token
+    stands at the position of its draft, and all of the block see each other.
+    """
+
+    mask_token_id: int
+
+    @staticmethod
+    def scratch_slots(num_drafts: int) -> int:
+        return 1 + num_drafts
+
+    @abstractmethod
+    def write_context(self, hidden: Tensor, step: ModelInput) -> None:
+        """Keys and values of all tokens of a step."""
+
+    @abstractmethod
+    def block(self, step: ModelInput) -> Tensor:
+        """Compute the blocks of some requests. Returns ``[tokens, hidden]``."""
+
+
 class LayerHead(DraftHead):
     """Layers that were trained to read the hidden states of the model."""
 

@@ -14,9 +14,11 @@ from lightserve.config import WorkerConfig
 from lightserve.config.speculation import SpeculativeConfig
 from lightserve.errors import CheckpointError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.dflash import DFlashConfig
 from lightserve.model_files.draft_head import Eagle3Config
 from lightserve.model_files.mtp import check_mtp, mtp_format
 from lightserve.model_files.source import ModelSource, resolve
+from lightserve.worker.speculation.heads.dflash import DFlashHead
 from lightserve.worker.speculation.heads.draft_model import DraftModelHead
 from lightserve.worker.speculation.heads.eagle3 import Eagle3Head
 from lightserve.worker.speculation.heads.head import DraftHead, LayerHead
@@ -81,6 +83,8 @@ def _make(
         return MtpHead(model), source
     files = resolve(speculation.model, needs_weights=has_weights)
     names = {_plain(tensor.name) for tensor in tensor_metadata(files)} if has_weights else {"lm_head.weight"}
+    if speculation.method == "dflash":
+        return DFlashHead(model, DFlashConfig.read(files.path, model.config), names), files
     return Eagle3Head(model, Eagle3Config.read(files.path, model.config), names), files
 
 

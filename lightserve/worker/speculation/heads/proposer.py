@@ -25,7 +25,7 @@ from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.sampling.verification import NO_DRAFT
 from lightserve.worker.speculation.draft_input import UNKNOWN, VerifiedCounts
-from lightserve.worker.speculation.heads.head import AutoregressiveHead, DraftHead, SampledAt
+from lightserve.worker.speculation.heads.head import AutoregressiveHead, DraftHead, ParallelHead, SampledAt
 from lightserve.worker.step_runner import StepOut, StepRunner
 
 
@@ -182,6 +182,60 @@ class AutoregressiveProposer(HeadProposer):
         return ModelInput(
             ids.clamp(min=0), positions, slots, attn, is_prefill=False, kv_groups=groups, states=step.states
         )
+
+
+class ParallelProposer(HeadProposer):
+    """A block has masks for all drafts that a step may have, as in training, even if the next step has fewer."""
+
+    _head: ParallelHead
+
+    def _compute(self, hidden: Tensor, step: ModelInput) -> Tensor:
+        self._head.write_context(hidden, step)
+        return step.input_ids
+
+    def _draft(self, computed: Tensor, at: SampledAt, step: ModelInput, num_drafts: int) -> Tensor:
+        b_row, table = step.attn.b_req_idx.long(), step.attn.req_to_token
+        slots = self._scratch_slots(b_row)
+        # at the end of the longest text a block begins before its place, and its drafts are not needed
+        begin = (at.positions + 1).clamp(max=table.shape[1] - len(slots))
+        positions = begin + torch.arange(len(slots), device=begin.device)[:, None]
+        places = b_row, positions.long()
+        slots_before = table[places]
+        table[places] = slots
+        states = self._head.block(self._blocks(step, computed, positions.T, slots.T))
+        table[places] = slots_before
+        normed = self._head.normed(states).view(len(b_row), len(slots), -1)[:, 1 : 1 + num_drafts]
+        rows = torch.arange(len(b_row), device=begin.device).repeat_interleave(num_drafts)
+        drafted = at.positions[:, None] + torch.arange(2, 2 + num_drafts, device=begin.device)
+        sampled_at = SampledAt(at.temperatures[rows], at.seeds[rows], drafted.flatten().int())
+        drafts = self._head.sample(normed.flatten(0, 1), sampled_at, self._sample_local)
+        return drafts.view(len(b_row), num_drafts)
+
+    def _blocks(self, step: ModelInput, next_ids: Tensor, positions: Tensor, slots: Tensor) -> ModelInput:
+        """``next_ids``: the token that begins each block. ``positions`` and ``slots``: ``[requests, tokens]``."""
+        count = positions.shape[1]
+        ids = next_ids.new_full(positions.shape, self._head.mask_token_id)
+        ids[:, 0] = next_ids.clamp(min=0)
+        begin, end = positions[:, 0].int(), positions[:, -1].int()
+        attn = ops.AttnBatch(
+            step.attn.req_to_token,
+            step.attn.b_req_idx,
+            torch.arange(len(begin), dtype=torch.int32, device=begin.device) * count,
+            end + 1,
+            begin,
+            see_until=end.repeat_interleave(count),
+        )
+        mem_index = slots.flatten().contiguous()
+        groups = tuple(KvGroupInput(mem_index, attn) for _ in step.kv_groups)
+        positions = positions.flatten().int().contiguous()
+        return ModelInput(
+            ids.flatten(), positions, mem_index, attn, is_prefill=True, kv_groups=groups, states=step.states
+        )
+
+
+def head_proposer(head: DraftHead, batch: InferBatch, runner: StepRunner, num_drafts: int) -> HeadProposer:
+    kind = ParallelProposer if isinstance(head, ParallelHead) else AutoregressiveProposer
+    return kind(head, batch, runner, num_drafts)
 
 
 def num_extra_slots(head: DraftHead, max_reqs: int, num_drafts: int) -> int:
