@@ -144,6 +144,11 @@ def _draft_head(setup: Setup) -> str:
     return f"--speculative_config with the method {config.method}" if config is not None and config.has_head else ""
 
 
+def _aux_head(setup: Setup) -> str:
+    config = setup.config.worker.speculation
+    return _draft_head(setup) if config is not None and config.method in ("eagle3", "dflash") else ""
+
+
 def _states(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_states and not setup.config.cluster.is_gateway
@@ -165,7 +170,7 @@ QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
-DRAFT_HEAD = Feature("draft_head", _draft_head)
+DRAFT_HEAD, AUX_HEAD = Feature("draft_head", _draft_head), Feature("aux_head", _aux_head)
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -238,7 +243,9 @@ TABLE = (
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
     # speculation
-    _not_built(DRAFT_HEAD, PP, "a head reads embeddings, which the first stage has", "use the method ngram, or --tp"),
+    _not_built(
+        AUX_HEAD, PP, "it reads hidden states of several stages", "use the method mtp, draft_model or ngram, or --tp"
+    ),
     _not_built(
         DRAFTED_STATES, PP, "only the last stage knows which drafts its states may see", "use --tp, or leave one out"
     ),

@@ -19,6 +19,7 @@ TITLES = {
     "ranks": "`--tp` or `--pp`",
     "dummy": "`--load_format dummy`",
     "lora": "LoRA adapters (`--lora_modules`, `--lora_dir`)",
+    "aux_head": "`--speculative_config` with an EAGLE-3 head or a DFlash drafter",
     "draft_head": "`--speculative_config` with a head",
     "gateway": "a gateway (`--engines`, `--engines_file`)",
     "roles": "prefill and decode roles (`--roles`, `--role`)",

@@ -163,6 +163,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "quantization_config": {"quantization_config": folder / "formats.json"},
         "ranks": {"tp": 2},
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
+        "aux_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},

@@ -61,6 +61,14 @@ def save_for_two_stages(folder: Path) -> tuple[str, str]:
     return save_small_model(folder), CONFIG
 
 
+def save_mtp_for_two_stages(folder: Path) -> tuple[str, str]:
+    return save_mtp(folder)
+
+
+def save_smaller_model_for_two_stages(folder: Path) -> tuple[str, str]:
+    return save_smaller_model(folder)
+
+
 def save_dflash(folder: Path) -> tuple[str, str]:
     drafter = save_drafter(folder / "drafter", VOCAB_SIZE, HIDDEN, None)
     config = {"method": "dflash", "model": drafter, "num_speculative_tokens": 3}
@@ -74,11 +82,16 @@ SAVERS: list[Callable[[Path], tuple[str, str]]] = [
     save_smaller_model,
     save_dflash,
     save_for_two_stages,
+    save_mtp_for_two_stages,
+    save_smaller_model_for_two_stages,
 ]
-RANKS = {save_for_two_stages: {"pipeline_parallel_size": 2}}
+SELDOM = (save_smaller_model_for_two_stages,)  # only with --long
+TWO_STAGES = (save_for_two_stages, save_mtp_for_two_stages, save_smaller_model_for_two_stages)
+RANKS = {save: {"pipeline_parallel_size": 2} for save in TWO_STAGES}
+CASES = [pytest.param(save, marks=pytest.mark.long if save in SELDOM else ()) for save in SAVERS]
 
 
-@pytest.fixture(scope="module", params=SAVERS, ids=lambda save: save.__name__.removeprefix("save_"))
+@pytest.fixture(scope="module", params=CASES, ids=lambda save: save.__name__.removeprefix("save_"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, config = request.param(tmp_path_factory.mktemp("model"))
     with make(folder, config, **RANKS.get(request.param, {})) as drafting:

@@ -22,6 +22,7 @@ from lightserve.common.basemodel import (
 )
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
 from lightserve.common.kv.mem_manager import MemoryManager
+from lightserve.common.parallel import RankGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import OptionError
 from lightserve.model_files.config.model_config import ModelConfig
@@ -55,7 +56,7 @@ class DraftModelHead(AutoregressiveHead):
             config=config,
             dtype=model.args.dtype,
             device=model.device,
-            parallel=model.args.parallel,
+            parallel=replace(model.args.parallel, pp=RankGroup()),  # all its layers are in the last stage
             checkpoint=open_checkpoint(files) if has_weights else None,
             max_total_token_num=1,
             max_reqs=1,

@@ -27,9 +27,9 @@ from lightserve.worker.speculation.heads.proposer import num_extra_slots
 
 
 def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBaseModel) -> DraftHead | None:
-    """None: the method has no head, or there are no drafts. ``source``: of the model."""
+    """None: the method has no head, or this is not the last stage of a pipeline. ``source``: of the model."""
     speculation = config.speculation
-    if speculation is None or not speculation.has_head:
+    if speculation is None or not speculation.has_head or not model.pp.is_last:
         return None
     has_weights = config.load_format == "auto"
     head: DraftHead

@@ -21,6 +21,7 @@ from lightserve.common.basemodel import (
     LayerSpec,
     ReplicatedWeight,
     TpPartBaseModel,
+    VocabWeight,
     WeightContext,
     float_method_factory,
     norm_weight,
@@ -41,6 +42,9 @@ class MtpWeight(OneLayerWeight):
         self.projection = ReplicatedWeight([Block(names.projection, hidden)], 2 * hidden, plain)
         self.layer = model.transformer_weight_class(spec, context)
         self.norm = norm_weight(spec.norm, names.norm, *size)
+        if not hasattr(model.pre_post_weight, "embedding"):  # the last stage of a pipeline
+            config = model.config
+            self.embedding = VocabWeight(model.spec.names.embedding, config.vocab_size, config.hidden_size, context)
 
 
 class MtpHead(OneLayerHead):
@@ -69,15 +73,15 @@ class MtpHead(OneLayerHead):
 
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         """Of several MTP layers those of the first one."""
+        return self.model.adapt_checkpoint(tensor for tensor in tensors if self._reads(tensor.name))
+
+    def _reads(self, name: str) -> bool:
         prefix, layer = mtp_format(self.model.config).prefix, self.spec.prefix
-        others = f"{layer.rpartition('.')[0]}."
-        mine = (
-            tensor
-            for tensor in tensors
-            if tensor.name.startswith(prefix)
-            and (tensor.name.startswith(f"{layer}.") or not tensor.name.startswith(others))
-        )
-        return self.model.adapt_checkpoint(tensor for tensor in mine if not tensor.name.endswith(OF_MODEL))
+        if not name.startswith(prefix):
+            embedding = f"{self.model.spec.names.embedding}.weight"
+            return not hasattr(self.model.pre_post_weight, "embedding") and self.model.own_name(name) == embedding
+        is_of_other_layer = name.startswith(f"{layer.rpartition('.')[0]}.") and not name.startswith(f"{layer}.")
+        return not is_of_other_layer and not name.endswith(OF_MODEL)
 
     def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
         return final
@@ -87,7 +91,8 @@ class MtpHead(OneLayerHead):
 
     def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
         weights = self.weights
-        embedded = self.model.pre_post_weight.embedding.embed(token_ids)
+        table: VocabWeight = getattr(weights, "embedding", None) or self.model.pre_post_weight.embedding
+        embedded = table.embed(token_ids)
         normed = weights.embedding_norm.norm(embedded), weights.hidden_norm.norm(hidden)
         return weights.projection.mm(torch.cat(normed, dim=-1))
 
