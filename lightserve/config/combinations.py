@@ -223,7 +223,6 @@ TABLE = (
         _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
         for feature, reason in (
             (PP, "a stage does not know the experts of the others"),
-            (SPECULATION, "drafts choose experts too"),
             (TRANSFORMERS, "its modules do not show which experts they choose"),
             (POOLING, "only generated texts return which experts were chosen"),
         )

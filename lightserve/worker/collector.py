@@ -163,7 +163,9 @@ class OtherResults(NamedTuple):
             count = 1 if counts is None else int(counts[row])
             token_ids: list[int] = ids[row : row + count].tolist()
             prompt = None if chunks is None else join_chunks(chunks, req.sampling.prompt_logprobs or 0)
-            first = prompt, experts.get(req.req_id)
+            of_req = experts.get(req.req_id)
+            rejected = drafts + 1 - count
+            first = prompt, None if of_req is None else of_req[: len(of_req) - rejected].tobytes()
             tokens = [
                 Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), *((None, None) if number else first))
                 for number, token_id in enumerate(token_ids)

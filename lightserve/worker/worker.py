@@ -381,7 +381,7 @@ class ModelWorker:
             counts = self._drafts.verify(out, tokens)
         self._drafts.advance_states(out, counts)
         self._drafts.draft_after(out, tokens, counts, next_drafts)
-        sampled = self._batch.take_sampled(packed)
+        sampled = self._batch.take_sampled(packed, out.columns.tokens["slot"])
         proposals = self._drafts.propose_next(sampled, next_drafts)
         return self._collector.add(PendingStep(tokens, sampled, logprobs, counts, proposals))
 

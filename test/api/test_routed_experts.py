@@ -35,6 +35,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TOP_K = 3
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 PROMPT = [(7 * i) % (VOCAB_SIZE - 3) + 3 for i in range(40)]
 OTHER = [*PROMPT[:30], 4, 5, 6]  # begins as PROMPT does
 FLAGS: tuple[str, ...] = (
@@ -122,12 +123,12 @@ def indices_of(out: Any) -> Any:
 @pytest.fixture(
     scope="module",
     params=[
-        (qwen3_moe, ("--tp", "2", "--ep", "2", "--enable_dp_attention")),
+        (qwen3_moe, ("--tp", "2", "--ep", "2", "--enable_dp_attention", "--speculative_config", DRAFTS)),
         pytest.param((qwen3_moe, ("--tp", "2")), marks=pytest.mark.long),
         pytest.param((many_experts, ()), marks=pytest.mark.long),
         pytest.param((deepseek_v3, ()), marks=pytest.mark.long),
     ],
-    ids=["qwen3_moe in groups", "qwen3_moe tp 2", "300 experts", "deepseek_v3"],
+    ids=["qwen3_moe in groups, drafts", "qwen3_moe tp 2", "300 experts", "deepseek_v3"],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     make, ranks = request.param
@@ -235,6 +236,19 @@ def experts_of(tiny: Tiny) -> int:
     config = tiny.model.config
     count: int = getattr(config, "num_experts", None) or config.n_routed_experts
     return count
+
+
+def test_accepted_drafts_have_their_experts(served: Any) -> None:
+    server, tiny = served
+    if "spec_decode_num_accepted_tokens_total" not in server.metrics():
+        pytest.skip("this server has no drafts")
+    before = server.metrics()["spec_decode_num_accepted_tokens_total"]
+
+    replies = [generate(server, PROMPT[:length], 120) for length in (3, 9, 20)]
+
+    assert server.metrics()["spec_decode_num_accepted_tokens_total"] > before
+    for length, reply in zip((3, 9, 20), replies, strict=True):
+        assert_routed(decoded(reply)[:, 1:], tiny.routed(PROMPT[:length] + reply["output_ids"]))
 
 
 @pytest.mark.long  # three workers; test_cpu_kv.py has the choices of blocks

@@ -30,7 +30,7 @@ from lightserve.worker.batch.images import BatchImages, PackedImages
 from lightserve.worker.batch.infer_req import InferReq
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.retained_reqs import RetainedReqs
-from lightserve.worker.batch.routed_experts import NO_EXPERTS, ExpertsReader
+from lightserve.worker.batch.routed_experts import NO_EXPERTS, ExpertsReader, StepSlots
 from lightserve.worker.batch.sampled import Sampled, SampledRow, StepUpdates, TokenOnlyRows
 from lightserve.worker.batch.shared_prefixes import MIN_MEMBERS, SharedPrefixes, SharedRows
 from lightserve.worker.batch.state_rows import StateRows, WrittenRows
@@ -211,6 +211,7 @@ class InferBatch:
                 if drafts:
                     row = np.array([req.columns_row])
                     req.columns.accept(row, np.array([accepted], dtype=np.int32), np.array([drafts]))
+                    req.returned_experts += accepted
 
     def _apply_plain(self, plain: TokenOnlyRows, token_ids: Int32Array, counts: Int32Array) -> None:
         columns = self.columns
@@ -227,8 +228,11 @@ class InferBatch:
         columns.known_len[rows] += counts if len(counts) else 1
         columns.last_known[rows] = token_ids[np.cumsum(counts) - 1] if len(counts) else token_ids
 
-    def take_sampled(self, packed: PackedStep) -> Sampled:
-        """The rows of the step that was packed last whose tokens were sampled. Their tokens are in flight now."""
+    def take_sampled(self, packed: PackedStep, slots: Tensor | None = None) -> Sampled:
+        """The rows of the step that was packed last whose tokens were sampled. Their tokens are in flight now.
+
+        ``slots``: of the tokens of a step with drafts.
+        """
         columns, rows = self.columns, packed.rows
         is_sampled = columns.cache_len[rows] == columns.total_len[rows]
         is_plain = is_sampled & (columns.is_plain[rows] > 0)
@@ -236,7 +240,10 @@ class InferBatch:
         plain_rows = rows[indices]
         columns.total_len[plain_rows] += 1
         detailed = np.flatnonzero(is_sampled & ~is_plain).tolist()
-        experts = NO_EXPERTS if self.experts is None else self.experts.read([packed.reqs[index] for index in detailed])
+        experts = NO_EXPERTS
+        if self.experts is not None:
+            of_step = StepSlots.of(packed.drafts, detailed, slots)
+            experts = self.experts.read([packed.reqs[index] for index in detailed], of_step)
         with_details = [SampledRow(index, packed.reqs[index], packed.reqs[index].add_sampled()) for index in detailed]
         plain = TokenOnlyRows(indices, plain_rows, columns.entry[plain_rows], columns.req_id[plain_rows])
         if packed.drafts is None:
@@ -248,7 +255,7 @@ class InferBatch:
         with_rows = [
             SampledRow(int(first[index]), req, chunks, int(drafts[index])) for index, req, chunks, _ in with_details
         ]
-        return Sampled(with_rows, plain._replace(indices=first[indices], drafts=drafts[indices]))
+        return Sampled(with_rows, plain._replace(indices=first[indices], drafts=drafts[indices]), experts)
 
     def free(self, step: Step) -> None:
         """Remove the requests that leave with this step, and keep what later ones may begin with."""
