@@ -14,12 +14,22 @@ KV_TOKENS = 16384
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server with the real default model for all tests that only send requests.
 
-    Its weights are expanded, so that it generates the text of transformers, and it samples with the API's own defaults.
-    LIGHTSERVE_TEST_FLAGS adds flags, such as ``--model_dir ANOTHER --model_name SmolLM2-135M-Instruct``.
+    Its weights are packed, as users have them, and it samples with the API's own defaults. LIGHTSERVE_TEST_FLAGS adds
+    flags, such as ``--model_dir ANOTHER --model_name SmolLM2-135M-Instruct``.
     """
+    yield from _serve(tmp_path_factory, "gguf")
+
+
+@pytest.fixture(scope="session")
+def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The same with expanded weights, which generate the text of transformers, but take twice the time."""
+    yield from _serve(tmp_path_factory, "none")
+
+
+def _serve(tmp_path_factory: pytest.TempPathFactory, quantization: str) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     more = os.environ.get("LIGHTSERVE_TEST_FLAGS", "").split()
-    model_flags = ("--quantization", "none", "--generation_config", "none")
+    model_flags = ("--quantization", quantization, "--generation_config", "none")
     flags = ("--max_total_token_num", str(KV_TOKENS), "--max_queue_size", "64")
     with running_server(log, *model_flags, *flags, *more) as server:
         yield server

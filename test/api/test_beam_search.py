@@ -37,10 +37,10 @@ def texts_of(beams: Sequence[BeamResult]) -> list[str]:
     return [smollm2_tokenizer().decode(ids) for ids in kept]
 
 
-def test_completions_are_the_beams_of_transformers(server: ServerProcess, golden: list[list[BeamResult]]) -> None:
+def test_completions_are_the_beams_of_transformers(exact_server: ServerProcess, golden: list[list[BeamResult]]) -> None:
     body = {"prompt": TEXTS, "use_beam_search": True, "best_of": 4, "n": 4, "max_tokens": 10}
 
-    status, response = server.post("/v1/completions", body)
+    status, response = exact_server.post("/v1/completions", body)
 
     assert status == 200, response
     everyone = [one for beams in golden for one in beams]
@@ -51,10 +51,10 @@ def test_completions_are_the_beams_of_transformers(server: ServerProcess, golden
 
 
 @pytest.mark.parametrize("index", range(len(TEXTS)))
-def test_generate_gives_the_best_beams(server: ServerProcess, golden: list[list[BeamResult]], index: int) -> None:
+def test_generate_gives_the_best_beams(exact_server: ServerProcess, golden: list[list[BeamResult]], index: int) -> None:
     body = {"inputs": TEXTS[index], "parameters": {"num_beams": 4, "n": 2, "max_new_tokens": 10}}
 
-    status, response = server.post("/generate", body)
+    status, response = exact_server.post("/generate", body)
 
     assert status == 200, response
     assert response["generated_text"] == texts_of(golden[index][:2])
@@ -76,14 +76,14 @@ def test_beams_end_at_the_end_tokens_of_the_operator(tmp_path: Path) -> None:
     assert "stop" in [choice["finish_reason"] for choice in response["choices"]]
 
 
-def test_beams_compute_each_token_once_and_free_their_memory(server: ServerProcess) -> None:
+def test_beams_compute_each_token_once_and_free_their_memory(exact_server: ServerProcess) -> None:
     """This also holds without the prefix cache."""
     parameters = {"num_beams": 4, "max_new_tokens": 8, "ignore_eos": True, "disable_prompt_cache": True}
     body = {"inputs": list(range(1000, 1100)), "parameters": parameters}
 
-    with server.computing() as computed:
-        status, response = server.post("/generate", body)
+    with exact_server.computing() as computed:
+        status, response = exact_server.post("/generate", body)
 
     assert status == 200, response
     assert computed.tokens == 100 + 7 * 4
-    assert server.metrics()["kv_used_tokens"] == 0
+    assert exact_server.metrics()["kv_used_tokens"] == 0

@@ -37,12 +37,12 @@ def golden_texts() -> list[str]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
-def test_greedy_text_of_concurrent_prompts_equals_transformers(server: ServerProcess, is_streamed: bool) -> None:
+def test_greedy_text_of_concurrent_prompts_equals_transformers(exact_server: ServerProcess, is_streamed: bool) -> None:
     order = list(range(len(PROMPTS)))
     random.Random(is_streamed).shuffle(order)
 
     async def ask_all() -> dict[int, str]:
-        async with client_of(server) as client:
+        async with client_of(exact_server) as client:
             asks = (complete(client, PROMPTS[i], is_streamed, temperature=0, extra_body=EXACTLY) for i in order)
             return dict(zip(order, await asyncio.gather(*asks), strict=True))
 
@@ -51,7 +51,7 @@ def test_greedy_text_of_concurrent_prompts_equals_transformers(server: ServerPro
     assert [texts[i] for i in range(len(PROMPTS))] == golden_texts()
 
 
-def test_offline_and_http_give_the_same_text(server: ServerProcess) -> None:
+def test_offline_and_http_give_the_same_text(exact_server: ServerProcess) -> None:
     llm = LLM(max_total_token_num=4096, device="cpu", quantization="none")
     params = GenerationParams.of(
         max_new_tokens=GOLDEN_TOKENS, min_new_tokens=GOLDEN_TOKENS, temperature=0.9, top_p=0.95, seed=11
@@ -59,17 +59,17 @@ def test_offline_and_http_give_the_same_text(server: ServerProcess) -> None:
 
     async def ask() -> list[str]:
         options = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "extra_body": EXACTLY}
-        async with client_of(server) as client:
+        async with client_of(exact_server) as client:
             return [await complete(client, prompt, is_streamed=False, **options) for prompt in PROMPTS[:3]]
 
     assert asyncio.run(ask()) == [generation.text for generation in llm.generate(PROMPTS[:3], params)]
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_a_batch(server: ServerProcess) -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(exact_server: ServerProcess) -> None:
     options = {"temperature": 1.0, "seed": 4242, "extra_body": EXACTLY}
 
     async def ask() -> tuple[str, list[str]]:
-        async with client_of(server) as client:
+        async with client_of(exact_server) as client:
             alone = await complete(client, PROMPTS[1], is_streamed=True, **options)
             others = [
                 complete(client, PROMPTS[i % len(PROMPTS)], is_streamed=i % 2 == 0, temperature=1.0, seed=i)
