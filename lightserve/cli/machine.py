@@ -81,7 +81,7 @@ def check_c_library(port: int) -> Finding:
 def check_gpu(port: int) -> Finding:
     loaded = drivers.loaded_drivers()
     if not loaded:
-        return Finding("none; the CPU computes")
+        return _device_of_package() or Finding("none; the CPU computes")
     name, driver = next(iter(loaded.items()))
     try:
         done = subprocess.run(driver.query, capture_output=True, text=True, timeout=DRIVER_ANSWERS_S, check=True)
@@ -96,6 +96,18 @@ def check_gpu(port: int) -> Finding:
     if gpu.unavailable_reason() is not None:
         return Finding(text, f"torch cannot use it; install a torch that is built for this driver's {name}")
     return Finding(f"{text}, {gpu.describe(torch.device(gpu.torch_type, 0))}")
+
+
+def _device_of_package() -> Finding | None:
+    """What a server takes by itself, of the devices that other packages bring."""
+    from lightserve.common.device import pick_device  # imports torch
+
+    platform = pick_device()
+    if platform.name == "cpu":
+        return None
+    device = platform.torch_device(0)
+    described = platform.describe(device)
+    return Finding(f"{platform.name}: {platform.profile(device).name}{f', {described}' if described else ''}")
 
 
 def check_triton(port: int) -> Finding:

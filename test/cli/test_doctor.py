@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -86,6 +86,21 @@ def test_a_gpu_is_described_by_its_driver(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert machine.check_gpu(0) == Finding("NVIDIA H200, 143771 MiB, 570.1, compute capability 9.0, has fp8")
     assert machine.check_fast(0).text.endswith("--quantization fp8")
+
+
+def test_a_device_of_another_package_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightserve.common.device import registry
+    from test.fake_vendor.device import FakeDevice
+
+    for name in ("cuda", "rocm"):
+        absent = drivers.DRIVERS[name]._replace(control=Path("/nowhere"))
+        monkeypatch.setitem(drivers.DRIVERS, name, absent)
+        monkeypatch.setattr(registry.BUILT_IN[name], "unavailable_reason", lambda: "it is not here")
+    assert machine.check_gpu(0).text == "none; the CPU computes"
+
+    found = [EntryPoint("fake", f"{FakeDevice.__module__}:FakeDevice", registry.ENTRY_POINTS)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found)
+    assert machine.check_gpu(0) == Finding("fake: Fake 1, made of air")
 
 
 @pytest.mark.parametrize(
