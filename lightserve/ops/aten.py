@@ -17,6 +17,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.device import Device
 from lightserve.common.ops.registry import Op
+from lightserve.errors import ServerError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -108,13 +109,22 @@ ATEN: dict[str, AtenOp] = {
 }
 
 
+def dispatch_key(torch_type: str) -> str:
+    """Of the tensors of a device, by its name in torch. Devices of other packages have one key, and rename its type."""
+    if torch_type in ("privateuseone", torch._C._get_privateuse1_backend_name()):
+        return "PrivateUse1"
+    if not hasattr(torch._C.DispatchKey, torch_type.upper()):
+        raise ServerError(f"torch has no kernels for tensors of the type {torch_type}, so none can be replaced")
+    return torch_type.upper()
+
+
 class Replacement:
     """Operators that are replaced until ``remove``."""
 
     def __init__(self, platform: Device, names: Sequence[str]) -> None:
         self.platform = platform
         self.calls: dict[str, int] = {}  # of our kernels
-        key = "PrivateUse1" if platform.torch_type == "privateuseone" else platform.torch_type.upper()
+        key = dispatch_key(platform.torch_type)
         self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         self._inside = threading.local()  # an op of ours may call the operator that it replaces
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

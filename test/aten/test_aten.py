@@ -16,6 +16,7 @@ from lightserve.common import ops
 from lightserve.common.device import API_VERSION, base, registry
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.errors import ServerError
+from lightserve.ops.aten import dispatch_key
 from test.models.tiny import build_hf
 from test.ops.cases import ARGS, FLOATS, TOLERANCE, randn
 
@@ -209,6 +210,14 @@ def test_what_was_enabled_stays_if_there_is_no_such_device_or_others_are_enabled
 def test_an_operator_that_cannot_be_replaced_is_refused_with_those_that_can(wrong: Callable[[], Any]) -> None:
     with pytest.raises(ServerError, match=r"operator 'silo' cannot be replaced; did you mean silu\? there are silu"):
         wrong()
+
+
+def test_the_tensors_of_a_vendor_have_the_key_that_torch_keeps_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+
+    assert [dispatch_key(name) for name in ("cpu", "cuda", "xpu", "npu")] == ["CPU", "CUDA", "XPU", "PrivateUse1"]
+    with pytest.raises(ServerError, match="torch has no kernels for tensors of the type tpu"):
+        dispatch_key("tpu")
 
 
 @each_device
