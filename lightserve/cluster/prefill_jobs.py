@@ -88,10 +88,11 @@ class PrefillJobs:
 
 
 def _job(req: InflightRequest, wanted: RemotePrefillRequest) -> InflightRequest:
-    """Whole blocks only. The decode engine computes the tokens after them."""
+    """Whole blocks only, which divide no image. The decode engine computes the tokens after them."""
     request, end = req.request, wanted.first_block + wanted.num_blocks
     known = [*int32s(request.prompt_ids).tolist(), *req.output_ids][: end * BLOCK_TOKENS]
-    request = msgspec.structs.replace(request, prompt_ids=int32s(known), params=PARAMS)
+    images = [image for image in request.images if image.end <= end * BLOCK_TOKENS]
+    request = msgspec.structs.replace(request, prompt_ids=int32s(known), params=PARAMS, images=images)
     hashes = req.hashes[:end]  # of the prompt without output tokens
     return InflightRequest(
         request,

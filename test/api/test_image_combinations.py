@@ -14,8 +14,10 @@ from PIL import Image
 
 from test.api.image_chats import ask, expected, user
 from test.api.server import ServerProcess, running_server
+from test.api.test_restart import kill_worker
 from test.lora_files import add_to, linear_sizes, write_adapter
 from test.vision_model import picture, save_vision_model
+from test.waiting import wait_until
 
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
 # a small pool: the KV of requests that have ended goes to the tier
@@ -26,6 +28,7 @@ COMBINATIONS = [
     pytest.param(("--pp", "2"), id="pp", marks=[pytest.mark.long, pytest.mark.tp]),
     pytest.param(("--dp", "2", "--max_total_token_num", "2000"), id="dp", marks=[pytest.mark.long, pytest.mark.tp]),
 ]
+ROLES = ("--dp", "2", "--roles", "prefill,decode", "--min_remote_prefill_tokens", "32", "--max_total_token_num", "2000")
 LENGTH = 24
 NUM_CHATS = 6
 
@@ -110,6 +113,42 @@ def test_adapters_change_the_text_part_only(vision_model: tuple[str, Any], tmp_p
     assert plain == oracle_texts(model, [0, 1])
     assert with_adapter == oracle_texts(adapted, [0, 1])
     assert plain != with_adapter
+
+
+@pytest.mark.long  # test_disaggregation.py has texts without images
+@pytest.mark.tp
+def test_kv_of_images_comes_from_a_prefill_engine_also_if_its_worker_is_killed(
+    vision_model: tuple[str, Any], tmp_path: Path
+) -> None:
+    folder, model = vision_model
+    words = [[5 + number, 6, 7] * 30 for number in range(4)]
+    images = [(picture(90 + 20 * number, 150, number), picture(60, 60, number % 2)) for number in range(4)]
+    wanted = [
+        expected(model, [1, first, *ids, second, *ids[:9], 2], LENGTH)
+        for ids, (first, second) in zip(words, images, strict=True)
+    ]
+
+    def texts(server: ServerProcess, **fields: Any) -> list[str]:
+        def text_of(number: int) -> str:
+            first, second = images[number]
+            text = " ".join(f"w{word}" for word in words[number])
+            parts = [first, text, second, " ".join(text.split()[:9])]
+            return ask(server, [user(*parts)], max_tokens=LENGTH, **fields)[0]
+
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(text_of, range(4)))
+
+    with running_server(tmp_path / "log", *flags_of(folder), *ROLES) as server:
+        assert texts(server) == wanted
+        metrics = server.settled_metrics()
+        assert metrics["kv_transfer_received_tokens_total"] >= 64 * 4
+        assert metrics["kv_transfer_given_up_tokens_total"] == metrics["kv_transfer_recomputed_tokens_total"] == 0
+        with ThreadPoolExecutor(1) as threads:
+            again = threads.submit(texts, server, cache_salt="again")
+            wait_until(lambda: server.metrics()["num_requests_running"] > 0)
+            kill_worker(server)
+
+            assert again.result() == wanted
 
 
 @pytest.mark.long

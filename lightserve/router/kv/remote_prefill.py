@@ -195,7 +195,7 @@ class RemoteKvSource(KvSource, PoolListener):
         params = req.kv_transfer_params
         if params is None or self._receiver is NO_RECEIVER:
             return None
-        begin, end = cached // BLOCK_TOKENS, len(cacheable(req)) // BLOCK_TOKENS
+        begin, end = cached // BLOCK_TOKENS, _num_divisible(req)
         if end * BLOCK_TOKENS - cached < params.min_tokens:
             self._decline(req)
             return None
@@ -242,6 +242,17 @@ class RemoteKvSource(KvSource, PoolListener):
         if pending is None or now_s >= pending.wait.deadline_s:
             return None
         return pending.wait if have_common_prefix(ids, pending.prefix.ids, cached + MIN_COMING_TOKENS) else None
+
+
+def _num_divisible(req: Req) -> int:
+    """Blocks that another engine can compute without the rest of the prompt: no image is divided, nor are tokens that
+    see later ones."""
+
+    def is_divisible(length: int) -> bool:
+        return req.boundaries.may_end_at(length) and not any(image.start < length < image.end for image in req.images)
+
+    most = len(cacheable(req)) // BLOCK_TOKENS
+    return next((count for count in range(most, 0, -1) if is_divisible(count * BLOCK_TOKENS)), 0)
 
 
 def _key_of(prefix: PrefixLoad) -> PrefixKey:
