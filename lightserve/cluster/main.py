@@ -45,7 +45,8 @@ def _remote_engines(child_config: ChildConfig, dispatcher: Dispatcher, launcher:
     source = resolve(worker.model_dir, needs_weights=False, trusts_code=worker.trust_remote_code)
     keys = read_gateway_keys(cluster.cluster_keys or "")
     addresses = list(cluster.engine_addresses) if cluster.engines_file is None else EnginesFile(cluster.engines_file)
-    return RemoteEngines(dispatcher, addresses, keys, model_digest(source), launcher.send)
+    digest = model_digest(source, child_config.config.http.max_image_tokens)
+    return RemoteEngines(dispatcher, addresses, keys, digest, launcher.send)
 
 
 async def _handle_launcher(child_config: ChildConfig, launcher: LauncherConnection, dispatcher: Dispatcher) -> None:

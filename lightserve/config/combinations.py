@@ -291,8 +291,6 @@ TABLE = (
     ),
     # images
     _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
-    _not_built(IMAGES, GATEWAY, "a gateway has no encoder", _NO_IMAGES),
-    _not_built(IMAGES, ATTENTION_DP, "attention groups do not read images yet", _NO_IMAGES),
     Conflict(IMAGES, DRAFT_HEAD, "a head reads embeddings of tokens, and has none of images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
     _not_built(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),

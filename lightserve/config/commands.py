@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# what `lightserve engine` takes of the HTTP flags: its banner has the name, and its router does what trainers ask
-ENGINE_HTTP = frozenset({"model_name", "enable_rl", "weights_dir"})
+# what `lightserve engine` takes of the HTTP flags: its banner has the name, its router does what trainers ask, and its
+# encoder reads images
+ENGINE_HTTP = frozenset({"model_name", "enable_rl", "weights_dir", "limit_mm_per_prompt", "max_image_tokens"})
 # what a gateway takes besides the flags of HTTP and of the cluster; the others are of engines
 GATEWAY_WORKER = frozenset({"model_dir", "model_type", "task", "pooling", "score_template", "trust_remote_code"})
 GATEWAY_ROUTER = frozenset({"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "pinned_prefixes"})

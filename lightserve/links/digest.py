@@ -19,9 +19,11 @@ SAMPLE_BYTES = 1 << 20  # of each end of a file of weights: to read all of it ta
 NUMERIC_OPTIONS = ("load_format", "data_type", "kv_dtype", "quantization", "model_type")
 
 
-def model_digest(source: ModelSource) -> str:
-    """Of config and tokenizer."""
+def model_digest(source: ModelSource, max_image_tokens: int | None = None) -> str:
+    """Of config and tokenizer, and of the limit on tokens of an image, if the operator has set one."""
     digest = blake2b(config_digest(source.hf_config()).encode(), digest_size=8)
+    if max_image_tokens is not None:
+        digest.update(f"{max_image_tokens} tokens of an image".encode())
     if source.path.is_file():  # GGUF: the tokenizer is in the same file
         digest.update(_sample(source.path))
     for name in TOKENIZER_FILES:

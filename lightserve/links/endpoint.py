@@ -26,7 +26,7 @@ class EngineEndpoint:
             LINK_PROTOCOL,
             os.path.basename(child_config.run_dir),  # it has a random part
             child_config.epoch,
-            model_digest(source),
+            model_digest(source, config.http.max_image_tokens),
             weights_digest(source, config),
             ready,
             config.cluster.role_of(0),

@@ -40,6 +40,7 @@ from lightserve.messages.cluster import (
     MovedReqs,
     ToEngine,
 )
+from lightserve.messages.media import FromEncoder
 from lightserve.messages.output import BatchTokenIdOut, Timelines
 from lightserve.messages.request import AbortReq, ReleaseParents
 from lightserve.messages.step import ReqFailed
@@ -69,7 +70,7 @@ class EngineServer:
         self._socket = socket
         self._hello = hello
         self._decode = make_decoder(GatewayToEngine)
-        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._inbox: asyncio.Queue[ToEngine | FromEncoder] = asyncio.Queue()
         self._sessions: dict[int, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._numbers = itertools.count()
@@ -77,8 +78,12 @@ class EngineServer:
         self._past: dict[str, list[int]] = {}  # sessions of each gateway that is connected
         self._log = RateLimitedLog(logger)
 
-    async def recv(self) -> ToEngine:
+    async def recv(self) -> ToEngine | FromEncoder:
         return await self._inbox.get()
+
+    def put(self, message: FromEncoder) -> None:
+        """Of a process of this engine."""
+        self._inbox.put_nowait(message)
 
     def send(self, message: FromEngine) -> None:
         """Never blocks. What nobody waits for any more is dropped."""

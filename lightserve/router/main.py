@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from lightserve.config import ServerConfig
@@ -57,7 +57,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     inbox, outbox = _channels(child_config, has_dispatcher) if server is None else (server.link, server.link)
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
-    _enable_images(child_config, groups[0])
+    _enable_images(child_config, groups)
     identity = await kv_identity(config, engine)
     for group in groups:
         if child_config.role == "decode":
@@ -90,6 +90,14 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, connect, child_config, server))
         if server is not None:
             tasks.create_task(server.run())
+            tasks.create_task(_receive_from_encoders(child_config, server))
+
+
+async def _receive_from_encoders(child_config: ChildConfig, server: EngineEndpoint) -> None:
+    """All other messages come from gateways."""
+    encoders: Receiver[FromEncoder] = Receiver(child_config.router_address, FromEncoder)
+    while True:
+        server.link.put(await encoders.recv())
 
 
 def _enable_features(
@@ -112,15 +120,17 @@ def _new_group(engine: EngineInfo, limits: SchedulerLimits, policy: Policy) -> G
     return GroupScheduler(pool, limits, policy, loras=LoraSlots(engine.lora_slots))
 
 
-def _enable_images(child_config: ChildConfig, group: GroupScheduler) -> None:
-    """If requests may have some."""
+def _enable_images(child_config: ChildConfig, groups: Sequence[GroupScheduler]) -> None:
+    """If requests may have some. All groups share the encoders, and the embeddings."""
 
     def connect(encoder: int, generation: int) -> Send:
         sender: Sender[ToEncoder] = Sender(child_config.encoder_address(encoder, generation))
         return sender.send
 
     if child_config.config.http.reads_media:
-        group.enable_images(ImageWaits(connect))
+        images = ImageWaits(connect)
+        for group in groups:
+            group.enable_images(images)
 
 
 def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:

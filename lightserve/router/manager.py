@@ -189,7 +189,7 @@ class RouterManager:
             self.profiles.put(message)
 
     def _handle_encoder(self, message: EncoderStarted | ImageEncoded) -> None:
-        images = self._scheduler.only_group.images
+        images = self._scheduler.groups[0].images
         if images is None:
             raise TypeError(f"there is no encoder, but it sent {type(message).__name__}")
         if isinstance(message, EncoderStarted):
@@ -220,7 +220,7 @@ class RouterManager:
             return refusal
         if not message.images:
             return ""
-        images = self._scheduler.only_group.images
+        images = self._scheduler.groups[0].images
         return "this server reads no images" if images is None else images.why_refused(message.images)
 
     def _release_parents(self, message: ReleaseParents) -> None:
@@ -343,10 +343,9 @@ class RouterManager:
 
         It is queued before its adapter is loaded: if that fails, the request fails too.
         """
-        if req.images:
-            group = self._scheduler.only_group
-            if group.images is not None:
-                group.images.enter(req, group.pool.cached_len(req))
+        images = self._scheduler.groups[0].images
+        if req.images and images is not None:
+            images.enter(req, max(group.pool.cached_len(req) for group in self._scheduler.groups))
         self._scheduler.defer(req, runs_alone)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)

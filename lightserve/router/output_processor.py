@@ -129,7 +129,8 @@ class OutputProcessor:
             self.metrics.set_kv_group_load(groups[0].name, used, size)
             num_kept, num_evicted = sum(group.num_kept for group in groups), sum(group.num_evicted for group in groups)
             self.metrics.set_kv_group_cache(groups[0].name, num_kept, num_evicted)
-        self.metrics.set_figures(step_part.figures() for group in scheduler.groups for step_part in group.parts)
+        parts = dict.fromkeys(step_part for group in scheduler.groups for step_part in group.parts)  # some are shared
+        self.metrics.set_figures(step_part.figures() for step_part in parts)
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
         snapshot = self.metrics.snapshot()

@@ -35,7 +35,7 @@ def with_images(config: ServerConfig) -> ServerConfig:
 
     Without --limit_mm_per_prompt, a server that cannot read images serves text, and logs why.
     """
-    if config.cluster.listen is not None or config.is_other_node:
+    if config.is_other_node:
         return config
     is_wanted = config.http.reads_media
     reason = "" if config.http.limit_mm_per_prompt is None or is_wanted else OFF

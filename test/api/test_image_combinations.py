@@ -6,16 +6,22 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from lightserve.links.keys import generate
 from test.api.image_chats import ask, expected, user
-from test.api.server import ServerProcess, running_server
+from test.api.server import ServerProcess, running_server, start_server
+from test.api.test_disaggregation import end
+from test.api.test_dp import BACK_S
+from test.api.test_engines import CLI, serving
 from test.api.test_restart import kill_worker
 from test.lora_files import add_to, linear_sizes, write_adapter
+from test.ports import free_port
 from test.vision_model import picture, save_vision_model
 from test.waiting import wait_until
 
@@ -132,8 +138,8 @@ def test_kv_of_images_comes_from_a_prefill_engine_also_if_its_worker_is_killed(
         def text_of(number: int) -> str:
             first, second = images[number]
             text = " ".join(f"w{word}" for word in words[number])
-            parts = [first, text, second, " ".join(text.split()[:9])]
-            return ask(server, [user(*parts)], max_tokens=LENGTH, **fields)[0]
+            message = user(first, text, second, " ".join(text.split()[:9]))
+            return ask(server, [message], max_tokens=LENGTH, **fields)[0]
 
         with ThreadPoolExecutor(4) as threads:
             return list(threads.map(text_of, range(4)))
@@ -149,6 +155,36 @@ def test_kv_of_images_comes_from_a_prefill_engine_also_if_its_worker_is_killed(
             kill_worker(server)
 
             assert again.result() == wanted
+
+
+@pytest.mark.long  # two engines with two ranks and an encoder each
+@pytest.mark.tp
+def test_engines_of_a_gateway_read_images_in_attention_groups_also_if_one_is_killed(tmp_path: Path) -> None:
+    folder, model = save_vision_model(tmp_path / "model", "qwen3_vl_moe")
+    generate(tmp_path / "keys")
+    keys = ("--cluster_keys", str(tmp_path / "keys"))
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    groups = ("--tp", "2", "--ep", "2", "--enable_dp_attention", "--max_total_token_num", "2000")
+    with ExitStack() as running:
+        engines = []
+        for number, address in enumerate(addresses):
+            flags = (*flags_of(folder), *groups, *keys, "--listen", address)
+            engines.append(start_server(tmp_path / f"engine-{number}.log", [*CLI, "engine", *flags]))
+            running.callback(end, engines[-1])
+        gateway = ("--model_dir", folder, *keys, "--engines", ",".join(addresses))
+        server = running.enter_context(running_server(tmp_path / "log", *gateway))
+        wait_until(lambda: serving(server) == 2, BACK_S)
+        wanted = oracle_texts(model, range(NUM_CHATS))
+
+        assert texts_of(server, range(NUM_CHATS)) == wanted
+        assert server.settled_metrics()["images_encoded_total"] >= NUM_CHATS
+        with ThreadPoolExecutor(1) as threads:
+            again = threads.submit(texts_of, server, range(NUM_CHATS), cache_salt="again")
+            wait_until(lambda: server.metrics()["num_requests_running"] > 0)
+            engines[1].process.kill()  # the launcher: its children exit with it
+
+            assert again.result() == wanted
+        wait_until(lambda: serving(server) == 1)
 
 
 @pytest.mark.long

@@ -74,7 +74,7 @@ class GroupScheduler:
         self.parts.append(source)
 
     def enable_images(self, images: ImageWaits) -> None:
-        """Requests may have images."""
+        """Requests may have images. Other groups use the same encoders."""
         self.images = images
         self.admission.further_waits.append(
             lambda req: images.wait_of(req, self.pool.cached_len(req)) if req.images else None
