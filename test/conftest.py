@@ -59,6 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Tests are made for the backends that are there when their modules are imported."""
+    if backend := session.config.getoption("--backend"):
+        from test.ops.packages import load_backend
+
+        load_backend(backend)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if backend := config.getoption("--backend"):

@@ -54,6 +54,7 @@ from lightserve.conformance.inputs.weights import (
     mxfp4_weight as mxfp4_weight,
     plain_experts_params as plain_experts_params,
 )
+from test.ops.packages import TORCH_TYPES
 
 Ts = TypeVarTuple("Ts")
 
@@ -124,10 +125,15 @@ BATCH_INVARIANT = [
 
 def bind(backend: str) -> None:
     """As a device does it: the plain backend is behind it."""
+    if backend in TORCH_TYPES:
+        ops.use_backend(backend)
+        return
     ops.use_backend(backend, "cpu" if backend.startswith("cpu") else "triton")
 
 
 def device_of(backend: str) -> str:
+    if backend in TORCH_TYPES:
+        return TORCH_TYPES[backend]
     return "cuda" if torch.cuda.is_available() and not backend.startswith("cpu") else "cpu"
 
 
