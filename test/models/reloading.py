@@ -1,10 +1,14 @@
-"""Loads other weights into a model, and checks that it then is like a new one whose tensors did not move."""
+"""Sends other weights to a model, and checks that it then is like a new one whose tensors did not move.
+
+A process of its own broadcasts them by gloo, as a trainer does.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -12,12 +16,29 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, TpPartBaseModel
-from lightserve.worker.weights.load import WeightLoad
+from lightserve.common.device.cpu import CpuDevice
+from lightserve.config import WorkerConfig
+from lightserve.messages.weights import (
+    CheckTensors,
+    FinishLoad,
+    JoinTorchGroup,
+    ReceiveTensors,
+    WeightBuffering,
+    WeightTensor,
+    WorkerWeightsCommand,
+    WorkerWeightsReply,
+)
+from lightserve.worker.weights.groups import TorchGroup
+from lightserve.worker.weights.updater import WeightUpdater
 from test.models.session import Session
+from test.tensor_sender import TensorSender
 
 PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130], 2: [64]}
 NOT_WALKED = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.device)
 PART = 3  # tensors that come together
+TRAINER = "trainer"  # its group
+TRAINER_TIMEOUT_S = 60.0
+BUFFERINGS = tuple(WeightBuffering)  # in turn
 LAYER = re.compile(r"(?<=\.)[01](?=\.)")
 
 Build = Callable[[Iterator[CheckpointTensor]], TpPartBaseModel]
@@ -60,13 +81,44 @@ def assert_reloads(
 
 def load_in_parts(model: TpPartBaseModel, tensors: list[CheckpointTensor]) -> None:
     """As from a trainer, which says first what comes, and sends a few tensors at a time."""
-    announced = [tensor._replace(tensor=tensor.tensor.to("meta")) for tensor in tensors]
-    assert sum(len(model.check_part(announced[begin : begin + PART])) for begin in range(0, len(announced), PART)) > 0
-    load = WeightLoad(model)
-    for begin in range(0, len(tensors), PART):
-        load.add([tensor._replace(tensor=tensor.tensor.clone()) for tensor in tensors[begin : begin + PART]])
-    assert load.missing == 0
-    load.finish()
+    sender, group = trainer()
+    updater = WeightUpdater(WorkerConfig(), model, CpuDevice(), rank=0)
+    updater._groups[TRAINER] = group
+    parts = [tensors[begin : begin + PART] for begin in range(0, len(tensors), PART)]
+    ways = [BUFFERINGS[number % len(BUFFERINGS)] for number in range(len(parts))]
+    broadcasts = [names for part, way in zip(parts, ways, strict=True) for names in broadcasts_of(part, way)]
+    assert sum(handled(updater, CheckTensors(TRAINER, announced(part))).used for part in parts) > 0
+    sender.send({one.name: one.tensor for one in tensors}, broadcasts)
+    for part, way in zip(parts, ways, strict=True):
+        reply = handled(updater, ReceiveTensors(TRAINER, announced(part), way))
+    assert reply.missing == 0
+    handled(updater, FinishLoad())
+
+
+@cache
+def trainer() -> tuple[TensorSender, TorchGroup]:
+    """It serves all tests of this process, and ends with it."""
+    sender = TensorSender()
+    join = JoinTorchGroup(TRAINER, "127.0.0.1", sender.port, 1, 2, "gloo", TRAINER_TIMEOUT_S)
+    return sender, TorchGroup(join, 0, torch.device("cpu"))
+
+
+def handled(updater: WeightUpdater, command: WorkerWeightsCommand) -> WorkerWeightsReply:
+    reply = updater.handle(command)
+    assert not reply.error, reply.error
+    return reply
+
+
+def announced(tensors: list[CheckpointTensor]) -> list[WeightTensor]:
+    return [
+        WeightTensor(one.name, str(one.tensor.dtype).removeprefix("torch."), tuple(one.tensor.shape)) for one in tensors
+    ]
+
+
+def broadcasts_of(part: list[CheckpointTensor], way: WeightBuffering) -> list[list[str]]:
+    """The names in each. Of packed ones, every tensor fills the buffer, which has no bytes."""
+    names = [one.name for one in part]
+    return [names] if way is WeightBuffering.BUCKET else [[name] for name in names]
 
 
 def assert_same_places(found: Mapping[str, Place | int], expected: Mapping[str, Place | int]) -> None:

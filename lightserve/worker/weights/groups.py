@@ -35,7 +35,8 @@ class TorchGroup(TrainerGroup):
     """
 
     def __init__(self, command: JoinTorchGroup, rank: int, device: torch.device) -> None:
-        self._device = device if command.backend != "gloo" else torch.device("cpu")
+        self._is_gloo = command.backend == "gloo"  # which knows no floats of 8 bits: they come as bytes
+        self._device = torch.device("cpu") if self._is_gloo else device
         timeout = timedelta(seconds=command.timeout_s)
         store = TCPStore(
             command.address,
@@ -59,7 +60,8 @@ class TorchGroup(TrainerGroup):
 
     def receive(self, into: Tensor) -> None:
         buffer = into if into.device.type == self._device.type else torch.empty_like(into, device=self._device)
-        work = self._group.broadcast(buffer, TRAINER)
+        is_unknown = self._is_gloo and buffer.dtype.is_floating_point and buffer.itemsize == 1
+        work = self._group.broadcast(buffer.view(torch.uint8) if is_unknown else buffer, TRAINER)
         work.wait()
         if buffer is not into:
             into.copy_(buffer)
