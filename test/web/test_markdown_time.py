@@ -15,7 +15,7 @@ CHAT = Path(__file__).parents[2] / "lightserve" / "httpserver" / "web" / "chat"
 SIZE = 1900  # below the length at which a link is given up
 # CPU time of a text with n characters and of one with n / 4; the fastest of several runs counts
 MEASURE = """
-import { inlineNodes } from "./markdown_inline.js";
+import { inlineNodes } from "./markdown/markdown_inline.js";
 const node = () => ({ append() {}, setAttribute() {} });
 globalThis.document = { createElement: node, createElementNS: node, createTextNode: node };
 const [begin, middle, end, size] = JSON.parse(process.argv[2]);
@@ -53,8 +53,7 @@ def test_a_link_takes_linear_time(tmp_path: Path, begin: str, middle: str, end: 
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is missing: apt-get install nodejs")
-    for path in CHAT.glob("*.js"):
-        shutil.copy(path, tmp_path)
+    shutil.copytree(CHAT, tmp_path, dirs_exist_ok=True)
     (tmp_path / "package.json").write_text('{"type": "module"}')
     (tmp_path / "measure.js").write_text(MEASURE)
 
