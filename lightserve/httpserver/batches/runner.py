@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, NamedTuple
 
 import orjson
@@ -11,8 +12,9 @@ from starlette.types import ASGIApp, Message, Scope
 from lightserve.batches.line import LineRequest
 from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.errors import error_object, log_error
-from lightserve.httpserver.http.middleware import RequestThrottle
 from lightserve.messages.params import BACKGROUND_PRIORITY
+
+SHORTEST_S, LONGEST_S = 1e-3, 20e-3  # between the beginnings of two lines
 
 
 class LineResponse(NamedTuple):
@@ -26,10 +28,10 @@ class LineRunner:
         """``app`` has the routes, without the middleware that checks keys: that was done when the batch was made."""
         self._app = app
         self._logs_requests = logs_requests
-        self._throttle = RequestThrottle()
+        self._pace = LinePace()
 
     async def run(self, line: LineRequest, owner: str, request_id: str) -> LineResponse:
-        await self._throttle.wait()
+        await self._pace.wait()
         record = ResponseRecord("POST", line.url, self._logs_requests)
         try:
             return await self._response(line, owner, request_id, record)
@@ -47,6 +49,23 @@ class LineRunner:
         received = b"".join(exchange.received)
         orjson.loads(received)  # what is no JSON would be a line that nobody can read
         return LineResponse(exchange.status, request_id, orjson.Fragment(received))
+
+
+class LinePace:
+    """Lets lines begin one by one. In between, the event loop is as long for clients as the last line has kept it busy.
+
+    Lines come in hundreds when a step ends others. A client's request takes several iterations of the loop.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._last_s = 0.0  # when the last line began
+
+    async def wait(self) -> None:
+        async with self._turn:
+            busy_s = time.monotonic() - self._last_s
+            await asyncio.sleep(min(max(busy_s, SHORTEST_S), LONGEST_S))
+            self._last_s = time.monotonic()
 
 
 class _Exchange:

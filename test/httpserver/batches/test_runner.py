@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightserve.batches.entry import response_entry
 from lightserve.batches.line import LineRequest
-from lightserve.httpserver.batches.runner import LineResponse, LineRunner
+from lightserve.httpserver.batches.runner import LinePace, LineResponse, LineRunner
 
 URL = "/v1/completions"
 
@@ -65,3 +65,25 @@ def test_a_response_of_many_levels_is_kept() -> None:
 
     assert content in line
     assert orjson.loads(line)["custom_id"] == "a"
+
+
+def test_lines_begin_one_by_one_and_the_loop_is_free_in_between() -> None:
+    pace, turns = LinePace(), 0
+    order: list[int] = []
+
+    async def begin(number: int) -> None:
+        await pace.wait()
+        order.append(turns)
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while len(order) < 5:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run_all() -> None:
+        await asyncio.gather(count_turns(), *(begin(number) for number in range(5)))
+
+    asyncio.run(run_all())
+
+    assert len(set(order)) == 5
