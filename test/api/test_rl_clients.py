@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from test.api.server import ServerProcess, running_server
+from test.lora_files import add_to, linear_sizes, write_adapter
 from test.ports import free_port
 from test.rl_checkpoints import save_checkpoints
 from test.rl_trainer import Trainer
@@ -32,11 +33,16 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [5, 17, 3, 99, 42]
 TEMPERATURE = 0.7
+MAX_LORAS = 3  # of async GRPO: how old a policy may be, and two
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_checkpoints(tmp_path_factory.mktemp("weights"), ("first", "second"))
+    folders = save_checkpoints(tmp_path_factory.mktemp("weights"), ("first", "second"))
+    sizes = linear_sizes(LlamaForCausalLM.from_pretrained(folders["first"]))
+    for version in (1, 2):
+        write_adapter(folders["first"].parent / "adapters" / f"policy-v{version}", sizes, seed=version, rank=4)
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,10 @@ def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         "processed_logprobs",
         "--weights_dir",
         str(first.parent),
+        "--lora_dir",
+        str(first.parent / "adapters"),
+        "--max_loras",
+        str(MAX_LORAS),
     )
     with running_server(tmp_path_factory.mktemp("log") / "log", "--model_dir", str(first), *flags) as server:
         yield server
@@ -75,9 +85,11 @@ def ok(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> 
     return reply
 
 
-def logprobs_of(folder: Path, ids: list[int], temperature: float) -> Any:
+def logprobs_of(folder: Path, ids: list[int], temperature: float, adapter: Path | None = None) -> Any:
     """[tokens, vocab] of what follows each token, by transformers."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        add_to(model, adapter)
     with torch.inference_mode():
         return (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
 
@@ -123,6 +135,31 @@ def test_trls_calls_in_their_order(server: ServerProcess, folders: dict[str, Pat
         assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
             f"token_id:{token}" for token in choice["token_ids"]
         ]
+
+
+def test_the_calls_of_trls_async_grpo_with_an_adapter(server: ServerProcess, folders: dict[str, Path]) -> None:
+    ok(server, "/update_weights_from_disk", {"model_path": "first"})
+    config = get(server, "/server_info?config_format=json")["vllm_config"]
+    assert config["lora_config"]["max_loras"] == MAX_LORAS
+    assert config["lora_config"]["max_lora_rank"] >= 4
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["model_config"]["dtype"] == "torch.float32"
+    for version in (1, 2):
+        adapter = folders["first"].parent / "adapters" / f"policy-v{version}"
+        load = {"lora_name": adapter.name, "lora_path": str(adapter), "load_inplace": False}
+        assert server.post("/pause?mode=keep", {})[0] == 200
+        assert server.post("/v1/load_lora_adapter", load)[0] == 200
+        assert server.post("/resume", {})[0] == 200
+        sampling = {"temperature": 1.0, "seed": 2**62 + version, "logprobs": 0, "return_token_ids": True}
+
+        body = {"model": adapter.name, "prompt": PROMPT, "max_tokens": 6, **sampling}
+        [choice] = ok(server, "/v1/completions", body)["choices"]
+
+        output, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        rows = logprobs_of(folders["first"], PROMPT + output, 1.0, adapter)[len(PROMPT) - 1 :]
+        expected = [float(row[token]) for row, token in zip(rows, output, strict=False)]
+        assert logprobs == pytest.approx(expected, abs=2e-3)
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})[0] == 200
 
 
 def test_slimes_calls_in_their_order(server: ServerProcess, folders: dict[str, Path]) -> None:
