@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import Generation, PromptRequest
 from lightserve.httpserver.http.access_log import AccessLog
-from lightserve.httpserver.prompt_request import DEFAULT_SCHEDULING
 from lightserve.messages.output import StrOut
-from lightserve.messages.params import FinishReason, GenerationParams, SchedulingParams
+from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.step import Token
 from lightserve.model_files.tokenizer.decoding import EmptyDecodeStream
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
@@ -19,25 +19,20 @@ async def beam_search_outputs(
     context: ServerContext, prompt_requests: Sequence[PromptRequest], params: BeamParams, log: AccessLog
 ) -> list[list[StrOut]]:
     """The tokens of the best sequences: of the first prompt, best first, then of the next prompt."""
-    prompts = [prompt_request.prompt_ids for prompt_request in prompt_requests]
-    prompt_results = await run_beam_search(context, prompts, params, log, prompt_requests[0].scheduling)
+    prompt_results = await run_beam_search(context, prompt_requests, params, log)
     return [_outs(context, result, prompt_requests[0].params) for results in prompt_results for result in results]
 
 
 async def run_beam_search(
-    context: ServerContext,
-    prompts: Sequence[list[int]],
-    params: BeamParams,
-    log: AccessLog,
-    scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    context: ServerContext, prompt_requests: Sequence[PromptRequest], params: BeamParams, log: AccessLog
 ) -> list[list[BeamResult]]:
     """The best sequences of every prompt. Cancelling it aborts the search. It writes one log line."""
-    steps = _Steps(context, prompts, params, scheduling)
+    steps = _Steps(context, prompt_requests, params)
     try:
         async with context.manager.generate(steps.prompt_requests(), log.silent_copy()) as generation:
             first = await steps.advance(generation)
-            while prompt_requests := steps.prompt_requests():
-                generation.continue_with(prompt_requests)
+            while extended := steps.prompt_requests():
+                generation.continue_with(extended)
                 await steps.advance(generation)
     except BaseException as error:
         log.close(error)
@@ -50,27 +45,21 @@ async def run_beam_search(
 class _Steps:
     """The engine requests of each step. All sequences are one group, so that beams always share their prefixes."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        prompts: Sequence[list[int]],
-        params: BeamParams,
-        scheduling: SchedulingParams,
-    ) -> None:
-        manager = context.manager
+    def __init__(self, context: ServerContext, prompt_requests: Sequence[PromptRequest], params: BeamParams) -> None:
+        """Only a prompt that is alone may have images."""
+        manager, prompts = context.manager, [prompt_request.prompt_ids for prompt_request in prompt_requests]
         manager.check_ids("stop_token_ids", params.stop_token_ids)
         rooms = [manager.max_new_tokens(len(ids), None) for ids in prompts]
         eos_ids = manager.limits.eos_token_ids
         self._batch = BeamBatch(prompts, [BeamSearch(params, eos_ids, room) for room in rooms])
-        self._scheduling = scheduling
-        self._group = manager.new_group()
+        self._first = replace(prompt_requests[0], params=self._batch.params, group=manager.new_group())
 
     def prompt_requests(self) -> list[PromptRequest]:
         """Of the next step; empty when the search is done. After the first step, each has one token and a parent."""
-        params, scheduling, group = self._batch.params, self._scheduling, self._group
+        first = replace(self._first, params=self._batch.params)
         if self._batch.is_at_start:
-            return [PromptRequest(ids, params, scheduling, group) for ids in self._batch.sequences()]
-        return [PromptRequest([token], params, scheduling, group, at) for at, token in self._batch.extensions]
+            return [replace(first, prompt_ids=ids) for ids in self._batch.sequences()]
+        return [replace(first, prompt_ids=[token], parent=at) for at, token in self._batch.extensions]
 
     async def advance(self, generation: Generation) -> list[StrOut]:
         """Wait for the one token of every sequence."""

@@ -234,6 +234,7 @@ class HttpServerManager:
             first_index = index - index % generation.n
             first = generation.req_ids[first_index]  # the first sequence of the same prompt
             is_open = prompt_request.group is not None
+            sends_files = index == 0 if is_open else generation._unfinished.isdisjoint(range(first_index, index))
             group = first if prompt_request.group is None else prompt_request.group
             request = GenerateReq(
                 req_id,
@@ -246,9 +247,7 @@ class HttpServerManager:
                 request_id=generation.log.request_id,
                 parent=None if prompt_request.parent is None else generation.parent_ids[prompt_request.parent],
                 owner=generation.log.owner,
-                images=prompt_request.images_to_send(
-                    self._sends_every_file or generation._unfinished.isdisjoint(range(first_index, index))
-                ),
+                images=prompt_request.images_to_send(self._sends_every_file or sends_files),
             )
             sent_ids = generation.sent_token_ids.get(index)
             self._to_router.send(request if sent_ids is None else ContinueReq(request, sent_ids))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from test.api.image_chats import NEW_TOKENS, ask, data_url, expected, part_of, user
+from test.api.image_chats import NEW_TOKENS, ask, best_beams, data_url, expected, part_of, user
 from test.api.server import ServerProcess, running_server
 from test.media.fetch.image_host import TLS, answer, image_host_in_thread
-from test.vision_model import picture, png, save_vision_model
+from test.vision_model import END, PAD, START, picture, png, save_vision_model
 from test.waiting import wait_until
 
 
@@ -325,6 +325,20 @@ def test_an_image_in_the_output_of_a_tool_of_responses_is_read(
     assert response["output"][0]["content"][0]["text"] == expected(vision_model[1], [1, 3, 1, 1, image, 41, 2])
 
 
+def test_beams_share_the_image(vision_server: ServerProcess, vision_model: tuple[str, Any]) -> None:
+    image = picture(60, 90, 21)
+    body = {"messages": [user(image, "w33")], "use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
+    before = vision_server.settled_metrics()
+
+    status, response = vision_server.post("/v1/chat/completions", body)
+
+    assert status == 200, response
+    texts = [choice["message"]["content"] for choice in response["choices"]]
+    assert texts == best_beams(vision_model[1], [1, START, PAD, END, 33, 2], image, 3, 4)
+    after = vision_server.settled_metrics()
+    assert after["images_encoded_total"] == before["images_encoded_total"] + 1
+
+
 def test_prompts_with_images_are_refused_if_their_places_are_wrong(vision_server: ServerProcess) -> None:
     data = base64.b64encode(png(picture(60, 60))).decode()
     images = {"images": [{"type": "base64", "data": data}]}
@@ -335,9 +349,7 @@ def test_prompts_with_images_are_refused_if_their_places_are_wrong(vision_server
         return str(response)
 
     assert "0 places for 1 images" in refusal_of(inputs="w1", multimodal_params=images)
-    beams = {"num_beams": 2, "max_new_tokens": 2}
     inputs = PROMPT.format("")
-    assert "a beam search takes no images" in refusal_of(inputs=inputs, multimodal_params=images, parameters=beams)
     assert "for /tokens only" in refusal_of(
         inputs=inputs, multimodal_params={"images": [{"type": "image_size", "data": [60, 60]}]}
     )

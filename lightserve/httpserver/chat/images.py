@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.images import beam_error, reader_of
+from lightserve.httpserver.fields.images import check_beam_search, reader_of
 
 WHAT = {"video": "a video", "audio": "a sound"}
 
@@ -16,7 +16,7 @@ async def read_images(context: ServerContext, body: ChatBody) -> None:
         return
     reader = reader_of(context, sources[0].param, WHAT.get(sources[0].kind, "an image"))
     if body.beam_width is not None:
-        raise beam_error("use_beam_search")
+        check_beam_search(context, "use_beam_search")
     body.read_images = await reader.read_all(sources, body.cache_salt or "", body.pixel_limits)
 
 

@@ -14,6 +14,7 @@ from lightserve.httpserver.http.body import Body
 from lightserve.httpserver.prompt_request import PromptRequest
 from lightserve.media.sizes import NO_LIMITS, ImageHeader, PixelLimits
 from lightserve.media.sources import ImageSource, ReadImage
+from lightserve.messages.media import Sight
 
 if TYPE_CHECKING:
     from lightserve.media.reader import ImageReader
@@ -90,8 +91,12 @@ def with_images(context: ServerContext, images: Sequence[ReadImage], prompt_requ
     return replace(prompt_request, images=items)
 
 
-def beam_error(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"a beam search takes no images; leave out {name}", name)
+def check_beam_search(context: ServerContext, name: str) -> None:
+    """Of a request with images. ``name``: the field that asks for it."""
+    if context.manager.limits.sight is Sight.PROMPT:
+        raise InvalidRequestError(
+            f"a beam search takes no images of this model, because its prompts see themselves; leave out {name}", name
+        )
 
 
 def url_of(value: str) -> str:

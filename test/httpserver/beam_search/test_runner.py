@@ -15,8 +15,9 @@ from lightserve.httpserver.beam_search import run_beam_search
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import EngineState
 from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.prompt_request import PromptRequest
 from lightserve.messages.output import Admission, StrOut
-from lightserve.messages.params import FinishReason
+from lightserve.messages.params import FinishReason, GenerationParams
 from lightserve.messages.request import GenerateReq
 from lightserve.messages.step import ReqFailed, Token
 from lightserve.text.beam_search import BeamParams
@@ -64,6 +65,10 @@ def check(
     asyncio.run(run())
 
 
+def prompts(*ids: list[int]) -> list[PromptRequest]:
+    return [PromptRequest(each, GenerationParams()) for each in ids]
+
+
 def log() -> AccessLog:
     return AccessLog("r1", "/test")
 
@@ -72,7 +77,7 @@ def test_the_engine_generates_one_token_for_every_beam(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         line = log()
 
-        [found] = await run_beam_search(context, [[7]], PARAMS, line)
+        [found] = await run_beam_search(context, prompts([7]), PARAMS, line)
 
         assert [beam.token_ids for beam in found] == [[2, END], [1, END]]
         assert [beam.score for beam in found] == pytest.approx([math.log(0.4 * 0.9) / 2, math.log(0.6 * 0.4) / 2])
@@ -91,7 +96,7 @@ def test_the_engine_generates_one_token_for_every_beam(tmp_path: Path) -> None:
 
 def test_prompts_are_searched_together(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        found = await run_beam_search(context, [[7], [8]], PARAMS, log())
+        found = await run_beam_search(context, prompts([7], [8]), PARAMS, log())
 
         assert [[beam.token_ids for beam in beams] for beams in found] == [[[2, END], [1, END]]] * 2
         assert [req.prompt_ids for req in fake.received] == [[7], [8], [7, 1], [7, 2], [8, 1], [8, 2]]
@@ -102,7 +107,7 @@ def test_prompts_are_searched_together(tmp_path: Path) -> None:
 
 def test_a_beam_search_writes_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        await run_beam_search(context, [[7]], PARAMS, log())
+        await run_beam_search(context, prompts([7]), PARAMS, log())
 
     with caplog.at_level("INFO", "lightserve.access"):
         check(scenario, tmp_path)
@@ -114,7 +119,7 @@ def test_a_beam_search_writes_one_log_line(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_cancelled_beam_search_aborts_its_beams(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        search = asyncio.create_task(run_beam_search(context, [[7]], PARAMS, log()))
+        search = asyncio.create_task(run_beam_search(context, prompts([7]), PARAMS, log()))
         await until(lambda: len(fake.received) == 3)
 
         search.cancel()
@@ -136,7 +141,9 @@ def test_a_step_sends_one_token_a_beam_and_names_parents_of_the_last_step(tmp_pa
         return [StrOut(req.req_id, "x", Token(1, logprob=-1.0, top_logprobs=top), finish_reason=FinishReason.LENGTH)]
 
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        [found] = await run_beam_search(context, [[7] * 100], BeamParams(num_beams=2, max_new_tokens=num_tokens), log())
+        [found] = await run_beam_search(
+            context, prompts([7] * 100), BeamParams(num_beams=2, max_new_tokens=num_tokens), log()
+        )
 
         assert found[0].token_ids == [1] * num_tokens
         assert fake.num_sent_ids == 100 + 2 * (num_tokens - 1)
@@ -149,7 +156,7 @@ def test_a_step_sends_one_token_a_beam_and_names_parents_of_the_last_step(tmp_pa
 
 def test_a_beam_search_can_be_aborted_by_its_request_id(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        search = asyncio.create_task(run_beam_search(context, [[7]], PARAMS, log()))
+        search = asyncio.create_task(run_beam_search(context, prompts([7]), PARAMS, log()))
         await until(lambda: len(fake.received) == 3)
 
         context.manager._abort_own_requests("r1")
@@ -171,7 +178,7 @@ def test_a_drain_waits_for_the_whole_beam_search(tmp_path: Path) -> None:
 
         fake.script = drain_then_respond
 
-        [found] = await run_beam_search(context, [[7]], PARAMS, log())
+        [found] = await run_beam_search(context, prompts([7]), PARAMS, log())
 
         assert [beam.token_ids for beam in found] == [[2, END], [1, END]]
         await manager.wait_drained()
@@ -182,7 +189,7 @@ def test_a_drain_waits_for_the_whole_beam_search(tmp_path: Path) -> None:
 def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         with pytest.raises(PromptTooLongError):
-            await run_beam_search(context, [[7] * LIMITS.max_req_total_len], PARAMS, log())
+            await run_beam_search(context, prompts([7] * LIMITS.max_req_total_len), PARAMS, log())
 
         assert not fake.received
 

@@ -13,7 +13,7 @@ from lightserve.httpserver.engine_client import PromptRequest
 from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, LogitBias, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
-from lightserve.httpserver.fields.images import beam_error, read_prompt_images, with_images, with_placeholders
+from lightserve.httpserver.fields.images import check_beam_search, read_prompt_images, with_images, with_placeholders
 from lightserve.httpserver.fields.shared import PromptFields, check_input_ids, check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.generate.lightllm.media import image_sources
@@ -157,7 +157,7 @@ def _refuse_unsupported(body: LightllmBody, parameters: LightllmParameters) -> N
 async def _read_images(context: ServerContext, body: LightllmBody, parameters: LightllmParameters) -> list[ReadImage]:
     sources = image_sources(body.multimodal_params)
     if sources and parameters.is_beam_search:
-        raise beam_error("num_beams")
+        check_beam_search(context, "num_beams")
     return await read_prompt_images(context, sources, parameters.cache_salt or "")
 
 
