@@ -96,6 +96,28 @@ def test_the_openai_client_streams_the_same_text(served: Served) -> None:
     assert text == greedy(model, [1, 5, samples, 2], NEW_TOKENS)
 
 
+def test_responses_take_sounds_too(served: Served) -> None:
+    _, model, server = served
+    samples = tone(0.5, seed=11)
+    content = [part_of(wav(samples)), {"type": "input_text", "text": "w8"}]
+    fields = {"max_output_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "store": False}
+
+    status, response = server.post("/v1/responses", {"input": [{"role": "user", "content": content}], **fields})
+
+    assert status == 200, response
+    assert response["output"][0]["content"][0]["text"] == greedy(model, [1, samples, 8, 2], NEW_TOKENS)
+
+
+def test_beams_share_a_sound(served: Served) -> None:
+    server = served[2]
+    body = {"messages": chat(wav(tone(0.5, seed=12))), "max_tokens": 3, "use_beam_search": True, "n": 2}
+
+    status, response = server.post("/v1/chat/completions", {**body, "ignore_eos": True})
+
+    assert status == 200, response
+    assert len({choice["message"]["content"] for choice in response["choices"]}) == 2
+
+
 def refusal(server: ServerProcess, *parts: str | bytes | dict[str, Any]) -> str:
     status, response = server.post("/v1/chat/completions", {"messages": chat(*parts), "max_tokens": 1})
     assert status == 400, response
@@ -124,8 +146,6 @@ def test_sounds_that_cannot_be_heard_are_refused_and_end_nothing(served: Served)
     assert "the request has 4 audios; the limit is 3" in refusal(server, *[short] * 4)
     assert "this model reads no images" in refusal(server, image())
     assert "0 images or sounds" not in refusal(server, "<|AUDIO|>", short)
-    beams = {"messages": chat(short), "max_tokens": 2, "use_beam_search": True, "n": 2}
-    assert server.post("/v1/chat/completions", beams)[0] == 400
 
     ask(server, chat(short, "w4"))
 
