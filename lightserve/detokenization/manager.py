@@ -19,7 +19,7 @@ from lightserve.messages.output import (
 )
 from lightserve.messages.params import FinishReason
 from lightserve.messages.request import AbortReq, ToRouter, http_process_of
-from lightserve.messages.step import DraftColumns, ReqFailed
+from lightserve.messages.step import DraftColumns, ReqFailed, Token, TokenColumns
 from lightserve.model_files.tokenizer.decoding import Decoder
 
 
@@ -58,10 +58,12 @@ class DetokenizationManager:
         outs: list[list[StrOut]] = [[] for _ in self._to_http]
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
         self._count_drafts(batch.drafts)
-        for out in batch.tokens:
+        self._add_plain(batch.plain, outs)
+        for out in batch.outs:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
-                outs[self._index_of(out.req_id)].append(self._next(text, out))
+                piece = text.push(out.token.id, out.finish_reason, out.is_text_token)
+                outs[self._index_of(out.req_id)].append(self._str_out(text, out, piece))
         embeddings: list[list[EmbeddingOut]] = [[] for _ in self._to_http]
         for embedding in batch.embeddings:
             self._texts.pop(embedding.req_id, None)  # a dispatcher announces requests without knowing the model
@@ -75,6 +77,19 @@ class DetokenizationManager:
             if own_outs or own_failed or own_embeddings:
                 sender.send(BatchStrOut(own_outs, own_failed, own_embeddings))
         self._end(batch.ended)
+
+    def _add_plain(self, plain: TokenColumns, outs: list[list[StrOut]]) -> None:
+        """Nearly all tokens: few calls for each."""
+        for req_id, token_id in plain.pairs():
+            text = self._texts.get(req_id)
+            if text is None:
+                continue
+            piece = text.push_plain(token_id)
+            if text.matched_stop is None:
+                out = StrOut(req_id, piece, Token(token_id))
+            else:
+                out = self._str_out(text, TokenIdOut(req_id, Token(token_id)), piece)
+            outs[self._index_of(req_id)].append(out)
 
     def _end(self, req_ids: Sequence[int]) -> None:
         """These requests were aborted. Their clients get the text that was held back."""
@@ -92,8 +107,7 @@ class DetokenizationManager:
         """The HTTP process that sent the request, or the one that has replaced it: see ChildConfig.http_process."""
         return http_process_of(req_id) % len(self._to_http)
 
-    def _next(self, text: ReqText, out: TokenIdOut) -> StrOut:
-        piece = text.push(out.token.id, out.finish_reason, out.is_text_token)
+    def _str_out(self, text: ReqText, out: TokenIdOut, piece: str) -> StrOut:
         finish_reason: FinishReason | None = out.finish_reason
         stop_reason: int | str | None = out.stop_reason
         if text.matched_stop is not None:

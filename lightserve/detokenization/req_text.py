@@ -140,6 +140,11 @@ class ReqText:
             text += self._stop.push(self._visible(self._stream.flush()))
         return text if finish_reason is None or self.matched_stop is not None else text + self._stop.flush()
 
+    def push_plain(self, token_id: int) -> str:
+        """``push`` for a token without a finish reason."""
+        text = self._text_of(token_id) if self._shown_special_ids else self._stream.push(token_id)
+        return self._stop.push(self._visible(text) if self._n_hidden else text)
+
     def flush(self) -> str:
         """The text that is still held back, when no token follows."""
         return self._stop.push(self._visible(self._stream.flush())) + self._stop.flush()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from lightserve.detokenization.manager import DetokenizationManager
@@ -30,7 +31,7 @@ from lightserve.messages.output import (
 )
 from lightserve.messages.params import FinishReason, TextParams
 from lightserve.messages.request import REQ_ID_BITS, AbortReq, ToRouter
-from lightserve.messages.step import DraftColumns, ReqFailed, Token
+from lightserve.messages.step import DraftColumns, ReqFailed, Token, TokenColumns
 from test.real_model import smollm2_tokenizer
 from test.waiting import until
 
@@ -312,5 +313,29 @@ def test_the_last_token_of_a_request_brings_its_drafts(tmp_path: Path) -> None:
         last = {out.req_id: out.drafts for out in detokenizer.outs() if out.finish_reason is not None}
         assert last == {1: RequestDrafts(0 + 1 + 2, 12 - 3), 2: None}
         assert all(out.drafts is None for out in detokenizer.outs() if out.finish_reason is None)
+
+    check(scenario, tmp_path)
+
+
+def test_plain_tokens_have_the_texts_and_stops_of_detailed_ones(tmp_path: Path) -> None:
+    texts = [TextParams(), TextParams(stop=("fox ju",)), TextParams(hidden_chars=7), TextParams(shown_special_ids=(2,))]
+    plain_ids, detailed_ids = range(4), range(SECOND, SECOND + 4)
+
+    async def scenario(detokenizer: Detokenizer) -> None:
+        def ended(http: int) -> int:
+            return sum(out.finish_reason is not None for out in detokenizer.outs(http))
+
+        req_ids = [*plain_ids, *detailed_ids]
+        detokenizer.send(new=[TextReq(req_id, text) for req_id, text in zip(req_ids, texts * 2, strict=True)])
+        for token_id in [*detokenizer.tokenizer.encode("The 狐 and the fox jump over it"), 2]:
+            detailed = [TokenIdOut(req_id, Token(token_id)) for req_id in detailed_ids]
+            plain = TokenColumns.of([(req_id, [token_id]) for req_id in plain_ids])
+            detokenizer.inbox.send(BatchTokenIdOut(detailed, plain=plain))
+        detokenizer.send(*(TokenIdOut(req_id, Token(2), FinishReason.STOP) for req_id in req_ids))
+        await until(lambda: ended(0) == ended(1) == 4 and len(detokenizer.aborts) == 2)
+
+        plain_outs, outs = detokenizer.outs(0), detokenizer.outs(1)
+        assert plain_outs == [msgspec.structs.replace(out, req_id=out.req_id - SECOND) for out in outs]
+        assert {out.stop_reason for out in plain_outs} == {None, "fox ju"}
 
     check(scenario, tmp_path)
