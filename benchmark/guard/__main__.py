@@ -7,6 +7,7 @@
 Each round starts the server of the one tree, runs every load and stops it, then the same with the other. The client
 is that of this tree. A change counts if it exceeds what runs of the same code differ by (Student's t, 95 %), and 1 %.
 Of some twenty figures one may do so by chance: measure again before you search. Exit status 1: a figure is worse.
+On a machine with other work, times say little; the CPU time of a token says most.
 """
 
 from __future__ import annotations

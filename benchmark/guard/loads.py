@@ -24,6 +24,11 @@ class Load:
     rate: float | None = None
     processes: int = 1  # of the client
 
+    @property
+    def output_tokens(self) -> int:
+        """Of all requests, on average: a load with arrivals varies the lengths."""
+        return self.requests * self.output_len
+
     def arguments(self, url: str, seed: int) -> Arguments:
         """Each seed has prompts of its own: no cache of an earlier run answers them."""
         flags = {

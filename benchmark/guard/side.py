@@ -14,6 +14,7 @@ from benchmark.guard.loads import Load, warm_up
 from benchmark.serving.server import Server
 
 START_S = 240.0  # nothing is compiled yet
+CPU_TIME = "CPU us"  # of all processes of the server, for each token; other programs on the machine change it least
 LIBRARY = "lightserve/common/cpu_kernel/_native*.so"
 Figures = dict[tuple[str, str], float]  # by load and figure
 
@@ -49,11 +50,12 @@ class Side:
             url = server.wait_until_ready(START_S)
             start_s = time.monotonic() - begin
             warm_up(url, loads)
-            figures = {
-                (load.name, figure): value
-                for number, load in enumerate(loads)
-                for figure, value in load.run(url, 100 * round_number + number).items()
-            }
+            figures: Figures = {("start", "again, s" if round_number else "first, s"): start_s}
+            for number, load in enumerate(loads):
+                before_s = sum(server.cpu_s().values())
+                values = load.run(url, 100 * round_number + number)
+                values[CPU_TIME] = (sum(server.cpu_s().values()) - before_s) / load.output_tokens * 1e6
+                figures |= {(load.name, figure): value for figure, value in values.items()}
         finally:
             server.stop()
-        return {("start", "again, s" if round_number else "first, s"): start_s, **figures}
+        return figures

@@ -44,6 +44,7 @@ def test_each_side_is_served_by_its_own_tree(tmp_path: Path, capsys: pytest.Capt
     code = main(["--before", str(TREE), "--after", str(slow), "--quick", "--loads", load, "--rounds", "1"])
 
     printed = capsys.readouterr().out
+    assert len(re.findall(r"^\w+, .* CPU us [1-9]", printed, re.MULTILINE)) == 2
     tpot_ms = {side: float(ms) for side, ms in re.findall(r"^(\w+), .* TPOT p50 ([\d.]+)", printed, re.MULTILINE)}
     assert tpot_ms["after"] >= SLOW_S * 1e3
     assert tpot_ms["after"] > tpot_ms["before"]
