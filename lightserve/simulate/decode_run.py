@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from lightserve.messages.int_arrays import BLOCK, Int32Array, Int64Array, Tails
-from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.decodes import Decodes
@@ -20,13 +19,14 @@ OneStep = tuple[Int32Array, Int64Array]  # the slots of the step, and the tokens
 
 
 class DecodeRun:
-    def __init__(self, batch: RunningBatch) -> None:
+    def __init__(self, batch: RunningBatch, may_evict: bool) -> None:
         columns = batch.columns
         self.rows = batch.rows
         self.req_ids = batch.req_ids(self.rows)
         left = columns.max_new_tokens[self.rows] - 1 - columns.planned_outputs[self.rows]
         self.max_steps = int(left.min())  # so many cannot end a request by its length
         self._batch = batch
+        self._may_evict = may_evict
         self._slots: list[Int32Array] = []  # of each step
 
     def __len__(self) -> int:
@@ -34,9 +34,9 @@ class DecodeRun:
         return len(self._slots)
 
     def plan(self) -> bool:
-        """Plan one more step. False: there is no memory, and requests must be preempted."""
+        """Plan one more step. False: there is no memory. Requests must be preempted, or cached tokens evicted."""
         pool, count = self._batch.pool, len(self.rows)
-        if pool.available < count:
+        if (pool.available if self._may_evict else pool.slots.num_free) < count:
             return False
         self._slots.append(pool.alloc(count))
         return True
@@ -82,7 +82,7 @@ class DecodeRunScheduler(Scheduler):
         may_start = (len(group.queue) and not is_full) or group.admission.may_prefetch
         if not is_simple or group.isolation.is_active or may_start or not _all_decode(group):
             return None
-        return DecodeRun(group.batch)
+        return DecodeRun(group.batch, may_evict=not any(source.stores_evicted for source in group.sources))
 
     def end_decodes(self, run: DecodeRun, token_ids: list[int], last_token_s: float) -> None:
         """Go on with ``next_step``. The first steps of the run have ended with these tokens, the last of them at
@@ -98,9 +98,8 @@ class DecodeRunScheduler(Scheduler):
 
 
 def _may_transfer(group: GroupScheduler) -> bool:
-    """Whether steps may have more to do than to compute. Only tiers have at any time."""
-    are_waiting = (isinstance(source, RemoteKvSource) and not source.has_recvs for source in group.sources)
-    return len(group.sends) > 0 or not all(are_waiting)
+    """Whether steps may have more to do than to compute."""
+    return len(group.sends) > 0 or any(source.has_transfers for source in group.sources)
 
 
 def _all_decode(group: GroupScheduler) -> bool:

@@ -14,7 +14,8 @@ from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
 from lightserve.simulate.decode_run import DecodeRunScheduler
-from lightserve.simulate.gpu import OTHER, CostModel
+from lightserve.simulate.gpu import H200, OTHER, CostModel
+from lightserve.simulate.kv_tiers import Store, Tiers
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
@@ -24,6 +25,8 @@ from test.router.processing import process_tokens
 LOAD = Load(lognormal(30, 1.0, 300), lognormal(40, 1.0, 150), count=30, streams=6, max_new_tokens=150)
 FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
 LIMITS = SchedulerLimits(16, 512, 64, token_ratio=0.85)
+RAM = Store("ram", 400 * H200.kv_bytes, 1e10, 0.0)
+TIERS = Tiers(H200.kv_bytes, RAM, (Store("disk", 4000 * H200.kv_bytes, 1e9, 1e-3),))
 
 
 def figures(result: Result) -> dict[str, object]:
@@ -40,6 +43,7 @@ def figures(result: Result) -> dict[str, object]:
     num_prefixes=st.sampled_from([0, 4]),
     failures=st.lists(st.builds(Failure, st.floats(0, 2), st.integers(0, 1), st.floats(0.01, 1.0)), max_size=3),
     seed=st.integers(0, 1000),
+    tiers=st.sampled_from([None, TIERS, replace(TIERS, storage=())]),
 )
 def test_the_figures_are_those_of_steps_that_are_planned_one_by_one(  # noqa: PLR0913
     pool_size: int,
@@ -50,10 +54,11 @@ def test_the_figures_are_those_of_steps_that_are_planned_one_by_one(  # noqa: PL
     num_prefixes: int,
     failures: list[Failure],
     seed: int,
+    tiers: Tiers | None,
 ) -> None:
     load = replace(LOAD, rate=rate, num_prefixes=num_prefixes, prefix_len=100 if num_prefixes else 0, seed=seed)
     limits = replace(LIMITS, max_running=max_running)
-    setup = Setup("fifo", limits, pool_size=pool_size, depth=depth, lead_s=lead_s)
+    setup = Setup("fifo", limits, pool_size=pool_size, depth=depth, lead_s=lead_s, tiers=tiers)
 
     skipped = simulate(setup, load, 2, "prefix", failures)
     planned = simulate(replace(setup, skips_planning=False), load, 2, "prefix", failures)

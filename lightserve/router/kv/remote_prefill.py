@@ -113,8 +113,7 @@ class RemoteKvSource(KvSource, PoolListener):
         self._recvs = []
 
     @property
-    def has_recvs(self) -> bool:
-        """Whether the next step has something for the workers."""
+    def has_transfers(self) -> bool:
         return bool(self._recvs)
 
     def on_admitted(self, req: Req) -> None:

@@ -113,6 +113,16 @@ class KvSource(StepPart):
         raise NotImplementedError
 
     @property
+    def has_transfers(self) -> bool:
+        """Whether the next steps may have something for the workers, though they only decode."""
+        return True
+
+    @property
+    def stores_evicted(self) -> bool:
+        """Whether a step has something for the workers if its slots come from an eviction."""
+        return False
+
+    @property
     def expected_reqs(self) -> Sequence[Req]:
         """Requests that will run as soon as their KV is there. Slots for their prompts are reserved."""
         return ()

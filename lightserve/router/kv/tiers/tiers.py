@@ -84,6 +84,15 @@ class KvTiers(KvSource, PoolListener):
     def is_writing(self) -> bool:
         return bool(self._loads)
 
+    @property
+    def has_transfers(self) -> bool:
+        is_moving = self._loads or self._started or self.storage.is_reading or self.storage.is_flushing
+        return bool(is_moving) or self.offload_queue.has_work
+
+    @property
+    def stores_evicted(self) -> bool:
+        return True
+
     def begin_step(self) -> None:
         self.offload_queue.begin_step()
 
