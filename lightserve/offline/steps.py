@@ -120,8 +120,7 @@ class OfflineSteps:
         for embedding in result.embeddings:
             if self._scheduler.process_embedding(embedding.req_id) is not None:
                 self._embeddings[embedding.req_id] = embedding.values
-        self._scheduler.observe_drafts(result.drafts)
-        self._scheduler.take_proposals(result.proposals)
+        self._scheduler.process_drafts(result.drafts, result.proposals)
         for req_id, proposed, accepted in result.drafts.rows():
             if req_id in self._open:
                 self._open[req_id].text.count_drafts(proposed, accepted)

@@ -20,7 +20,7 @@ from lightserve.messages.output import (
     TokenIdOut,
 )
 from lightserve.messages.params import FinishReason, TextParams
-from lightserve.messages.step import DraftColumns, Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
+from lightserve.messages.step import Embedding, ReqFailed, StepResult, TokenColumns, TokenOut
 from lightserve.router.kv.cached_blocks import CachedBlocks
 from lightserve.router.observability.stats import RouterMetrics
 from lightserve.router.pinned_prefixes import PinnedPrefixes
@@ -87,8 +87,9 @@ class OutputProcessor:
     def report(self, result: StepResult) -> None:
         """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
         now = time.monotonic()
-        self._count_drafts(result.drafts)
-        self._scheduler.take_proposals(result.proposals)
+        self._scheduler.process_drafts(result.drafts, result.proposals)
+        if len(result.drafts):
+            self.metrics.drafts(result.drafts)
         num_forced = self._num_forced
         plain, others = self._process_plain(result.plain, now)
         others += result.detailed
@@ -109,11 +110,6 @@ class OutputProcessor:
                 )
             )
             self._aborted = []
-
-    def _count_drafts(self, drafts: DraftColumns) -> None:
-        if len(drafts):
-            self._scheduler.observe_drafts(drafts)
-            self.metrics.drafts(drafts)
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
         scheduler = self._scheduler

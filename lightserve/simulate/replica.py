@@ -167,7 +167,7 @@ class Replica:
             return EndedStep([now - last_end_s], [len(self._decodes.rows)], [])
         tokens = tokens or NO_TOKENS
         self.scheduler.complete_step(seconds)
-        self.scheduler.observe_drafts(drafts)
+        self.scheduler.process_drafts(drafts)
         is_known = self.scheduler.process_plain(tokens)
         gaps = self.scheduler.observe_gaps(tokens.req_ids[is_known], now)
         others = groupby(tokens.where(~is_known).outs(), key=lambda out: out.req_id)

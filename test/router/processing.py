@@ -32,7 +32,7 @@ def process_tokens(scheduler: Scheduler, outs: Iterable[TokenOut], seconds: floa
     """
     scheduler.complete_step(seconds)
     if isinstance(outs, StepOuts):
-        scheduler.observe_drafts(outs.drafts)
+        scheduler.process_drafts(outs.drafts)
     by_req = {req_id: list(own) for req_id, own in groupby(outs, key=lambda out: out.req_id)}
     plain = {req_id: own for req_id, own in by_req.items() if all(_is_plain(out) for out in own)}
     columns = TokenColumns.of([(req_id, [out.token.id for out in own]) for req_id, own in plain.items()])

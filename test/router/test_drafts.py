@@ -144,7 +144,7 @@ def test_accepted_drafts_are_not_counted_as_forced_tokens() -> None:
     begin(scheduler, 500)
     next_step(scheduler)
     scheduler.complete_step()
-    scheduler.observe_drafts(drafts_result({0: 2}))
+    scheduler.process_drafts(drafts_result({0: 2}))
 
     assert scheduler.process_plain(TokenColumns.of([(0, [OTHER] * 3)])).all()
     next_step(scheduler)
@@ -206,7 +206,7 @@ def test_the_steps_of_a_pipeline_bring_the_drafts_that_its_last_stage_has_propos
     steps = []
 
     for proposals, counts in (([(0, [7, 8, 9])], (2, 1)), ([(1, [4])], (1, 2)), ([], (1, 1))):
-        scheduler.take_proposals(TokenColumns.of([*proposals, (77, [3])]))  # 77 has left
+        scheduler.process_drafts(NO_DRAFTS, TokenColumns.of([*proposals, (77, [3])]))  # 77 has left
         steps.append([next_step(scheduler), next_step(scheduler)])
         for step, count in zip(steps[-1], counts, strict=True):
             (req_id,) = step.decode_ids.tolist()
@@ -230,7 +230,7 @@ def test_a_pipeline_drafts_nothing_for_a_grammar() -> None:
     scheduler.add(Req(0, int32s([1, 2, 3]), params, 50, (EOS,)))
     next_step(scheduler)
     complete(scheduler, 1)
-    scheduler.take_proposals(TokenColumns.of([(0, [7, 8, 9])]))
+    scheduler.process_drafts(NO_DRAFTS, TokenColumns.of([(0, [7, 8, 9])]))
 
     assert not next_step(scheduler).num_drafts
 

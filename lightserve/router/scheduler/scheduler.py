@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lightserve.messages.int_arrays import Int64Array, int64s
 from lightserve.messages.params import FinishReason
-from lightserve.messages.step import DraftColumns, ReqFailed, Step, TokenColumns, TokenOut
+from lightserve.messages.step import NO_TOKENS, DraftColumns, ReqFailed, Step, TokenColumns, TokenOut
 from lightserve.router.req import Req
 from lightserve.router.scheduler.group import GroupScheduler, GroupStep
 from lightserve.router.scheduler.limits import SchedulerLimits
@@ -177,16 +177,15 @@ class Scheduler:
             is_known[is_here] = group.process_plain(tokens.where(is_here))
         return is_known
 
-    def observe_drafts(self, drafts: DraftColumns) -> None:
-        """Learn from the drafts of a step how many the requests should have. Call it before they get its tokens."""
-        if len(drafts):
-            for group in self.groups:
-                group.observe_drafts(drafts)
+    def process_drafts(self, drafts: DraftColumns, proposals: TokenColumns = NO_TOKENS) -> None:
+        """Learn from the drafts of a step how many the requests should have, and take those for their next steps.
 
-    def take_proposals(self, proposals: TokenColumns) -> None:
-        """Drafts for the next steps of requests."""
-        if len(proposals):
-            for group in self.groups:
+        Call it before the requests get the tokens of the step.
+        """
+        for group in self.groups:
+            if len(drafts):
+                group.observe_drafts(drafts)
+            if len(proposals):
                 group.take_proposals(proposals)
 
     def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
