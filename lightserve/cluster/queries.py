@@ -45,8 +45,8 @@ class ClusterQueries:
         asked = list(engines)
         if isinstance(query, RlQuery):
             self.training.on_asked(query)
-        for place, engine in enumerate(asked):
-            engine.link.send(replace(query, engine=place) if isinstance(query, JoinWeightGroup) else query)
+        for index, engine in enumerate(asked):
+            engine.link.send(replace(query, engine=index) if isinstance(query, JoinWeightGroup) else query)
         opened = _OpenQuery(query, {engine.number for engine in asked})
         if not asked:
             return self._joined(opened)

@@ -162,9 +162,9 @@ class ClusterTraining:
         self._updates, self._version = 1, weights.version
         self._load = None if weights.source == TRAINER else LoadWeightsFrom(RESTORED, weights.source, weights.version)
         self._has_last(engine, weights)
-        for other in self._engines:
-            if self._held.get(other.number, (0, 0))[0] != self._updates:
-                self.restore(other)
+        for joined in self._engines:
+            if self._held.get(joined.number, (0, 0))[0] != self._updates:
+                self.restore(joined)
 
     def _repeat_state(self, engine: Engine) -> None:
         """The state in which the other engines are."""

@@ -58,13 +58,13 @@ class RoutedExperts:
         """``[tokens, layers of the model, top_k]`` int32. Layers without experts have zeros."""
         rows = self._rows(shape, start, end)
 
-        def part(begin: int) -> bytes:
-            of_part = rows[begin : begin + PIECE_TOKENS]
-            whole = np.zeros((len(of_part), shape.num_layers, shape.top_k), dtype=np.int32)
-            whole[:, list(shape.layers)] = of_part
+        def piece(begin: int) -> bytes:
+            chosen = rows[begin : begin + PIECE_TOKENS]
+            whole = np.zeros((len(chosen), shape.num_layers, shape.top_k), dtype=np.int32)
+            whole[:, list(shape.layers)] = chosen
             return whole.tobytes()
 
-        return _json_string(part(begin) for begin in range(0, len(rows), PIECE_TOKENS))
+        return _json_string(piece(begin) for begin in range(0, len(rows), PIECE_TOKENS))
 
     def for_vllm(self, shape: RoutedExpertsShape, start: int, end: int) -> orjson.Fragment:
         """A .npy file of ``[tokens, layers with experts, top_k]`` uint8, or uint16 for more than 256 experts."""
@@ -80,6 +80,6 @@ class RoutedExperts:
         return flat.reshape(-1, len(shape.layers), shape.top_k)[start:end]
 
 
-def _json_string(parts: Iterable[bytes | memoryview]) -> orjson.Fragment:
-    """Of bytes in base64. Between two parts, whose lengths are multiples of 3, other threads run."""
-    return orjson.Fragment(b"".join((b'"', *(b64encode(part) for part in parts), b'"')))
+def _json_string(pieces: Iterable[bytes | memoryview]) -> orjson.Fragment:
+    """Of bytes in base64. Between two pieces, whose lengths are multiples of 3, other threads run."""
+    return orjson.Fragment(b"".join((b'"', *(b64encode(piece) for piece in pieces), b'"')))

@@ -66,8 +66,9 @@ class Step3p5TpPartModel(bm.TpPartBaseModel):
             if linear is None:
                 yield tensor
                 continue
-            for number, part in enumerate(tensor.tensor):
-                yield tensor._replace(name=tensor.name.replace(".moe.", f".moe.experts.{number}.", 1), tensor=part)
+            for number, of_expert in enumerate(tensor.tensor):
+                name = tensor.name.replace(".moe.", f".moe.experts.{number}.", 1)
+                yield tensor._replace(name=name, tensor=of_expert)
 
     def _verify_params(self) -> None:
         config = self.config
