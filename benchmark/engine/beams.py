@@ -26,9 +26,11 @@ from lightserve.detokenization.manager import DetokenizationManager
 from lightserve.httpserver.beam_search import run_beam_search
 from lightserve.httpserver.engine_client import HttpServerManager
 from lightserve.httpserver.http.access_log import AccessLog
+from lightserve.httpserver.prompt_request import PromptRequest
 from lightserve.ipc.codec import encode, make_decode
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.output import ToDetokenization, ToHttpserver
+from lightserve.messages.params import GenerationParams
 from lightserve.messages.request import ToRouter
 from lightserve.messages.step import Step, StepResult
 from lightserve.router.kv.pool import KvPool
@@ -161,7 +163,7 @@ class LocalServer:
         """The tokens of the beams after a prompt of ``length`` tokens."""
         context: Any = SimpleNamespace(manager=self.http)
         log = AccessLog("beams", "/benchmark", is_written=False)
-        [found] = await run_beam_search(context, [[*range(length)]], params, log)
+        [found] = await run_beam_search(context, [PromptRequest([*range(length)], GenerationParams())], params, log)
         return [beam.token_ids for beam in found]
 
 

@@ -124,7 +124,9 @@ def check() -> Iterator[GrammarCheck]:
 
 def started_by(check: GrammarCheck) -> psutil.Process:
     assert check._process is not None
-    return psutil.Process(check._process._process.pid)
+    started = check._process._process
+    assert started is not None
+    return psutil.Process(started.pid)
 
 
 def resident_bytes(process: psutil.Process) -> int:

@@ -192,7 +192,7 @@ def test_drafts_that_are_never_accepted_cost_less_than_a_fiftieth(
         seconds.append(1 + cost * drafts.sum() / count)
         has_drafts = drafts > 0
         proposed = drafts if is_proposed else none
-        result = DraftColumns(int64s(ids[has_drafts]), int32s(proposed[has_drafts]), int32s(none[has_drafts]))
+        result = DraftColumns(int64s(ids[has_drafts]), int32s([*proposed[has_drafts]]), int32s([*none[has_drafts]]))
         observe_drafts(columns, rows[has_drafts], result, cost)
 
     assert np.mean(seconds[300:]) < 1.02
