@@ -71,7 +71,8 @@ class TokenizerFile(ABC):
 
     def _roles(self, usual: Iterable[str | None]) -> SpecialTokens:
         """The tokens with a role that the config files name, and ``usual`` ones for the other roles."""
-        return SpecialTokens(*(named or token for named, token in zip(self.settings.roles, usual, strict=True)))
+        roles = zip(self.settings.roles, SpecialTokens(*usual), strict=True)
+        return SpecialTokens(*(named or token for named, token in roles))
 
     @cached_property
     def _id_of_added(self) -> dict[str, int]:
