@@ -34,12 +34,12 @@ class HttpConfig:
         "images, videos and sounds of a request at most, as image=N,video=M,audio=K or as a JSON object; image=N "
         "alone is for the others too; 0: read none, and load no tower; default: 16 of each if the model reads them",
         "max_images",
-        group=FlagGroup.HTTP,
+        group=FlagGroup.COMPUTATION,
     )
     max_image_tokens: int | None = option(
         None,
         "tokens of an image at most: larger ones are made smaller; default: what preprocessor_config.json says",
-        group=FlagGroup.HTTP,
+        group=FlagGroup.COMPUTATION,
         at_least=4,
     )
     max_image_mb: int = option(20, "MB of an image file at most", group=FlagGroup.HTTP, at_least=1, at_most=1024)

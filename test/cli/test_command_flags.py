@@ -104,8 +104,8 @@ def test_the_help_of_generate_has_no_flags_of_the_server(capsys: pytest.CaptureF
     shown = flags_in(help_of(capsys, "generate", "--help"))
 
     assert "model_dir" in shown
-    assert not {"tp", "pp", "kv_ram_gb"} & shown
-    assert not {"tp", "host"} & {
+    assert not {"host", "kv_ram_gb"} & shown
+    assert not {"host", "kv_ram_gb"} & {
         flag.name.lstrip("-") for one in all_commands() if one.name == "generate" for flag in one.flags
     }
 
