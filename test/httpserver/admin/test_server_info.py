@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightserve.config import HttpConfig
@@ -69,7 +70,8 @@ def test_it_says_whether_the_model_reads_images(tmp_path: Path) -> None:
         async with served(tmp_path) as server:
             return await server_info(replace(server.context, images=images))
 
-    of_text, of_images = (asyncio.run(ask(images)) for images in (None, object()))
+    reader = SimpleNamespace(layout=SimpleNamespace(kinds=("image",)))
+    of_text, of_images = (asyncio.run(ask(images)) for images in (None, reader))
 
     assert of_text["model"]["input_modalities"] == ["text"]
     assert of_images["model"]["input_modalities"] == ["text", "image"]

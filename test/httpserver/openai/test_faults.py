@@ -32,8 +32,12 @@ def say(content: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content, **fields}]}
 
 
+def part_of(kind: str, **fields: str) -> dict[str, Any]:
+    return {"type": kind, kind: fields}
+
+
 def part(kind: str) -> dict[str, Any]:
-    return say([{"type": kind, kind: {"url": "data:,"}}])
+    return say([part_of(kind, url="data:,")])
 
 
 BODIES: dict[str, tuple[bytes, int]] = {
@@ -276,7 +280,10 @@ BAD: list[Bad] = [
     *chat("reasoning.effort", {"reasoning": {"effort": 5}}),
     *chat("messages.0.content", say(5), say([]), say(["Hi"]), say([{"type": "text"}]), say([{"type": "poem"}])),
     *chat("messages.0", say(None), say(None, "assistant"), say(None, "assistant", tool_calls=[]), say("x", "tool")),
-    *chat("messages", *map(part, ["image_url", "input_audio", "video_url", "file"]), code="not_supported"),
+    *chat(
+        "messages.0", part("input_audio"), say([{"type": "input_audio", "input_audio": {"data": "", "format": "mp3"}}])
+    ),
+    *chat("messages", *map(part, ["image_url", "audio_url", "video_url", "file"]), code="not_supported"),
     *chat("messages.0.tool_calls.0.function", say("", "assistant", tool_calls=[{"id": "1"}])),
     *chat("messages.0.tool_calls.0.custom", say("", "assistant", tool_calls=[{"id": "1", "type": "custom"}])),
     *chat("logprobs", {"logprobs": 5}, {"logprobs": "true"}),
