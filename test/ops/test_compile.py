@@ -89,7 +89,7 @@ def test_kernels_hold_assembly_only_for_a_device_that_has_it() -> None:
     assert plain["shared_bytes"].keys() >= WITH_ASSEMBLY
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", HEAVY)
 def test_a_kernel_with_large_tiles_fits_a_card_with_99_kib_of_shared_memory(kernel: str) -> None:
     assert_compiled(report("89", "heavy"), "89", kernel, "bfloat16")
