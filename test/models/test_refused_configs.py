@@ -32,6 +32,7 @@ NEED_MORE_FIELDS = {
     "hunyuan_v1_moe",
     "kimi_k2",
     "kimi_k25",
+    "mimo_v2",
     "mimo_v2_flash",
     "minicpm3",
     "mistral4",

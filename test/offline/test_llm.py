@@ -294,7 +294,7 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_name(name: str, hint: 
         ({"data_type": "float8"}, ServerError, "float32, float16, bfloat16"),
         ({"kv_dtype": "int4"}, ServerError, "kv_dtype='int4': must be one of auto, none, fp8, int8"),
         ({"device": "tpu"}, ServerError, "'tpu' is not supported"),
-        ({"tp": 2}, ServerError, "single rank"),
+        ({"tp": 2}, ServerError, "do not divide among tp=2 ranks"),
         ({"running_max_req_size": 0}, ServerError, "at least 1"),
     ],
 )
