@@ -45,7 +45,7 @@ def test_each_mistake_stops_the_build(tmp_path: Path) -> None:
     for name in SOURCES:
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("lightserve", "benchmark"):  # pages link to them
+    for name in ("lightserve", "benchmark", "test"):  # pages link to them
         (tmp_path / name).symlink_to(ROOT / name)
     for page, line in MISTAKES:
         with (tmp_path / page).open("a") as file:
