@@ -89,7 +89,7 @@ def test_the_logits_are_those_of_transformers(
                     size = min(len(ours), len(theirs))
                     torch.testing.assert_close(ours[:size], theirs[:size], rtol=2e-4, atol=2e-4)
                     compared += 1
-        assert compared >= NUM_DRAFTS * 3
+        assert compared >= NUM_DRAFTS * 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -106,10 +106,10 @@ def test_a_small_pool_and_steps_in_flight_change_nothing(
     assert_same(drafted, expected)
 
 
-def counted(calls: Counter[str], name: str, method: Callable[..., None]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
+def counted(calls: Counter[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
         calls[name] += 1
-        method(*args)
+        return method(*args)
 
     return call
 
@@ -124,14 +124,14 @@ def test_nothing_is_drafted_for_steps_without_drafts(
     head = llm.worker._drafts._head
     assert head is not None
     calls: Counter[str] = Counter()
-    for name in ("draft", "_draft_further"):
+    for name in ("draft", "_draft"):
         monkeypatch.setattr(head, name, counted(calls, name, getattr(head, name)))
     prompts, params = prompts_of(2, seed=4), params_of(GREEDY, {"ignore_eos": True, "max_new_tokens": 60})
 
     drafted = llm.generate(prompts, params)
 
     assert_same(drafted, plain.generate(prompts, params))
-    assert 2 < calls["_draft_further"] < 0.6 * calls["draft"]
+    assert 2 <= calls["_draft"] < 0.6 * calls["draft"]
 
 
 def test_another_vocabulary_is_refused(small_folder: str, tmp_path: Path) -> None:
