@@ -51,10 +51,6 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
         (["--port", "70000"], "port=70000: must be between 0 and 65535"),
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--pp", "0"], "pp=0: must be at least 1"),
-        (
-            ["--pp", "2", "--max_loras", "2"],
-            "--max_loras cannot be used with --pp 2: pipeline stages do not serve LoRA adapters yet; use --tp",
-        ),
         (["--ep", "2"], "ep=2: the tensor-parallel ranks divide the experts; set --tp 2 too"),
         (
             ["--tp", "3", "--ep", "3"],
