@@ -10,12 +10,9 @@ from torch import Tensor
 
 from lightserve.common.basemodel import (
     Block,
-    CheckpointTensor,
     DecoderLayerInferTpl,
     DecoderLayerWeight,
-    HiddenStates,
     InferStateInfo,
-    KvGroup,
     LayerNames,
     LayerSpec,
     ModelInput,
@@ -26,16 +23,10 @@ from lightserve.common.basemodel import (
     Weight,
     WeightContext,
 )
-from lightserve.common.basemodel.kv_scales import KvScales
 from lightserve.common.basemodel.layer_weights.weight import WeightGroup
-from lightserve.common.kv.layout import kv_storage
 from lightserve.model_files.dflash import DFlashConfig
-from lightserve.models.registry import get_model_class
 from lightserve.worker.speculation.heads.head import ParallelHead
-from lightserve.worker.speculation.heads.vocabulary import HeadVocab, VocabHead, VocabHeadWeight
-
-# of training, d2t the other way round, or computed here
-NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+from lightserve.worker.speculation.heads.vocabulary import HeadVocab, VocabHead, VocabHeadWeight, layer_spec_of
 
 
 class DFlashWeight(VocabHeadWeight):
@@ -65,6 +56,7 @@ class DFlashLayerInfer(DecoderLayerInferTpl[DecoderLayerWeight]):
 
 class DFlashHead(VocabHead, ParallelHead):
     weights: DFlashWeight
+    not_read = (*VocabHead.not_read, "rotary_emb.inv_freq")  # which is computed here
 
     def __init__(self, model: TpPartBaseModel, config: DFlashConfig, names: set[str]) -> None:
         """``names``: the tensors of the drafter's checkpoint."""
@@ -84,26 +76,8 @@ class DFlashHead(VocabHead, ParallelHead):
     def new_weights(self, device: torch.device) -> DFlashWeight:
         args = self.model.args
         weights = DFlashWeight(self.specs, self.config, self._names, WeightContext(args.parallel, args.dtype, device))
-        if args.kv_dtype == "fp8":
-            for spec, layer in zip(self.specs, weights.layers, strict=True):
-                layer.kv_scales = KvScales([spec], is_fp8=True).of_layer(spec, self.model.tp).to(device)
+        self._init_kv_scales(weights.layers, device)
         return weights
-
-    def kv_groups(self) -> tuple[KvGroup, ...]:
-        spec, args = self.specs[0], self.model.args
-        heads, storage = spec.kv_heads_of_rank(self.model.tp.size), kv_storage(args.kv_dtype, args.dtype)
-        layers = tuple(spec.layer_num for spec in self.specs)
-        return (KvGroup(layers, heads, spec.head_dim, spec.head_dim, *storage),)
-
-    def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        return (
-            tensor._replace(name=tensor.name.removeprefix("model."))
-            for tensor in tensors
-            if not tensor.name.endswith(NOT_READ)
-        )
-
-    def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
-        return torch.cat(hidden.aux, dim=-1)
 
     def hidden(self, states: Tensor) -> Tensor:
         return self.weights.hidden_norm.norm(self.weights.fc.mm(states))
@@ -123,12 +97,9 @@ class DFlashHead(VocabHead, ParallelHead):
 
 def _layer_specs(config: DFlashConfig, first: int) -> tuple[LayerSpec, ...]:
     """Their numbers follow those of the model's layers."""
-    model_class = get_model_class(config.layers.model_type)
-    model = model_class.__new__(model_class)
-    model.config = config.layers
     return tuple(
         replace(
-            model.layer_spec(number),
+            layer_spec_of(config.layers, number),
             layer_num=first + number,
             names=LayerNames(layers=f"layers.{number}", has_numbers=False),
             window=None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -10,12 +9,9 @@ from torch import Tensor
 
 from lightserve.common.basemodel import (
     Block,
-    CheckpointTensor,
     DecoderLayerInferTpl,
     DecoderLayerWeight,
-    HiddenStates,
     InferStateInfo,
-    KvGroup,
     LayerNames,
     LayerSpec,
     NormWeight,
@@ -24,14 +20,9 @@ from lightserve.common.basemodel import (
     TpPartBaseModel,
     WeightContext,
 )
-from lightserve.common.basemodel.kv_scales import KvScales
-from lightserve.common.kv.layout import kv_storage
 from lightserve.model_files.draft_head import Eagle3Config
-from lightserve.models.registry import get_model_class
 from lightserve.worker.speculation.heads.head import OneLayerHead, OneLayerWeight
-from lightserve.worker.speculation.heads.vocabulary import HeadVocab, VocabHead, VocabHeadWeight
-
-NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # of training, or d2t the other way round
+from lightserve.worker.speculation.heads.vocabulary import HeadVocab, VocabHead, VocabHeadWeight, layer_spec_of
 
 
 class Eagle3Weight(OneLayerWeight, VocabHeadWeight):
@@ -70,22 +61,8 @@ class Eagle3Head(OneLayerHead, VocabHead):
     def new_weights(self, device: torch.device) -> Eagle3Weight:
         args = self.model.args
         weights = Eagle3Weight(self.spec, self.config, self._names, WeightContext(args.parallel, args.dtype, device))
-        if args.kv_dtype == "fp8":
-            scales = KvScales([self.spec], is_fp8=True).of_layer(self.spec, self.model.tp)
-            weights.layer.kv_scales = scales.to(device)
+        self._init_kv_scales([weights.layer], device)
         return weights
-
-    def kv_groups(self) -> tuple[KvGroup, ...]:
-        spec, args = self.spec, self.model.args
-        dtype, scale_dtype = kv_storage(args.kv_dtype, args.dtype)
-        heads = spec.kv_heads_of_rank(self.model.tp.size)
-        return (KvGroup((spec.layer_num,), heads, spec.head_dim, spec.head_dim, dtype, scale_dtype),)
-
-    def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        return (_renamed(tensor) for tensor in tensors if not tensor.name.endswith(NOT_READ))
-
-    def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
-        return torch.cat(hidden.aux, dim=-1)
 
     def hidden(self, states: Tensor) -> Tensor:
         norm = self.weights.fc_input_norm
@@ -103,13 +80,6 @@ class Eagle3Head(OneLayerHead, VocabHead):
 
 def _layer_spec(config: Eagle3Config, layer_num: int) -> LayerSpec:
     """A layer of Llama or Qwen3 whose attention reads two hidden states."""
-    model_class = get_model_class(config.layer.model_type)
-    model = model_class.__new__(model_class)
-    model.config = config.layer
-    spec = model.layer_spec(0)
+    spec = layer_spec_of(config.layer, 0)
     names = LayerNames(layers="midlayer" if config.is_original else "layers.0", has_numbers=False, att_norm=None)
     return replace(spec, layer_num=layer_num, names=names, window=None, qkv_input_size=2 * spec.hidden_size)
-
-
-def _renamed(tensor: CheckpointTensor) -> CheckpointTensor:
-    return tensor._replace(name=tensor.name.removeprefix("model."))

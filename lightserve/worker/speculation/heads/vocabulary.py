@@ -1,15 +1,32 @@
-"""The vocabulary of a draft head: its own or the model's, or a part of that which the head maps to it."""
+"""Draft heads with files of their own. They read the hidden states after some layers of the model.
+
+Their vocabulary is their own or the model's, or a part of that which the head maps to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import Piece, VocabWeight, Weight, WeightContext
+from lightserve.common.basemodel import (
+    CheckpointTensor,
+    HiddenStates,
+    KvGroup,
+    LayerSpec,
+    Piece,
+    TransformerLayerWeight,
+    VocabWeight,
+    Weight,
+    WeightContext,
+)
+from lightserve.common.basemodel.kv_scales import KvScales
+from lightserve.common.kv.layout import kv_storage
+from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.models.registry import get_model_class
 from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
 
 
@@ -51,6 +68,31 @@ class VocabHeadWeight(HeadWeight):
 
 class VocabHead(LayerHead):
     weights: VocabHeadWeight
+    # ends of names: of training, or d2t the other way round
+    not_read: ClassVar[tuple[str, ...]] = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """One, since all layers are alike."""
+        spec, args = self.specs[0], self.model.args
+        heads, storage = spec.kv_heads_of_rank(self.model.tp.size), kv_storage(args.kv_dtype, args.dtype)
+        layers = tuple(spec.layer_num for spec in self.specs)
+        return (KvGroup(layers, heads, spec.head_dim, spec.head_dim, *storage),)
+
+    def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+        return (
+            tensor._replace(name=tensor.name.removeprefix("model."))
+            for tensor in tensors
+            if not tensor.name.endswith(self.not_read)
+        )
+
+    def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
+        return torch.cat(hidden.aux, dim=-1)
+
+    def _init_kv_scales(self, layers: Iterable[TransformerLayerWeight], device: torch.device) -> None:
+        """``layers``: their weights."""
+        if self.model.args.kv_dtype == "fp8":
+            for spec, layer in zip(self.specs, layers, strict=True):
+                layer.kv_scales = KvScales([spec], is_fp8=True).of_layer(spec, self.model.tp).to(device)
 
     def finish_dummy(self) -> None:
         if self.weights.token_map is not None:
@@ -73,3 +115,11 @@ class VocabHead(LayerHead):
             return logits
         all_logits = logits.new_full((len(logits), self.model.config.vocab_size), float("-inf"))
         return all_logits.index_copy_(1, self.weights.token_map.token_ids(), logits)
+
+
+def layer_spec_of(config: ModelConfig, number: int) -> LayerSpec:
+    """Of a layer as a model with this config has it. The model is not built."""
+    model_class = get_model_class(config.model_type)
+    model = model_class.__new__(model_class)
+    model.config = config
+    return model.layer_spec(number)
