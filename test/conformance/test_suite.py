@@ -49,7 +49,7 @@ class BrokenDevice(FakeDevice):
         return torch.from_numpy(array).flip(0)
 
     def copy_stream(self, device: torch.device) -> Any:
-        return LateCopies()
+        return LateCopies(device, self.set_current)
 
     def graphs(self, function: Callable[[Tensor, Any], Any]) -> Graphs[Any, Any]:
         return StaleGraphs(function)

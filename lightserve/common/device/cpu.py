@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import ClassVar
 
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device.base import CopyPart, Device, Wait
+from lightserve.common.device.blocking_copies import BlockingCopyStream
 from lightserve.common.device.profile import Profile
 from lightserve.messages.control import StepLimits
 from lightserve.utils.memory import free_ram
@@ -77,47 +76,15 @@ class CpuDevice(Device):
         """A share of the free RAM, whatever ``mem_fraction`` is."""
         return int(free_ram() * KV_SHARE / self.num_parts)
 
-    def copy_to_host(self, *tensors: Tensor) -> CpuAsyncCopy:
-        return CpuAsyncCopy(tensors)
-
     def copy_stream(self, device: torch.device) -> CpuCopyStream:
-        return CpuCopyStream()
+        return CpuCopyStream(device, self.set_current)
 
 
-class CpuAsyncCopy:
-    """The tensors themselves: they are in host memory already."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-
-    def tensors(self) -> list[Tensor]:
-        return self._tensors
-
-
-class CpuCopyStream:
-    """Copies up are made by a thread. A step computes when it is launched, so copies down are made at once."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "kv-copies")
+class CpuCopyStream(BlockingCopyStream):
+    """A step computes when it is launched, so copies down are made at once."""
 
     def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> Wait:
+        """Without a copy on the device."""
         for i, host in enumerate(hosts):
             gather(slice(i, i + 1), host[None])
         return self.finish_down
-
-    def finish_down(self) -> None:
-        """Nothing to do: they are made at once."""
-
-    def up(self, hosts: Sequence[Tensor], scatter: CopyPart, after: Wait | None = None) -> Future[float]:
-        return self._thread.submit(self._copy, hosts, scatter)
-
-    def mark(self) -> Wait:
-        return self.finish_down  # steps are made at once too
-
-    @staticmethod
-    @torch.inference_mode()
-    def _copy(hosts: Sequence[Tensor], scatter: CopyPart) -> float:
-        begin = time.monotonic()
-        for i, host in enumerate(hosts):
-            scatter(slice(i, i + 1), host[None])
-        return time.monotonic() - begin
