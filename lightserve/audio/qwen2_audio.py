@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightserve.media.layout import ImageLayout
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.attention import Segments, segment_attention
-from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
+from lightserve.vision.attention import Segments
+from lightserve.vision.siglip import SiglipAttention
+from lightserve.vision.tower import ImageTiles, LinearProjector, VisionTower, split_rows
 from lightserve.vision.vit import activation
 
 PARTS = ("audio_tower.", "multi_modal_projector.")
@@ -49,27 +50,18 @@ class WhisperConfig:
         )
 
 
-class WhisperAttention(nn.Module):
-    def __init__(self, config: WhisperConfig) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(config.size, config.size)
-        self.k_proj = nn.Linear(config.size, config.size, bias=False)
-        self.v_proj = nn.Linear(config.size, config.size)
-        self.out_proj = nn.Linear(config.size, config.size)
-        self._heads = config.heads
+class WhisperAttention(SiglipAttention):
+    """Its keys have no bias."""
 
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        query, key, value = (
-            linear(x).view(len(x), self._heads, -1) for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out: Tensor = self.out_proj(segment_attention(query, key, value, segments).flatten(1))
-        return out
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__(size, heads)
+        self.k_proj = nn.Linear(size, size, bias=False)
 
 
 class WhisperLayer(nn.Module):
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
-        self.self_attn = WhisperAttention(config)
+        self.self_attn = WhisperAttention(config.size, config.heads)
         self.self_attn_layer_norm = nn.LayerNorm(config.size, eps=EPS)
         self.fc1 = nn.Linear(config.size, config.inside)
         self.fc2 = nn.Linear(config.inside, config.size)
@@ -117,7 +109,7 @@ class Qwen2AudioTower(VisionTower):
     def __init__(self, config: WhisperConfig, out_size: int) -> None:
         super().__init__()
         self.audio_tower = WhisperEncoder(config)
-        self.multi_modal_projector = nn.ModuleDict({"linear": nn.Linear(config.size, out_size)})
+        self.multi_modal_projector = LinearProjector(config.size, out_size)
 
     @classmethod
     def read(cls, files: ImageFiles, layout: ImageLayout) -> Qwen2AudioTower:
@@ -129,11 +121,10 @@ class Qwen2AudioTower(VisionTower):
 
     @property
     def row_width(self) -> int:
-        linear: nn.Linear = self.multi_modal_projector["linear"]  # type: ignore[assignment]
-        return linear.out_features
+        return self.multi_modal_projector.out_size
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
         """The features of sounds, whose height says how many of their frames are no silence."""
         encoded = self.audio_tower([(sound.tiles[0], sound.height) for sound in images])
-        return [self.multi_modal_projector["linear"](each) for each in encoded]
+        return [self.multi_modal_projector(each) for each in encoded]

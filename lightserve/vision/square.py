@@ -15,7 +15,7 @@ from lightserve.media.layout import ImageLayout
 from lightserve.media.square import SquareImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.pixtral import PixtralTower
-from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, LinearProjector, VisionTower, split_rows
 from lightserve.vision.vit import CLIP, SIGLIP, Vit, VitConfig, activation, patches_of
 
 PARTS = ("vision_tower.", "multi_modal_projector.", "image_newline")
@@ -165,7 +165,7 @@ class Gemma3Tower(VitTower):
 class PaliGemmaTower(VitTower):
     def __init__(self, vit: Vit, out_size: int, layout: Colors) -> None:
         super().__init__(vit, layout)
-        self.multi_modal_projector = nn.ModuleDict({"linear": nn.Linear(vit.config.size, out_size)})
+        self.multi_modal_projector = LinearProjector(vit.config.size, out_size)
 
     @classmethod
     def read(cls, files: ImageFiles, layout: ImageLayout) -> PaliGemmaTower:
@@ -175,12 +175,11 @@ class PaliGemmaTower(VitTower):
 
     @property
     def row_width(self) -> int:
-        linear: nn.Linear = self.multi_modal_projector["linear"]  # type: ignore[assignment]
-        return linear.out_features
+        return self.multi_modal_projector.out_size
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
-        return split_tiles(self.multi_modal_projector["linear"](self.features(images)))
+        return split_tiles(self.multi_modal_projector(self.features(images)))
 
 
 def split_tiles(rows: Tensor) -> Sequence[Tensor]:

@@ -43,6 +43,19 @@ class VisionTower(nn.Module, ABC):
         return None if prefix is None else name.removeprefix(prefix)
 
 
+class LinearProjector(nn.Module):
+    """To the size of a token."""
+
+    def __init__(self, size: int, out_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, out_size)
+        self.out_size = out_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
 def make_tower(files: ImageFiles, layout: ImageLayout) -> VisionTower:
     """Its parameters have no values."""
     module, _, name = files.family.tower.partition(":")
