@@ -14,6 +14,7 @@ from lightserve.httpserver.http.body import Body, JsonObject, validate
 from lightserve.httpserver.http.validation_errors import listed
 
 MAX_PROMPT = 16_384  # characters
+LANGUAGE = r"^[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})?$"  # "de", or "pt-BR"
 INSTRUCTION = "Transcribe the speech."
 REFUSED = ("timestamp_granularities[]", "include[]", "known_speaker_names[]", "known_speaker_references[]")
 NUMBERS: dict[str, type[int] | type[float]] = {
@@ -29,7 +30,7 @@ class TranscriptionForm(Body):
     """OpenAI's fields, and some of vLLM's."""
 
     model: str | None = None
-    language: Annotated[str, Field(pattern=r"^[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})?$")] | None = None
+    language: Annotated[str, Field(pattern=LANGUAGE)] | None = None
     prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
     response_format: Literal["json", "text"] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lightserve.errors import InvalidRequestError, TextOnlyError
-from lightserve.httpserver.audio.request import TranscriptionForm, read_fields
+from lightserve.httpserver.audio.request import LANGUAGE, TranscriptionForm, read_fields
 from lightserve.httpserver.audio.response import TranscriptWriter, transcript
 from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.engine_client import Generation, PromptRequest
 from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import json_response
-from lightserve.httpserver.http.multipart import Form, read_form
+from lightserve.httpserver.http.multipart import Form, form_schema, read_form
 from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, GenerationEvents, until_disconnect
 from lightserve.media.audio.split import parts_of
 from lightserve.media.audio.wav import read_header
@@ -31,31 +31,20 @@ if TYPE_CHECKING:
 MB = 10**6
 PATH = "/v1/audio/transcriptions"
 _TEXT = {"type": "string"}
-_FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "model": _TEXT,
-                        "language": {"type": "string", "pattern": "^[A-Za-z]{2,3}$"},
-                        "prompt": _TEXT,
-                        "response_format": {"type": "string", "enum": ["json", "text"]},
-                        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-                        "stream": {"type": "boolean"},
-                        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-                        "seed": {"type": "integer"},
-                        "max_completion_tokens": {"type": "integer", "minimum": 1},
-                    },
-                }
-            }
-        },
-    }
-}
+_FORM = form_schema(
+    [],
+    {
+        "model": _TEXT,
+        "language": {"type": "string", "pattern": LANGUAGE},
+        "prompt": _TEXT,
+        "response_format": {"type": "string", "enum": ["json", "text"]},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+        "stream": {"type": "boolean"},
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "seed": {"type": "integer"},
+        "max_completion_tokens": {"type": "integer", "minimum": 1},
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,35 +17,20 @@ from lightserve.errors import ConflictError, InvalidRequestError, RequestError
 from lightserve.httpserver.batches.storage import MAX_FILENAME, keep_file, new_file
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.http.body import JsonObject, json_response
-from lightserve.httpserver.http.multipart import Form, read_form
+from lightserve.httpserver.http.multipart import Form, form_schema, read_form
 
 PATH = "/v1/files"
 PURPOSES = ("batch",)
 MAX_PAGE = 10_000
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400  # OpenAI's
-_FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": [*PURPOSES]},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": MIN_EXPIRY_S,
-                            "maximum": MAX_EXPIRY_S,
-                        },
-                    },
-                }
-            }
-        },
-    }
-}
+_FORM = form_schema(
+    ["purpose"],
+    {
+        "purpose": {"type": "string", "enum": [*PURPOSES]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+    },
+)
 
 
 class FileNotFoundInStoreError(RequestError):

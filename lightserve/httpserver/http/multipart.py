@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
 from typing import BinaryIO
@@ -18,8 +18,9 @@ from lightserve.errors import (
     InvalidRequestError,
     MediaTypeError,
 )
-from lightserve.httpserver.http.body import PAGE_HEADERS
+from lightserve.httpserver.http.body import PAGE_HEADERS, JsonObject
 
+FORM_TYPE = "multipart/form-data"
 CHUNK_TIMEOUT_S = 30.0  # an upload that stalls must not hold its connection
 MAX_HEAD = 8192  # bytes of the headers of a part
 MAX_FIELD = 64 * 1024  # bytes of a field that is not the file
@@ -38,6 +39,16 @@ class Form:
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None  # None: there is no file
     num_bytes: int = 0  # of the file
+
+
+def form_schema(required: Sequence[str], properties: JsonObject) -> JsonObject:
+    """What /openapi.json says of a route that reads a form with a file."""
+    schema = {
+        "type": "object",
+        "required": ["file", *required],
+        "properties": {"file": {"type": "string", "format": "binary"}, **properties},
+    }
+    return {"requestBody": {"required": True, "content": {FORM_TYPE: {"schema": schema}}}}
 
 
 async def read_form(request: Request, form: Form) -> Form:
@@ -74,8 +85,8 @@ def _boundary_of(request: Request, form: Form) -> bytes:
     header = Message()
     header["content-type"] = request.headers.get("content-type", "")
     boundary = header.get_boundary()
-    if header.get_content_type() != "multipart/form-data" or not boundary or not _BOUNDARY.fullmatch(boundary):
-        raise MediaTypeError(f"the body must be multipart/form-data, with {form.names}")
+    if header.get_content_type() != FORM_TYPE or not boundary or not _BOUNDARY.fullmatch(boundary):
+        raise MediaTypeError(f"the body must be {FORM_TYPE}, with {form.names}")
     return boundary.encode()
 
 
