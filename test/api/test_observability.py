@@ -115,14 +115,16 @@ def test_max_model_len_is_limited_by_the_kv_pool(quiet: ServerProcess) -> None:
 
 @pytest.mark.slow
 def test_an_idle_server_uses_little_cpu(server: ServerProcess) -> None:
-    """All processes together use less than 2 % of a core."""
+    """All processes together come to use less than 2 % of a core. Some begin only after the server is ready."""
     children = [child for group in server.processes().values() for child in group]
 
     def used_s() -> float:
         return sum(sum(child.cpu_times()[:2]) for child in children)
 
-    wait_until(lambda: server.metrics()["num_requests_running"] == 0, 30)
-    begin_s, begin_used_s = time.monotonic(), used_s()
-    wait_until(lambda: time.monotonic() - begin_s > IDLE_S, 2 * IDLE_S)
+    def used_share() -> float:
+        begin_s, begin_used_s = time.monotonic(), used_s()
+        wait_until(lambda: time.monotonic() - begin_s > IDLE_S, 2 * IDLE_S)
+        return (used_s() - begin_used_s) / (time.monotonic() - begin_s)
 
-    assert (used_s() - begin_used_s) / (time.monotonic() - begin_s) < 0.02
+    wait_until(lambda: server.metrics()["num_requests_running"] == 0, 30)
+    wait_until(lambda: used_share() < 0.02, 60)
