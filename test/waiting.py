@@ -19,20 +19,30 @@ async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -
             await asyncio.sleep(0.001)
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S, pause_s: float = 0.01) -> None:
+def wait_until(
+    condition: Callable[[], bool],
+    deadline_s: float = DEADLINE_S,
+    pause_s: float = 0.01,
+    progress: Callable[[], object] = lambda: None,
+) -> None:
     """The same without a loop, for what other processes do.
 
     A condition that takes long, such as one about the metrics of a server, is asked less often: the processes that it
-    waits for need the cores.
+    waits for need the cores. Whenever ``progress`` returns something new, the deadline begins again: then what many
+    steps take in all does not matter.
     """
-    end = time.monotonic() + deadline_s
+    end, last = time.monotonic() + deadline_s, progress()
     while True:
         begin = time.monotonic()
         if condition():
             return
         now = time.monotonic()
+        before, last = last, progress()
+        if last != before:
+            end = now + deadline_s
         if now > end:
-            raise TimeoutError(f"not so within {deadline_s} s")
+            after = "" if last is None else f" after {last}"
+            raise TimeoutError(f"not so within {deadline_s} s{after}")
         time.sleep(max(pause_s, min(PAUSE_SHARE * (now - begin), LONGEST_PAUSE_S)))
 
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from test.api.server import ServerProcess, running_server
+from test.api.server import START_S, ServerProcess, running_server
 from test.lora_files import add_to, linear_sizes, write_adapter
 from test.ports import free_port
 from test.rl_checkpoints import save_checkpoints
@@ -251,12 +251,22 @@ def test_areals_calls_in_their_order(server: ServerProcess, folders: dict[str, P
 
 
 def run_client(name: str, server: ServerProcess, folder: Path) -> dict[str, Any]:
+    """Each of its calls may take as long as a start of the server: a sleep starts new workers."""
     command = [sys.executable, "-m", f"test.rl_clients.{name}", server.url, str(free_port()), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if "is absent" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr + server.log
-    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    out, calls = folder.parent / f"{name}.out", folder.parent / f"{name}.calls"
+    with (
+        out.open("wb") as stdout,
+        calls.open("wb") as stderr,
+        subprocess.Popen(command, stdout=stdout, stderr=stderr) as client,
+    ):
+        try:
+            wait_until(lambda: client.poll() is not None, START_S, progress=lambda: calls.read_text()[-1000:])
+        finally:
+            client.kill()
+    if "is absent" in calls.read_text():
+        pytest.skip(calls.read_text().strip())
+    assert client.returncode == 0, calls.read_text() + server.log
+    results: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     return results
 
 

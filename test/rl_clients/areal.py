@@ -19,6 +19,7 @@ import requests
 from safetensors.torch import load_file
 
 from test.rl_clients.absent import stand_in_for
+from test.rl_clients.calls import log_calls
 from test.rl_trainer import Trainer, dtype_of
 
 ABSENT = (
@@ -50,6 +51,7 @@ class Server:
 
 def main() -> None:
     url, port, folder = sys.argv[1:]
+    log_calls()
     if find_spec("areal") is None:
         raise SystemExit("AReaL is absent: put a checkout of inclusionAI/AReaL on PYTHONPATH")
     stand_in_for(*ABSENT)

@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 from safetensors.torch import load_file
 
 from test.rl_clients.absent import stand_in_for
+from test.rl_clients.calls import log_calls
 from test.rl_trainer import Trainer
 
 GROUP = "trainer"
@@ -47,6 +48,7 @@ def beside(call: Any, work: Any) -> Any:
 
 def main() -> None:
     url, port, folder = sys.argv[1:]
+    log_calls()
     if find_spec("slime") is None or not (Path(find_spec("slime").origin or "").parent / "backends").is_dir():  # type: ignore[union-attr]
         raise SystemExit("slime is absent: put a checkout of THUDM/slime on PYTHONPATH")
     engine = engine_of(url)

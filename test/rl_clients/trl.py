@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from test.rl_clients.calls import log_calls
 from test.rl_trainer import Trainer
 
 PROMPTS = [[5, 17, 3, 99, 42], [7, 8, 9], [1, 2]]
@@ -74,6 +75,7 @@ def client_class() -> Any:
 
 def main() -> None:
     url, port, folder = sys.argv[1:]
+    log_calls()
     if find_spec("trl") is None:
         raise SystemExit("the package trl is absent: pip install --no-deps trl requests")
     client = client_class()(base_url=url, group_port=int(port))

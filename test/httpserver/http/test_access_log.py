@@ -46,7 +46,12 @@ def lines_of(
     [
         ("POST", COMPLETE, {"json": {"prompt": [1], "n": 0}}, "status=400: n: Input should be greater than"),
         ("POST", COMPLETE, {"json": {"prompt": [1], "model": "gpt"}}, "status=404: the model 'gpt' does not exist"),
-        ("POST", COMPLETE, {"content": b"x" * 2000}, "status=413: the body is larger than 1000 bytes"),
+        (
+            "POST",
+            COMPLETE,
+            {"content": b"x" * 2000},
+            "status=413: the body is larger than 1000 bytes",
+        ),
         ("POST", COMPLETE, {"content": b"a=b"}, "status=415: the body is not valid JSON"),
         ("POST", "/generate", {"json": {"inputs": "", "parameters": {"details": True}}}, "status=422: `inputs` cannot"),
         ("POST", "/v1/messages", {"json": {"messages": []}}, "status=400: messages: List should have at least 1 item"),

@@ -281,7 +281,7 @@ BAD: list[Bad] = [
     *chat("messages.0.content", say(5), say([]), say(["Hi"]), say([{"type": "text"}]), say([{"type": "poem"}])),
     *chat("messages.0", say(None), say(None, "assistant"), say(None, "assistant", tool_calls=[]), say("x", "tool")),
     *chat(
-        "messages.0", part("input_audio"), say([{"type": "input_audio", "input_audio": {"data": "", "format": "mp3"}}])
+        "messages.0", part("input_audio"), say([{"type": "input_audio", "input_audio": {"data": "", "format": "aac"}}])
     ),
     *chat("messages", *map(part, ["image_url", "audio_url", "video_url", "file"]), code="not_supported"),
     *chat("messages.0.tool_calls.0.function", say("", "assistant", tool_calls=[{"id": "1"}])),
