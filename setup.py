@@ -93,6 +93,7 @@ setup(
         "uvloop>=0.20",
     ],
     extras_require={
+        "audio": ["soundfile>=0.13"],  # sounds in MP3, FLAC and Ogg
         "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
         "images": ["pillow>=11"],  # models that read images

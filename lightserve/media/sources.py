@@ -32,6 +32,11 @@ class ImageSource:
         return self.kind == "video"
 
     @property
+    def name(self) -> str:
+        """For clients."""
+        return "sound" if self.kind == "audio" else self.kind
+
+    @property
     def urls(self) -> tuple[str, ...]:
         return self.frames or (self.url,)
 

@@ -12,12 +12,13 @@ import pytest
 from openai import APIStatusError, OpenAI
 
 from lightserve import LLM
+from lightserve.media.audio.compressed import as_wav
 from lightserve.media.audio.split import parts_of
 from lightserve.media.audio.wav import decode
 from test.api.image_chats import NEW_TOKENS, ask
 from test.api.server import ServerProcess, running_server
 from test.audio_model import SECONDS, greedy, save_audio_model
-from test.media.audio.sounds import Samples, tone, wav
+from test.media.audio.sounds import Samples, compressed, tone, wav
 
 Served = tuple[str, Any, ServerProcess]
 
@@ -132,18 +133,18 @@ def image() -> dict[str, Any]:
 def test_sounds_that_cannot_be_heard_are_refused_and_end_nothing(served: Served) -> None:
     server = served[2]
     short, whole = wav(tone(0.5)), wav(tone(0.5))
-    mp3 = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}
+    aac = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "aac"}}
 
-    assert "audio 2 of the request: not a WAV file; send PCM" in refusal(server, short, b"ID3" + bytes(99))
+    assert "sound 2 of the request: not a WAV file, nor MP3" in refusal(server, short, b"RIFX" + bytes(99))
     assert "the WAV file is incomplete: 15,900 of its 16,000 bytes" in refusal(server, whole[:-100])
-    assert "the format of an input_audio must be wav" in refusal(server, mp3)
+    assert "the format of an input_audio must be one of wav, mp3, flac, ogg, opus" in refusal(server, aac)
     assert "its data is not base64" in refusal(server, {"type": "audio_url", "audio_url": "data:audio/wav;base64,?"})
     assert "must have an input_audio with base64" in refusal(server, {"type": "input_audio", "input_audio": "AAAA"})
     assert "must have an audio_url with a string" in refusal(server, {"type": "audio_url", "audio_url": {}})
     assert "it has 3.2 s; the model hears 3 s at once" in refusal(server, wav(tone(3.2)))
     assert "too short to have a token" in refusal(server, wav(tone(0.01)))
     assert "it has more than 1 MB (--max_audio_mb)" in refusal(server, wav(tone(0.1)) + bytes(10**6))
-    assert "the request has 4 audios; the limit is 3" in refusal(server, *[short] * 4)
+    assert "the request has 4 sounds; the limit is 3" in refusal(server, *[short] * 4)
     assert "this model reads no images" in refusal(server, image())
     assert "0 images or sounds" not in refusal(server, "<|AUDIO|>", short)
 
@@ -197,6 +198,22 @@ def test_the_openai_client_gets_transcriptions(served: Served) -> None:
     assert "".join(event.delta for event in events[:-1]) == events[-1].text == expected  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", ["MP3", "FLAC"])
+def test_compressed_sounds_are_transcribed_and_stand_in_chats(served: Served, kind: str) -> None:
+    _, model, server = served
+    file = compressed(tone(0.9, seed=13), kind)
+    samples, _ = decode(as_wav(file, SECONDS))
+    part = {"type": "input_audio", "input_audio": {"data": encoded(file), "format": kind.lower()}}
+
+    text, _ = ask(server, chat("w5", part))
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        extra = {"max_completion_tokens": str(NEW_TOKENS)}
+        whole = client.audio.transcriptions.create(model="any", file=(f"a.{kind.lower()}", file), extra_body=extra)
+
+    assert text == greedy(model, [1, 5, samples, 2], NEW_TOKENS)
+    assert whole.text == greedy(model, [1, samples, *INSTRUCTED, 2], NEW_TOKENS)
+
+
 def test_a_long_sound_is_transcribed_in_parts(served: Served) -> None:
     _, model, server = served
     samples = tone(5.0, seed=8)
@@ -226,7 +243,7 @@ def test_transcriptions_that_cannot_be_made_are_refused(served: Served) -> None:
         assert info.value.status_code in (400, 413)
         return info.value.message
 
-    assert "file: not a WAV file" in refused(b"ID3" + bytes(99))
+    assert "file: not a WAV file" in refused(b"RIFX" + bytes(99))
     assert "file: the WAV file is incomplete" in refused(wav(tone(0.5))[:-100])
     assert "it has 10 s; the limit is 9 (--max_audio_seconds)" in refused(wav(tone(10.0)))
     assert "the file is larger than 1000000 bytes (--max_audio_mb)" in refused(bytes(10**6 + 1))

@@ -58,6 +58,8 @@ def hostile_videos() -> Iterator[bytes]:
     """None of them is a video that can be read, though some are images."""
     yield gif((1, 1), (65_535, 65_535))  # 4 GB
     yield gif((1, 1), (9000, 9000))
+    yield gif((1, 1), (9000, 8000), disposal=2)  # Pillow makes room for what is shown behind it
+    yield gif((4001, 4000))
     yield gif((1, 1), *[(7000, 7000)] * 9)
     yield gif(*[(1, 1)] * 10_001)
     yield from map(apng, (2, 100, 10_001, 2**31))
@@ -89,6 +91,7 @@ def unusual_files() -> Iterator[bytes]:
     yield from (file_of(noise().resize((1, 1)), kind) for kind in FORMATS)
     yield from (file_of(noise(), kind, save_all=True, append_images=[noise()]) for kind in ("GIF", "WEBP", "PNG"))
     yield from (file_of(noise().convert(mode), "PNG") for mode in ("1", "L", "P", "LA", "RGBA"))
+    yield file_of(noise(), "MPO", save_all=True, append_images=[noise(30, 20)])  # of many cameras
     yield file_of(noise(), "JPEG", progressive=True) + b"behind the end" * 99
 
 

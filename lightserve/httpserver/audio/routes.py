@@ -21,6 +21,7 @@ from lightserve.httpserver.http.access_log import AccessLog
 from lightserve.httpserver.http.body import json_response
 from lightserve.httpserver.http.multipart import Form, form_schema, read_form
 from lightserve.httpserver.http.sse import OPENAPI_STREAM, EventStream, GenerationEvents, until_disconnect
+from lightserve.media.audio.compressed import as_wav
 from lightserve.media.audio.split import parts_of
 from lightserve.media.audio.wav import read_header
 from lightserve.media.sources import ReadImage
@@ -58,7 +59,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=_FORM)
     async def transcriptions(request: Request) -> Response:
-        """The text of a WAV file. A long one is divided where it is quiet."""
+        """The text of a sound. A long one is divided where it is quiet."""
         reader = _reader(context)
         file = io.BytesIO()
         form = await read_form(request, Form(file, context.config.max_audio_mb * MB, "--max_audio_mb"))
@@ -89,6 +90,7 @@ def _reader(context: ServerContext) -> ImageReader:
 def _read(reader: ImageReader, data: bytes, max_seconds: int) -> list[ReadImage]:
     """In any thread."""
     try:
+        data = as_wav(data, max_seconds)
         seconds = read_header(data).seconds
         if seconds > max_seconds:
             raise InvalidRequestError(f"it has {seconds:,.0f} s; the limit is {max_seconds:,} (--max_audio_seconds)")

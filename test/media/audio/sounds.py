@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import struct
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+KINDS = {"MP3": "MPEG_LAYER_III", "FLAC": "PCM_16", "OGG": "OPUS"}
 Samples = npt.NDArray[np.float32]
 
 
@@ -29,6 +32,13 @@ def wav(samples: npt.NDArray[np.float32], rate: int = 16_000, bits: int = 16, is
         values = np.round(frames.astype(np.float64) * (2 ** (bits - 1) - 1)).astype("<i4")
         raw = values.view(np.uint8).reshape(-1, 4)[:, : bits // 8].tobytes()
     return riff(fmt_chunk(3 if is_float else 1, frames.shape[1], rate, bits), raw)
+
+
+def compressed(samples: npt.NDArray[np.float32], kind: str, rate: int = 16_000) -> bytes:
+    soundfile = pytest.importorskip("soundfile")
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate, format=kind, subtype=KINDS[kind])
+    return buffer.getvalue()
 
 
 def fmt_chunk(tag: int, channels: int, rate: int, bits: int) -> bytes:
