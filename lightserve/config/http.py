@@ -19,6 +19,7 @@ CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4  # by default
 MAX_MEDIA = 1024  # of a kind and a request
 DEFAULT_MEDIA = 16
+TEXT_BODY, MEDIA_BODY = 16 * 2**20, 64 * 2**20  # bytes
 NO_MEDIA = {"image": 0, "video": 0, "audio": 0}
 RL_MAX_CHOICES = 65536
 MAX_HTTPSERVER_WORKERS = 64  # ids name one of 256 processes, so each can be replaced three times before one comes again
@@ -184,8 +185,12 @@ class HttpConfig:
         "default: all, but only local names if --host is a loopback address",
         group=FlagGroup.HTTP,
     )
-    max_body_bytes: int = option(
-        16 * 2**20, "maximum bytes of a request body; a larger one gets status 413", group=FlagGroup.HTTP, at_least=1
+    max_body_bytes: int | None = option(
+        None,
+        "maximum bytes of a request body; a larger one gets status 413; default: 16 MiB, or 64 MiB if the model reads "
+        "images or sounds",
+        group=FlagGroup.HTTP,
+        at_least=1,
     )
     max_choices: int = option(128, "maximum choices of one request: prompts times n", group=FlagGroup.HTTP, at_least=1)
     response_store_size: int = option(
@@ -304,6 +309,11 @@ class HttpConfig:
     def reads_media(self) -> bool:
         """If not, there is no encoder."""
         return any(self.media_limits.values())
+
+    @property
+    def body_limit(self) -> int:
+        """Bytes of a request. Photos of a phone have 4 MB each, and a third more in base64."""
+        return self.max_body_bytes or (MEDIA_BODY if self.reads_media else TEXT_BODY)
 
     @property
     def processed_logprobs(self) -> bool | None:

@@ -69,6 +69,12 @@ class RouterConfig:
         group=FlagGroup.SCHEDULING,
         at_least=1,
     )
+    max_queue_media_gb: float = option(
+        4.0,
+        "GB of the files of images and sounds of all requests that wait or run; further ones get status 429",
+        group=FlagGroup.SCHEDULING,
+        at_least=0,
+    )
     eos_id: list[int] = option(
         [], "token ids that end a response; default: from the model's files", group=FlagGroup.MODEL_FILES
     )

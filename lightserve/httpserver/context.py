@@ -125,7 +125,7 @@ class ServerContext:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     async def read(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self.config.max_body_bytes)
+        return await read_json(request, self.config.body_limit)
 
     async def read_body(
         self, request: Request, model: type[B], check: Callable[[type[B], dict[str, Any]], B] = validate

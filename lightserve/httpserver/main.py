@@ -139,7 +139,7 @@ async def _report_images(images: ImageReader, process: int, to_router: Sender[To
 def _executor(context: ServerContext, store: BatchStore) -> BatchExecutor:
     config = context.config
     runner = LineRunner(build_batch_app(context), logs_requests=not config.disable_log_requests)
-    return BatchExecutor(store, runner, context.manager, (config.batch_concurrency, config.max_body_bytes))
+    return BatchExecutor(store, runner, context.manager, (config.batch_concurrency, config.body_limit))
 
 
 def _listeners(sock: socket.socket) -> list[socket.socket]:

@@ -37,9 +37,9 @@ SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I")
 
 Pixels = npt.NDArray[np.uint8]
 
-# Pillow refuses twice as many, in places where it makes room for pixels while it opens a file or seeks in it.
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ``check_size`` refuses those between
+# Pillow refuses more than twice as many, also where it makes room for pixels while it opens a file or seeks in it.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of those between
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -93,7 +93,7 @@ def size_explained() -> Iterator[None]:
         yield
     except Image.DecompressionBombError as error:
         raise InvalidRequestError(
-            f"the image has more than {2 * MAX_PIXELS:,} pixels; the limit is {MAX_PIXELS:,}; send it smaller"
+            f"the image has more than {MAX_PIXELS:,} pixels, which is the limit; send it smaller"
         ) from error
 
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from lightserve.errors import InvalidRequestError
+from lightserve.media.audio.compressed import as_wav
 from lightserve.media.audio.wav import read_header as read_wav_header
 from lightserve.media.fetch.fetcher import Fetcher
 from lightserve.media.image_file import read_header
@@ -62,12 +63,13 @@ class ImageReader:
             if not self._reads(source):
                 self.stats.refused("file")
                 remedy = "; send some of its frames as images" if source.is_video else ""
-                raise _of_image(number, source, f"this model reads no {source.kind}s{remedy}")
+                raise _of_image(number, source, f"this model reads no {source.name}s{remedy}")
         for kind, number in Counter(source.kind for source in sources).items():
             if number > (limit := self.limits.get(kind, 0)):
                 self.stats.refused("number")
+                name = next(source.name for source in sources if source.kind == kind)
                 raise InvalidRequestError(
-                    f"the request has {number} {kind}s; the limit is {limit} (--limit_mm_per_prompt)", sources[0].param
+                    f"the request has {number} {name}s; the limit is {limit} (--limit_mm_per_prompt)", sources[0].param
                 )
         for number, source in numbered(sources):
             if len(source.frames) > MAX_FRAMES:
@@ -135,6 +137,7 @@ class ImageReader:
         return ReadImage(digest_of(read[0], f"{size.height}x{size.width}", salt), size, read[0])
 
     def read_sound(self, data: bytes, salt: str) -> ReadImage:
+        data = as_wav(data, self.layout.largest.seconds)
         size = self.layout.sound_size_of(read_wav_header(data))
         return ReadImage(digest_of(data, f"{size.height}x{size.width}", salt, "audio"), size, data)
 
@@ -162,9 +165,10 @@ class ImageReader:
             )
         if not match[2].endswith(";base64"):
             raise InvalidRequestError("a data: URL needs ;base64 before its comma")
-        self._check_bytes((len(url) - match.end()) * 3 // 4 - 2, source)
+        text = _without_line_breaks(url[match.end() :])
+        self._check_bytes(len(text) * 3 // 4 - 2, source)
         try:
-            return binascii.a2b_base64(url[match.end() :].encode("ascii"), strict_mode=True)
+            return binascii.a2b_base64(text.encode("ascii"), strict_mode=True)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise InvalidRequestError("its data is not base64") from error
 
@@ -257,9 +261,14 @@ def numbered(sources: Sequence[ImageSource]) -> Iterator[tuple[int, ImageSource]
         yield counts[source.kind], source
 
 
+def _without_line_breaks(text: str) -> str:
+    """base64 as MIME has it, which Ruby's encode64 and Python's encodebytes write."""
+    return text.replace("\r", "").replace("\n", "") if "\n" in text else text
+
+
 def _runs(images: Sequence[ReadImage]) -> list[int]:
     return [count for image in images for count in image.size.runs]
 
 
 def _of_image(number: int, source: ImageSource, problem: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{source.kind} {number} of the request: {problem}", source.param)
+    return InvalidRequestError(f"{source.name} {number} of the request: {problem}", source.param)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from threading import BoundedSemaphore
 
 import msgspec
 from PIL import Image, ImageSequence
@@ -16,9 +17,14 @@ from lightserve.media.sizes import ImageHeader
 
 MAX_FRAMES = 10_000  # of a file
 MAX_PIXELS = 270_000_000  # of all frames of a request's videos: 128 of 1920 x 1080 fit
+MAX_FRAME = 16_000_000  # pixels of a frame of an animation; one of 4K has 8 million
+AT_ONCE = 4  # animations that a process reads: Pillow has up to four pictures of each in memory
 DEFAULT_MS = 100  # of a frame without a duration, as browsers show it
 FRAMES = b"\0frames\0"  # before a list of files: no file of a client begins so
 FORMATS = "GIF, WebP and PNG"
+
+
+_reading = BoundedSemaphore(AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,13 @@ def read_animation(data: bytes, budget: PixelBudget) -> VideoHeader:
     """The times of its frames stand between their pixels, so these are decoded."""
     image = open_image(data)
     width, height = image.size
+    _check_frame(image)
     stated = None if image.format == "GIF" else getattr(image, "n_frames", 1)  # None: Pillow would look for all first
     if stated is not None:
         _check_number(stated)
         budget.check(image.size, stated)
-    milliseconds = [_milliseconds(frame) for frame in _frames(image, budget)]
+    with _reading:
+        milliseconds = [_milliseconds(frame) for frame in _frames(image, budget)]
     if stated not in (None, len(milliseconds)):
         raise InvalidRequestError(
             f"the {image.format} video has {len(milliseconds):,} frames, and its header says {stated:,}; send it again"
@@ -98,12 +106,13 @@ def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
         return
     wanted = iter(numbers)
     next_wanted = next(wanted, None)
-    for number, frame in enumerate(_frames(open_image(data), PixelBudget())):
-        if number == next_wanted:
-            yield as_rgb(frame)
-            next_wanted = next(wanted, None)
-        if next_wanted is None:
-            return
+    with _reading:
+        for number, frame in enumerate(_frames(open_image(data), PixelBudget())):
+            if number == next_wanted:
+                yield as_rgb(frame)
+                next_wanted = next(wanted, None)
+            if next_wanted is None:
+                return
     raise InvalidRequestError(f"the video has no frame {next_wanted}: it is damaged or incomplete; send it again")
 
 
@@ -116,11 +125,21 @@ def _frames(image: Image.Image, budget: PixelBudget) -> Iterator[Image.Image]:
         if frame is None:
             return
         _check_number(number)
-        check_size(*frame.size)
+        _check_frame(frame)
         budget.spend(frame.size)
         with _damage_explained(image):
             frame.load()
         yield frame
+
+
+def _check_frame(frame: Image.Image) -> None:
+    width, height = frame.size
+    check_size(width, height)
+    if width * height > MAX_FRAME:
+        raise InvalidRequestError(
+            f"a frame of the video has {width} x {height} pixels; the limit is {MAX_FRAME:,} of an animation; send it "
+            "smaller, or its frames as a list"
+        )
 
 
 def _check_number(num_frames: int) -> None:

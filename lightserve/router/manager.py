@@ -68,6 +68,7 @@ logger = init_logger(__name__)
 OTHER_ADAPTER = "the engine that wants this prompt has other files of its LoRA adapter"
 HEARTBEAT_S = 1.0
 DEADLINE_CHECK_S = 0.25
+GB = 10**9
 
 
 class RouterManager:
@@ -207,12 +208,17 @@ class RouterManager:
         self._output_processor.fail(reqs, failed.status, lambda _: failed.message)
 
     def _image_queue_full_reason(self, message: GenerateReq) -> str:
-        """Why its images may not wait for the encoder; empty: they may."""
+        """Why its images may not wait for the encoder; empty: they may. Those of one request always may."""
         images, limit = self._scheduler.groups[0].images, self._config.max_queue_size
         if not message.images or images is None:
             return ""
         waiting = sum(images.num_waiting.values())
-        return f"{waiting} images wait, the limit is {limit} (--max_queue_size)" if waiting > limit else ""
+        if waiting > limit:
+            return f"{waiting} images wait, the limit is {limit} (--max_queue_size)"
+        num_bytes, most = images.bytes_with(message.images), self._config.max_queue_media_gb
+        if images.file_bytes and num_bytes > most * GB:
+            return f"the files of images have {num_bytes / GB:.3g} GB, the limit is {most:g} (--max_queue_media_gb)"
+        return ""
 
     def _why_no_images(self, message: GenerateReq) -> str:
         """Why a request cannot run with its images, or its prompt as the model sees it; empty: it can."""

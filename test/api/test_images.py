@@ -156,6 +156,19 @@ def test_refusals_say_what_is_wrong(vision_server: ServerProcess) -> None:
     assert "the limit is 16 (--limit_mm_per_prompt)" in refusal(vision_server, [part_of(picture(60, 60))] * 17)
     spelt = [part_of(picture(60, 60)), {"type": "text", "text": "<|image_pad|>"}]
     assert "spell the token" in refusal(vision_server, spelt)
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    assert refusal(vision_server, [sound]) == "sound 1 of the request: this model reads no sounds"
+    file = {"type": "file", "file": {"file_id": "1"}}
+    assert refusal(vision_server, [file]) == "a message part of type 'file' is not supported yet"
+
+
+def test_a_request_may_have_many_large_files(vision_server: ServerProcess) -> None:
+    files = [png(picture(60, 60, seed)).ljust(10**6, b"\0") for seed in range(16)]
+    parts = [{"type": "image_url", "image_url": f"data:;base64,{base64.b64encode(file).decode()}"} for file in files]
+
+    _, usage = ask(vision_server, [{"role": "user", "content": parts}])
+
+    assert usage["prompt_tokens_details"]["image_tokens"] == 16 * 4
 
 
 def test_a_truncated_image_is_refused_and_the_next_one_is_read(vision_server: ServerProcess) -> None:
@@ -325,6 +338,17 @@ def test_an_image_in_the_output_of_a_tool_of_responses_is_read(
     assert response["output"][0]["content"][0]["text"] == expected(vision_model[1], [1, 3, 1, 1, image, 41, 2])
 
 
+def test_tokens_of_images_have_no_logprobs(vision_server: ServerProcess) -> None:
+    body = {"messages": [user("w5", picture(84, 112, 27), "w34")], "max_tokens": 1, "prompt_logprobs": 1}
+
+    status, response = vision_server.post("/v1/chat/completions", body)
+
+    assert status == 200, response
+    found = response["prompt_logprobs"]
+    assert [next(iter(each)) for each in found if each] == [str(token_id) for token_id in (5, START, END, 34, 2)]
+    assert [number for number, each in enumerate(found) if each is None] == [0, *range(3, 15)]
+
+
 def test_beams_share_the_image(vision_server: ServerProcess, vision_model: tuple[str, Any]) -> None:
     image = picture(60, 90, 21)
     body = {"messages": [user(image, "w33")], "use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
@@ -404,11 +428,17 @@ def test_an_image_in_a_tool_result_is_read(vision_server: ServerProcess, vision_
     messages = [
         {"role": "user", "content": "w3"},
         {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
+        {"role": "user", "content": [result, {"type": "text", "text": "w42"}]},
     ]
 
     body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
     status, response = vision_server.post("/v1/messages", body)
 
     assert status == 200, response
-    assert response["usage"]["input_tokens"] + response["usage"].get("cache_read_input_tokens", 0) > 9
+    assert response["content"][0]["text"] == expected(vision_model[1], [1, 3, 1, 1, image, 1, 42, 2])
+
+
+def test_clients_of_ollama_are_told_that_the_model_sees(vision_server: ServerProcess) -> None:
+    _, shown = vision_server.post("/api/show", {"model": "vision"})
+
+    assert shown["capabilities"] == ["completion", "vision"]

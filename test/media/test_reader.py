@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
 from lightserve.media.qwen import QwenImages
 from lightserve.media.reader import MB, ImageReader
-from lightserve.media.sources import ImageSource
+from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.video_texts import VideoTexts
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.outbound.urls import UrlRules
@@ -65,6 +66,27 @@ def test_nothing_is_fetched_for_a_request_that_asks_for_too_much(
 
     assert message in refusal
     assert not host.heads
+
+
+def read_urls(*urls: str) -> list[ReadImage]:
+    reader = ImageReader(LAYOUT, 5, "<image>", LIMITS, 2 * MB)
+    return asyncio.run(reader.read_all([ImageSource(url) for url in urls], ""))
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_base64_may_have_lines(line_end: str) -> None:
+    file = png(picture(60, 60))
+    lines = base64.encodebytes(file).decode().replace("\n", line_end)
+
+    (read_image,) = read_urls("data:image/png;base64," + lines)
+
+    assert read_image.data == file
+
+
+@pytest.mark.parametrize("data", ["AA A", "AA=A", "AAA", "A-_A", "@@@@"])
+def test_what_is_no_base64_is_refused(data: str) -> None:
+    with pytest.raises(InvalidRequestError, match="image 1 of the request: its data is not base64"):
+        read_urls("data:;base64," + data)
 
 
 def test_the_frames_of_a_video_are_fetched() -> None:

@@ -6,6 +6,8 @@ import io
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import BoundedSemaphore
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from lightserve.media.video_file import (
     read_frames,
 )
 from lightserve.model_files.config.images import ImageFiles
-from test.media.corpus import apng, file_of, hostile_videos, noise
+from test.media.corpus import apng, file_of, gif, hostile_videos, noise
 from test.vision_model import picture, png
 
 KINDS = ("GIF", "WEBP", "PNG")
@@ -97,6 +99,7 @@ def test_the_videos_of_a_request_have_one_budget_of_pixels(kind: str, monkeypatc
         read_animation(data, budget)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_list_of_large_frames_is_refused_before_they_are_decoded() -> None:
     with pytest.raises(InvalidRequestError, match="with 128 frames of 8000 x 8000 pixels"):
         read_frames([file_of(Image.new("1", (8000, 8000)), "PNG")] * 128, 2, PixelBudget())
@@ -122,6 +125,40 @@ def test_hostile_videos_are_refused_in_little_memory(index: int) -> None:
     with pytest.raises(InvalidRequestError):
         list(decode_frames(data, (0, 10_000)))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10**6  # kB
+
+
+def test_pillow_makes_room_for_no_more_pixels_than_an_image_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    core: Any = vars(Image)["core"]
+    fill = core.fill
+
+    def counted(mode: str, size: tuple[int, int], *color: Any) -> Any:
+        made.append(size)
+        return fill(mode, size, *color)
+
+    monkeypatch.setattr(core, "fill", counted)
+
+    with pytest.raises(InvalidRequestError, match="more than 64,000,000 pixels"):
+        read_animation(gif((1, 1), (9000, 8000), disposal=2), PixelBudget())
+    with pytest.raises(
+        InvalidRequestError, match="a frame of the video has 4001 x 4000 pixels; the limit is 16,000,000"
+    ):
+        read_animation(gif((1, 1), (4001, 4000), disposal=2), PixelBudget())
+
+    assert (1, 1) in made
+    assert max(width * height for width, height in made) <= 4001 * 4000
+
+
+def test_few_animations_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = BoundedSemaphore(1)
+    monkeypatch.setattr(video_file, "_reading", reading)
+    frames = decode_frames(animation("GIF", 3), (0, 1))
+
+    next(frames)
+
+    assert not reading.acquire(blocking=False)
+    list(frames)
+    assert reading.acquire(blocking=False)
 
 
 def test_a_header_must_say_how_many_frames_there_are() -> None:

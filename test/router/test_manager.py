@@ -186,16 +186,15 @@ class Router:
         cls,
         run_dir: Path,
         depth: int = 1,
-        max_queue_size: int = 100,
-        max_queue_tokens: int = 10_000,
         end_after: int | None = None,
         step_timeout_s: float = 0.0,
+        **queue_limits: Any,
     ) -> AsyncIterator[Router]:
         inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
         from_router: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
         engine = EngineInfo(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
-        config = RouterConfig(max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens)
+        config = RouterConfig(**{"max_queue_size": 100, "max_queue_tokens": 10_000, **queue_limits})
         limits = SchedulerLimits(max_running=MAX_RUNNING, batch_max_tokens=64, chunk_size=64)
         scheduler, model = Scheduler(GroupScheduler(KvPool(200), limits)), FakeModel(end_after)
         manager = RouterManager(scheduler, model, engine, inbox, outbox, config)
@@ -451,12 +450,13 @@ def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(
     check(scenario, tmp_path, max_queue_tokens=95)
 
 
-def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
-    def with_images(req_id: int, count: int) -> GenerateReq:
-        spans = [((6 * number, 6),) for number in range(count)]
-        items = [ImageItem(bytes([req_id, *span[0]]), span, 2, 3, 56, 84, 5, b"file") for span in spans]
-        return msgspec.structs.replace(request(req_id, prompt_len=26), images=items)
+def with_images(req_id: int, count: int, file: bytes = b"file") -> GenerateReq:
+    spans = [((6 * number, 6),) for number in range(count)]
+    items = [ImageItem(bytes([req_id, *span[0]]), span, 2, 3, 56, 84, 5, file) for span in spans]
+    return msgspec.structs.replace(request(req_id, prompt_len=26), images=items)
 
+
+def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         waits = ImageWaits(lambda encoder, generation: lambda message: None)  # an encoder that never answers
         waits.pool.set_rows(100)
@@ -470,6 +470,26 @@ def test_images_that_wait_for_the_encoder_have_a_limit(tmp_path: Path) -> None:
         assert "5 images wait, the limit is 3 (--max_queue_size)" in refused(router)[0].message
 
     check(scenario, tmp_path, max_queue_size=3)
+
+
+def test_the_files_of_images_have_a_limit(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        waits = ImageWaits(lambda encoder, generation: lambda message: None)
+        waits.pool.set_rows(100)
+        router.scheduler.only_group.enable_images(waits)
+        router.send(with_images(1, 1, bytes(3000)))  # one may always wait
+        router.send(with_images(2, 1))
+
+        await router.until(lambda: len(refused(router)) == 1)
+
+        assert (refused(router)[0].req_id, refused(router)[0].status) == (2, 429)
+        assert "have 3e-06 GB, the limit is 2e-06 (--max_queue_media_gb)" in refused(router)[0].message
+        router.send(AbortReq(1))
+        await until(lambda: waits.file_bytes == 0)
+        router.send(with_images(3, 1))
+        await until(lambda: waits.file_bytes == 4)
+
+    check(scenario, tmp_path, max_queue_media_gb=2e-6)
 
 
 def test_an_abort_frees_the_memory_of_the_request_and_is_forwarded(tmp_path: Path) -> None:

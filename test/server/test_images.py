@@ -64,6 +64,15 @@ def test_videos_may_have_a_limit_of_their_own(vision_folder: str, text: str, ima
     assert http.media_limits == {"image": images, "video": videos, "audio": 0}
 
 
+def test_bodies_with_images_may_be_larger(vision_folder: str, small_folder: str) -> None:
+    def mib(*flags: str) -> float:
+        return with_images(parse_server(["--model_dir", *flags])).http.body_limit / 2**20
+
+    assert mib(vision_folder) == 64
+    assert mib(vision_folder, "--limit_mm_per_prompt", "0") == mib(small_folder) == 16
+    assert mib(vision_folder, "--max_body_bytes", str(2**20)) == 1
+
+
 def test_the_operator_may_want_none(vision_folder: str) -> None:
     assert limit_of("--model_dir", vision_folder, "--limit_mm_per_prompt", "0") == 0
 

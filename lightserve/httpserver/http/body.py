@@ -175,14 +175,14 @@ def _openings(raw: bytes) -> int:
 async def _read(request: Request, max_bytes: int) -> bytes:
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > max_bytes:
-        raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+        raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes (--max_body_bytes)")
     chunks, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > max_bytes:
-                    raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+                    raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes (--max_body_bytes)")
                 chunks.append(chunk)
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error

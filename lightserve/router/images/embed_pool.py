@@ -19,6 +19,7 @@ from lightserve.router.req_queue import Wait
 class EmbeddedImage:
     item: ImageItem
     arena_rows: Int32Array
+    is_background: bool = False  # no client waits for it
     is_ready: bool = False  # the encoder has written the rows
     encoder: int | None = None  # that it was sent to, and which may be writing the rows; None: none was
     num_crashes: int = 0  # of encoders that had it
@@ -53,7 +54,7 @@ class EmbedPool:
         """Free rows, and rows of images that no request holds."""
         return len(self._free) + sum(len(image.arena_rows) for image in self._images.values() if _may_go(image))
 
-    def add(self, item: ImageItem) -> EmbeddedImage:
+    def add(self, item: ImageItem, is_background: bool = False) -> EmbeddedImage:
         """The caller has checked that the rows are available."""
         for digest in [digest for digest, image in self._images.items() if _may_go(image)]:
             if len(self._free) >= item.tokens:
@@ -61,7 +62,7 @@ class EmbedPool:
             self.remove(self._images[digest])
             self.num_evicted += 1
         rows, self._free = self._free[: item.tokens], self._free[item.tokens :]
-        image = self._images[item.digest] = EmbeddedImage(item, rows)
+        image = self._images[item.digest] = EmbeddedImage(item, rows, is_background)
         return image
 
     def touch(self, image: EmbeddedImage) -> None:

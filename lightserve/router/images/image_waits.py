@@ -24,6 +24,7 @@ from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
 
 MAX_CRASHES = 2
+CLIENT_SHARE = 4  # background requests leave the clients this part of the arena
 
 
 class ImageFailed(msgspec.Struct, frozen=True):
@@ -39,6 +40,7 @@ class ImageWaits(StepPart):
         self.pool = EmbedPool()
         self._encoders = Encoders(connect)
         self._files: dict[bytes, tuple[bytes, set[int]]] = {}  # by digest: of the requests with these ids
+        self.file_bytes = 0  # of these
         self._room = Wait()  # until rows are released
         self.hits = {"kv": 0, "embedding": 0, "none": 0}
         self.num_refused = {"decode": 0}  # images, by reason
@@ -54,9 +56,17 @@ class ImageWaits(StepPart):
         missing = [image for image in images if not image.data and image.digest not in self._files]
         return "the file of an image is not known" if missing else ""
 
+    def bytes_with(self, images: Sequence[ImageItem]) -> int:
+        """Of the files, if a request with these images comes."""
+        return self.file_bytes + sum(map(self._new_bytes, {image.digest: image for image in images}.values()))
+
+    def _new_bytes(self, image: ImageItem) -> int:
+        return 0 if image.digest in self._files else len(image.data)
+
     def enter(self, req: Req, cached_len: int) -> None:
         """A request has come. The encoder begins with its images, as far as there is room."""
         for image in req.images:
+            self.file_bytes += self._new_bytes(image)
             self._files.setdefault(image.digest, (image.data, set()))[1].add(req.req_id)
             self.hits[self._kind_of(image, cached_len)] += 1
         req.images = tuple(image.without_file for image in req.images)
@@ -74,18 +84,25 @@ class ImageWaits(StepPart):
         new = [needed[digest] for digest, image in known.items() if image is None]
         unheld = [image for image in known.values() if image is not None and not image.req_ids and image.is_ready]
         if new:
-            room = self.pool.available_rows - sum(len(image.arena_rows) for image in unheld)
+            room = self._room_for(req) - sum(len(image.arena_rows) for image in unheld)
             if sum(image.tokens for image in new) > room:
                 return self._room
         for image in known.values():
             if image is not None:
                 image.req_ids.add(req.req_id)
+                image.is_background &= req.is_background
                 self.pool.touch(image)
         for item in new:
-            self.pool.add(item).req_ids.add(req.req_id)
+            self.pool.add(item, req.is_background).req_ids.add(req.req_id)
         self._send_pending()
         images = [self.pool.find(digest) for digest in needed]
         return next((image.wait for image in images if image is not None and not image.is_ready), None)
+
+    def _room_for(self, req: Req) -> int:
+        """Rows that its images may take. If no rows are held, nobody needs a part of them."""
+        room = self.pool.available_rows
+        is_limited = req.is_background and room < self.pool.num_rows
+        return room - self.pool.num_rows // CLIENT_SHARE if is_limited else room
 
     def drop(self, req: Req) -> None:
         """The request has ended."""
@@ -94,7 +111,7 @@ class ImageWaits(StepPart):
         for digest in {image.digest for image in req.images}:
             self._files[digest][1].discard(req.req_id)
             if not self._files[digest][1]:
-                del self._files[digest]
+                self.file_bytes -= len(self._files.pop(digest)[0])
             self._release(digest, req.req_id)
         self._room.end()
 
@@ -148,6 +165,7 @@ class ImageWaits(StepPart):
             self._send_pending()
             return failed
         self.num_encoded += 1
+        self._encoders.learn(done)
         image.is_ready = True
         image.wait.end()
         if not image.req_ids:  # it can make room
@@ -161,11 +179,14 @@ class ImageWaits(StepPart):
         return ImageFailed(frozenset(image.req_ids), status, message)
 
     def _send_pending(self) -> None:
-        pending = self.pool.pending()
+        """Those of clients first."""
+        pending = sorted(self.pool.pending(), key=lambda image: image.is_background)
         for image in pending:
             if image.encoder is not None:
                 continue
             image.encoder = self._encoders.best_for(image, pending)
+            if image.encoder is None and image.is_background:
+                return  # those behind it wait for the same encoders
             if image.encoder is not None:
                 item, data = image.item, self._files[image.item.digest][0]
                 message = EncodeImage(item.digest, item.height, item.width, image.arena_rows, data, item.frames)

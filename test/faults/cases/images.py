@@ -11,6 +11,7 @@ from typing import Any
 
 from lightserve.media.fetch.fetcher import MAX_PER_HOST
 from test.api.server import ServerProcess
+from test.faults.cases.sounds import pids_of
 from test.faults.start_case import Start, StartCase
 from test.media.corpus import damaged_files, flipped_files, hostile_videos, unusual_files
 from test.media.fetch.image_host import answer, image_host_in_thread
@@ -122,7 +123,7 @@ def kill_router(start: Start) -> None:
 def send_damaged_files(start: Start) -> None:
     """Every one is refused, or read if only its metadata are unusual, and all processes live on."""
     server = launch(start)
-    before = {process.pid for each in server.processes().values() for process in each}
+    before = pids_of(server)
     damaged = [ask(server, data)[0] for data in damaged_files()]
     unusual = [ask(server, data)[0] for data in unusual_files()]
     assert set(damaged) == {400}, damaged
@@ -135,7 +136,7 @@ def send_damaged_files(start: Start) -> None:
     assert flipped <= {200, 400}
     text_of(server, 1)
 
-    assert {process.pid for each in server.processes().values() for process in each} == before
+    assert pids_of(server) == before
     assert server.stop() == 0
 
 

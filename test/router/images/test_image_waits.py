@@ -12,7 +12,7 @@ import pytest
 from lightserve.media.tokens import digest_of, ids_of, with_image_ids
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.media import EncodeImage, EncoderStarted, ImageEncoded, ImageItem
-from lightserve.messages.params import GenerationParams
+from lightserve.messages.params import BACKGROUND_PRIORITY, GenerationParams
 from lightserve.messages.step import NewReq
 from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
@@ -40,11 +40,11 @@ class Encoder:
         """The files."""
         return [message.data for message in self.sent if self.numbers[message.digest] == number]
 
-    def complete(self, status: int = 200) -> frozenset[int]:
+    def complete(self, status: int = 200, encode_s: float = 1.0) -> frozenset[int]:
         """The first image. Returns the requests that fail."""
         digest = self.sent.pop(0).digest
         number = self.numbers.pop(digest)
-        done = ImageEncoded(self.generations[number], digest, status, "damaged", encoder=number)
+        done = ImageEncoded(self.generations[number], digest, status, "damaged", encode_s=encode_s, encoder=number)
         failed = self.waits.complete(done)
         return frozenset() if failed is None else failed.req_ids
 
@@ -62,12 +62,16 @@ def item(name: str, start: int, tokens: int) -> ImageItem:
     )
 
 
-def request(req_id: int, *names: str, tokens: int = 4) -> Req:
+def request(req_id: int, *names: str, tokens: int = 4, priority: int = 0) -> Req:
     """An image after each token of text."""
     images = [item(name, 1 + number * (tokens + 1), tokens) for number, name in enumerate(names)]
     ids = [1] if not images else [1, *[PLACEHOLDER] * tokens] * len(images) + [2]
     params = GenerationParams.of(max_new_tokens=3)
-    return Req(req_id, with_image_ids(int32s(ids), images), params, 3, (), images=tuple(images))
+    prompt_ids = with_image_ids(int32s(ids), images)
+    return Req(req_id, prompt_ids, params, 3, (), priority=priority, images=tuple(images))
+
+
+background = partial(request, priority=BACKGROUND_PRIORITY)
 
 
 def test_a_request_waits_until_all_its_images_are_encoded() -> None:
@@ -184,6 +188,52 @@ def test_an_image_goes_to_the_encoder_with_the_fewest_tokens() -> None:
     assert encoder.sent_to(1) == [b"b", b"c"]
 
 
+def test_images_of_clients_go_before_those_of_background_requests() -> None:
+    encoder = Encoder(100, count=2)
+    for req_id, name in enumerate("abcdefg"):
+        encoder.waits.enter(background(req_id, name), 0)
+    assert [message.data for message in encoder.sent] == [b"a", b"b", b"c", b"d"]  # two each: they take their turns
+
+    encoder.waits.enter(request(10, "x"), 0)
+    encoder.waits.enter(request(11, "g"), 0)
+
+    assert [message.data for message in encoder.sent[4:]] == [b"x", b"g"]
+    encoder.complete()
+    assert [message.data for message in encoder.sent[5:]] == [b"e"]
+
+
+def test_a_fast_encoder_has_more_images_of_background_requests() -> None:
+    encoder = Encoder(200)
+    for req_id in range(40):
+        encoder.waits.enter(background(req_id, str(req_id)), 0)
+    assert len(encoder.sent) == 2
+
+    encoder.complete(encode_s=0.01)
+
+    assert len(encoder.sent) == 25
+
+
+def test_background_requests_leave_rows_to_clients() -> None:
+    encoder = Encoder(20)
+    for req_id, name in enumerate("abcde"):
+        encoder.waits.enter(background(req_id, name), 0)
+    assert encoder.waits.pool.used_rows == 12
+
+    for req_id, name in enumerate("xy", start=10):
+        encoder.waits.enter(request(req_id, name), 0)
+
+    assert encoder.waits.pool.used_rows == 20
+    assert [message.data for message in encoder.sent[-2:]] == [b"x", b"y"]
+
+
+def test_a_background_request_may_have_all_rows_if_nobody_has_any() -> None:
+    encoder = Encoder(20)
+
+    encoder.waits.enter(background(1, "a", tokens=20), 0)
+
+    assert len(encoder.sent) == 1
+
+
 def test_the_images_of_an_encoder_that_died_are_sent_again_and_those_of_the_other_are_not() -> None:
     encoder = Encoder(100, count=2)
     for req_id, name in enumerate("abcd"):
@@ -220,7 +270,8 @@ def test_rows_are_never_shared_and_none_is_lost(number: int) -> None:
     for req_id in range(300):
         if generator.random() < 0.4:
             names = generator.sample("abcdefgh", generator.randrange(1, 4))
-            req = request(req_id, *names, tokens=generator.randrange(1, 6))
+            priority = generator.choice((0, BACKGROUND_PRIORITY))
+            req = request(req_id, *names, tokens=generator.randrange(1, 6), priority=priority)
             if not encoder.waits.why_refused(req.images):
                 reqs[req_id] = req
                 encoder.waits.enter(req, 0)
@@ -237,6 +288,7 @@ def test_rows_are_never_shared_and_none_is_lost(number: int) -> None:
     pool = encoder.waits.pool
 
     assert pool.available_rows == 20, seed
+    assert encoder.waits.file_bytes == 0, seed
     assert not encoder.waits._files
 
 
@@ -244,7 +296,8 @@ def _happen(encoder: Encoder, generator: random.Random, reqs: dict[int, Req]) ->
     """An image is encoded or fails, the encoder crashes, or a client leaves. Returns the requests that end."""
     event = generator.random()
     if event < 0.4 and encoder.sent:
-        return {*encoder.complete(status=generator.choice((200, 200, 200, 400)))}
+        status, encode_s = generator.choice((200, 200, 200, 400)), generator.choice((0.01, 1.0))
+        return {*encoder.complete(status, encode_s)}
     if event < 0.5:
         return encoder.crash(generator.randrange(len(encoder.generations)))
     return {generator.choice(list(reqs))} if reqs else set()
