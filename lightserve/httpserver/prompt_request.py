@@ -23,6 +23,11 @@ class PromptRequest:
     parent: int | None = None  # index of the sequence before ``continue_with`` whose prompt comes before ``prompt_ids``
     images: tuple[ImageItem, ...] = ()  # in the prompt
 
+    @property
+    def placeholder(self) -> int | None:
+        """The token id that stands for tokens of its images; None: it has none."""
+        return self.images[0].placeholder if self.images else None
+
     def images_to_send(self, is_first: bool) -> list[ImageItem]:
         """With their files, if this ``is_first`` of the sequences with this prompt."""
         return [image if is_first else image.without_file for image in self.images]

@@ -84,6 +84,23 @@ def _plain(medium: Mapping[str, Any]) -> dict[str, str]:
     return {"type": "video" if kind in VIDEOS else "audio" if kind in SOUNDS else "image"}
 
 
+PROMPT_FIELDS = {"prompt", "prompt_token_ids", "multi_modal_data"}
+
+
+def split_prompt(prompt: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """Text or token ids, and images, of a prompt in vLLM's form."""
+    if unknown := sorted(map(str, {name for name in prompt if prompt[name] is not None} - PROMPT_FIELDS)):
+        raise InvalidRequestError(f"a prompt has {', '.join(sorted(PROMPT_FIELDS))}, and no {unknown[0][:100]}")
+    media = prompt.get("multi_modal_data") or {}
+    if unread := [kind for kind in media if kind != "image"]:
+        raise InvalidRequestError(f"multi_modal_data: {str(unread[0])[:100]!r} is not read here; give it to chat")
+    images = media.get("image")
+    content = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if not isinstance(content, str | list | tuple):
+        raise InvalidRequestError("a prompt needs a text as prompt, or a list of token ids as prompt_token_ids")
+    return content, [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+
+
 def source_of(image: Any) -> ImageSource:
     """A text is a URL, or else a path."""
     if isinstance(image, Sound):

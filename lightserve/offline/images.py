@@ -7,7 +7,7 @@ import json
 import os
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from lightserve.server.images import open_arena, with_images
 if TYPE_CHECKING:
     from lightserve.encoder.image_encoder import ImageEncoder
 
+Encode = Callable[[str], list[int]]
 MAX_BYTES = 2**30  # of an image: the caller's own data need no limit
 
 
@@ -65,13 +66,17 @@ class OfflineImages:
         group.enable_images(self._waits)
         self._waits.start_encoder(EncoderStarted(0, self._encoder.num_rows))
 
-    def prompt_of(self, text: str, images: Sequence[Any]) -> ImagePrompt:
-        """``text``: what the chat template wrote."""
+    def prompt_of(self, text: str | Sequence[int], images: Sequence[Any], encode: Encode | None = None) -> ImagePrompt:
+        """``text``: what the chat template wrote, or ``encode`` makes tokens of, or these."""
         sources = [source_of(image) for image in images]
         reader = self._reader
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
             files = thread.submit(self._read, sources).result()
-        prompt = ImagePrompt(reader.expand(reader.encode(reader.write(text, files)), files))
+        if isinstance(text, str):
+            ids = (encode or reader.encode)(reader.write(text, files))
+        else:
+            ids = reader.write_ids(reader.fill_pairs(text), files)
+        prompt = ImagePrompt(reader.expand(ids, files))
         prompt.images = reader.locate(prompt, files)
         return prompt
 

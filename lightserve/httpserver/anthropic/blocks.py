@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError, TextOnlyError
+from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.anthropic.tools import json_text
 from lightserve.httpserver.chat.request import PART_SEPARATOR
 from lightserve.httpserver.http.body import Body, JsonObject
@@ -112,7 +112,7 @@ def _source_text(source: JsonObject) -> str:
         case {"type": "content", "content": list(blocks)}:
             return _joined(blocks)
         case {"type": "base64" | "url" | "file" as kind}:
-            raise TextOnlyError(f"a document with a source of type {kind!r}", "messages")
+            raise NotSupportedYetError(f"a document with a source of type {kind!r}", "messages")
     raise InvalidRequestError("a document needs a source of type 'text' with data, or 'content'", "messages")
 
 
@@ -124,7 +124,7 @@ def _kind_of(kinds: dict[str, str]) -> Callable[[Any], str | None]:
         if not isinstance(kind, str):
             return None
         if kind in MEDIA:
-            raise TextOnlyError(f"a content block of type {kind!r}", "messages")
+            raise NotSupportedYetError(f"a content block of type {kind!r}", "messages")
         if kind in NEEDS_FILES:
             raise InvalidRequestError(f"a content block of type {kind!r}: this server stores no files", "messages")
         return kinds.get(kind)
@@ -272,5 +272,5 @@ def _as_text(value: Any) -> str:
         case str(text) | {"type": "text", "text": str(text)}:
             return text
         case {"type": str(kind)} if kind in {*MEDIA, "image"}:
-            raise TextOnlyError(f"a content block of type {kind!r}", "messages")
+            raise NotSupportedYetError(f"a content block of type {kind!r}", "messages")
     return json_text(value, "messages", HIDDEN_FIELDS)

@@ -8,11 +8,11 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.media.sources import FPS_LIMITS, MAX_FRAMES, ImageSource, is_fps, video_of
 
-IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_PARTS = ("image_url", "input_image", "image")
 VIDEO_PARTS = ("video_url", "video")
 AUDIO_PARTS = ("input_audio", "audio_url")
-AUDIO_FORMATS = ("wav",)
-DETAILS = (None, "auto", "low", "high")
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus")  # the file itself says which it has
+DETAILS = (None, "auto", "low", "high", "original")
 
 
 def is_image(value: Any) -> bool:
@@ -21,17 +21,17 @@ def is_image(value: Any) -> bool:
 
 
 def image_source(value: dict[str, Any]) -> ImageSource:
-    """``image_url`` is an object with a url and a detail, or the url itself."""
+    """``image_url``, or ``image`` of other clients, is an object with a url and a detail, or the url itself."""
     if value["type"] in VIDEO_PARTS:
         return _video_source(value)
     if value["type"] in AUDIO_PARTS:
         return _audio_source(value)
-    image = value.get("image_url")
+    image = value.get("image_url") if value["type"] != "image" else value.get("image", value.get("url"))
     url, detail = (image.get("url"), image.get("detail")) if isinstance(image, dict) else (image, value.get("detail"))
     if not isinstance(url, str):
         raise PydanticCustomError("image", "an image part must have an image_url with a string as url")
     if detail not in DETAILS:
-        raise PydanticCustomError("image", "the detail of an image must be auto, low or high")
+        raise PydanticCustomError("image", "the detail of an image must be auto, low, high or original")
     return ImageSource(url, detail == "low")
 
 
@@ -47,8 +47,8 @@ def _audio_source(value: dict[str, Any]) -> ImageSource:
     if not isinstance(data, str):
         raise PydanticCustomError("audio", "an input_audio part must have an input_audio with base64 as data")
     if form not in AUDIO_FORMATS:
-        raise PydanticCustomError("audio", "the format of an input_audio must be wav")
-    return ImageSource(f"data:audio/wav;base64,{data}", kind="audio")
+        raise PydanticCustomError("audio", f"the format of an input_audio must be one of {', '.join(AUDIO_FORMATS)}")
+    return ImageSource(f"data:;base64,{data}", kind="audio")
 
 
 def _video_source(value: dict[str, Any]) -> ImageSource:

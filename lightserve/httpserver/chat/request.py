@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from lightserve.errors import InvalidRequestError, TextOnlyError
+from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.image_parts import image_source, is_image
 from lightserve.httpserver.chat.tools import (
     FUNCTION_OR_CUSTOM,
@@ -185,7 +185,7 @@ def _join_predicted(value: Any) -> Any:
 def _part_text(content_part: Any) -> str:
     kind = content_part.get("type") if isinstance(content_part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
-        raise TextOnlyError(f"a message part of type {kind!r}", "messages")
+        raise NotSupportedYetError(f"a message part of type {kind!r}", "messages")
     if kind != "text" or not isinstance(content_part.get("text"), str):
         raise PydanticCustomError("part", "a part must have the type 'text' and a string as text")
     text: str = content_part["text"]

@@ -10,7 +10,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from lightserve.errors import NotSupportedYetError, TextOnlyError
+from lightserve.errors import NotSupportedYetError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody, TemplateFields
 from lightserve.httpserver.fields.generation import TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
@@ -95,7 +95,7 @@ class TextOrParts:
         """It raises if this is no text part."""
         kind = content_part.get("type") if isinstance(content_part, dict) else None
         if isinstance(kind, str) and kind in self.media:
-            raise TextOnlyError(f"a part of type {kind!r}", self.param)
+            raise NotSupportedYetError(f"a part of type {kind!r}", self.param)
         text = content_part.get(self.kinds[kind]) if isinstance(kind, str) and kind in self.kinds else None
         if not isinstance(text, str):
             raise PydanticCustomError("part", f"a part must have a text and one of the types {', '.join(self.kinds)}")

@@ -108,6 +108,7 @@ def _capabilities(context: ServerContext) -> list[str]:
         "insert": tokenizer is not None and fill_tokens(tokenizer) is not None,
         "tools": formats.tools is not None,
         "thinking": formats.reasoning is not None,
+        "vision": context.images is not None and "image" in context.images.layout.kinds,
     }
     return [name for name, is_there in has.items() if is_there]
 

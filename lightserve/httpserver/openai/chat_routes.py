@@ -112,6 +112,6 @@ def _prompt_logprobs(context: ServerContext, body: ChatBody, chat: PreparedChat)
     if k is None:
         return []
     return [
-        PromptLogprobsWriter(context.tokenizer, prompt_request.prompt_ids, field_k=k)
-        for prompt_request in chat.prompt_requests
+        PromptLogprobsWriter(context.tokenizer, each.prompt_ids, field_k=k, placeholder=each.placeholder)
+        for each in chat.prompt_requests
     ]
