@@ -24,6 +24,7 @@ def load_tower(
     else:
         for parameter in tower.parameters():
             parameter.normal_(std=0.02)
+    tower.pack()
     return tower
 
 

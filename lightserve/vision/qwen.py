@@ -82,6 +82,11 @@ class QwenTower(VisionTower):
     def row_width(self) -> int:
         return self.config.out_size
 
+    def pack(self) -> None:
+        for block in self.blocks:
+            if isinstance(block, Block) and isinstance(block.mlp, GatedMlp):
+                block.mlp = block.mlp.packed()
+
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
         patches, grids = patches_and_grids(images, self.images, self.config.times)
         rows = self(patches.to(next(self.parameters()).dtype), grids)

@@ -14,3 +14,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self._eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual += x`` in place, then its norm."""
+        return ops.add_rms_norm(x, residual, self.weight, self._eps)

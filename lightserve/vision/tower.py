@@ -37,6 +37,9 @@ class VisionTower(nn.Module, ABC):
     def encode(self, images: Sequence[ImageTiles]) -> Sequence[Tensor]:
         """``[tokens, row_width]`` of each image."""
 
+    def pack(self) -> None:
+        """Called when the parameters have values: they may take a form that computes faster, and lose their names."""
+
     def own_name(self, name: str) -> str | None:
         """The name of a checkpoint's tensor in the tower; None: it belongs to another part of the model."""
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)

@@ -15,10 +15,11 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, KvGroupInput, ModelInput, TpPartBaseModel
 from lightserve.common.device import Device, Graphs, in_host_memory, to_device
 from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.media import Sight
 from lightserve.utils.progress import Progress
-from lightserve.worker.batch.images import AFTER_IMAGES, PackedImages
+from lightserve.worker.batch.images import PackedImages
 from lightserve.worker.batch.infer_batch import InferBatch
-from lightserve.worker.batch.step_input import StepColumns, StepShape, columns_of
+from lightserve.worker.batch.step_input import AFTER_IMAGES, StepColumns, StepShape, columns_of
 from lightserve.worker.captured_shapes import (
     draft_shape_for,
     draft_shapes,
@@ -73,6 +74,7 @@ class StepRunner:
         self._graphs: Graphs[StepShape, StepOut] | None = None
         self._num_drafts = 0  # of a request in a captured step, at most
         self._compute_drafts: ComputeDrafts | None = None
+        self._captures_images = False
         # a graph would wait for other stages inside, and groups have steps of different shapes
         if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
             self._graphs = device.graphs(self._compute)
@@ -83,6 +85,14 @@ class StepRunner:
             return 0
         self._num_drafts, self._compute_drafts = num_drafts, compute
         return max((self._ranges.max_draft_tokens, *self._ranges.tokens))
+
+    def capture_images(self) -> None:
+        """Capture steps with prompts that may have images, if no token of them sees later ones."""
+        images = self._batch.images
+        if self._graphs is None or self._ranges is None or images is None or images.sight is not Sight.NONE:
+            return
+        self._captures_images = True
+        images.make_room(self._ranges.tokens[-1])
 
     def launch_every_shape(self) -> None:
         """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
@@ -114,6 +124,8 @@ class StepRunner:
             return []
         max_reqs = self._model.req_manager.max_reqs
         shapes = list(graph_shapes(max_reqs, self._ranges, self._batch.shares_prefixes))
+        if self._captures_images:
+            shapes = [shape._replace(has_images=shape.has_prompts) for shape in shapes]
         has_head = self.states_of_model is not None
         shapes += draft_shapes(max_reqs, self._ranges, self._num_drafts, has_head)
         if self._batch.states is None:  # states see only accepted tokens, which a step with prompts finds on the host
@@ -136,9 +148,10 @@ class StepRunner:
             larger = draft_shape_for(shape, self._ranges, self._num_drafts, self.states_of_model is not None)
             is_captured = larger is not None and larger in self._graphs
             return larger if larger is not None and is_captured else shape._replace(num_drafts=0, next_drafts=0)
+        can_have_images = shape.has_images or (self._captures_images and shape.has_prompts)
         # a graph saves more than reading a prefix once
         for wanted in (shape, shape._replace(has_shared=False)) if shape.has_shared else (shape,):
-            larger = graph_shape_for(wanted, self._ranges)
+            larger = graph_shape_for(wanted._replace(has_images=can_have_images), self._ranges)
             if larger is not None and larger in self._graphs:
                 return larger
         return shape
@@ -158,7 +171,9 @@ class StepRunner:
         images: PackedImages | None = None,
     ) -> StepOut:
         is_captured = self._graphs is not None and shape in self._graphs
-        if is_captured and prompts is None and images is None and not self._is_observed:
+        if is_captured and prompts is None and not self._is_observed:
+            if images is not None and self._batch.images is not None:
+                self._batch.images.load(images)
             out = self.replay(inputs, shape)
             if masks is None:
                 return out
@@ -257,7 +272,9 @@ class StepRunner:
             see_until=self._see_until(images, tokens),
         )
         rotary_positions = self._rotary_positions(tokens)
-        of_images = self._batch.images
+        of_step = None
+        if columns.images is not None and self._batch.images is not None:
+            of_step = self._batch.images.of_step(columns.images, images, rotary_positions)
         return ModelInput(
             input_ids,
             tokens.positions,
@@ -269,7 +286,7 @@ class StepRunner:
             states=_state_batch(columns, shape),
             group_tokens=shape.group_tokens,
             rotary_positions=rotary_positions,
-            images=None if images is None or of_images is None else of_images.of_step(images, rotary_positions),
+            images=of_step,
         )
 
     def _see_until(self, images: PackedImages | None, tokens: ops.StepTokens) -> Tensor | None:

@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightserve.vision.attention import Segments, flash_attention, grouped_attention, segment_attention
+import lightserve.common.triton_kernel  # noqa: F401  registers the backend
+from lightserve.common import ops
+from lightserve.vision import attention
+from lightserve.vision.attention import (
+    Segments,
+    flash_attention,
+    grouped_attention,
+    packed_attention,
+    segment_attention,
+)
+from test.ops.cases import device_of
 
 LENGTHS = [16, 64, 16, 5, 64, 1]
 HEADS = 4
@@ -41,6 +51,32 @@ def test_a_token_attends_to_its_segment() -> None:
 
 def test_a_cpu_has_no_flash_attention() -> None:
     assert flash_attention(torch.device("cpu"), torch.bfloat16, 80) is None
+
+
+@pytest.mark.interpreted
+def test_short_segments_are_requests_of_the_attention_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (tensor.contiguous().to(device_of("triton")) for tensor in values(80))
+    monkeypatch.setattr(attention, "flash_attention", lambda *of: grouped_attention)
+
+    for implementation in [ops.context_attention.impls[name] for name in ("torch", "triton")]:
+        monkeypatch.setattr(ops, "context_attention", implementation)
+        out = packed_attention(query, torch.cat((key, value), dim=1), Segments(LENGTHS, query.device))
+
+        torch.testing.assert_close(out, attended(query, key, value))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_windows_are_computed_on_a_gpu(head_dim: int) -> None:
+    device = torch.device("cuda", 0)
+    query, key, value = (tensor.to(device, torch.bfloat16) for tensor in values(head_dim))
+    segments, packed = Segments(LENGTHS, device), torch.cat((key, value), dim=1)
+
+    out = ops.context_attention.impls["triton"](
+        query.contiguous(), packed, packed, segments.batch, ops.AttnOptions(head_dim**-0.5, causal=False)
+    )
+
+    torch.testing.assert_close(out, grouped_attention(query, key, value, segments), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu

@@ -54,6 +54,7 @@ def our_tower(model_type: str, oracle: Any) -> QwenTower:
     tensors = oracle.state_dict()
     tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].flatten(1)
     tower.load_state_dict(tensors)
+    tower.pack()
     return tower.eval()
 
 
@@ -89,6 +90,17 @@ def test_every_size_has_the_tokens_that_transformers_counts() -> None:
                 patches = processor.get_number_of_image_patches(height, width, {})
 
                 assert images.size_of(ImageHeader(width, height)).tokens == patches // 4, (height, width)
+
+
+def test_low_detail_is_at_most_512_by_512_pixels() -> None:
+    images = QwenImages.read(
+        ImageFiles("qwen2_vl", {**FILES, "max_pixels": 10**7}, {"vision_config": VISION["qwen2_vl"]}), None
+    )
+    for size in ((2000, 1500), (600, 400), (300, 300), (3000, 40)):
+        low, high = (images.size_of(ImageHeader(*size), is_low) for is_low in (True, False))
+
+        assert low.height * low.width <= 512 * 512
+        assert low == high or high.height * high.width > 512 * 512
 
 
 @pytest.mark.parametrize("model_type", VISION)

@@ -27,6 +27,9 @@ from lightserve.vision.tower import ImageTiles
 from lightserve.worker.batch.images import positions_of, req_images
 from lightserve.worker.worker import ModelWorker
 from test.vision_model import END, PAD, START, greedy, oracle_inputs, picture, save_vision_model
+from test.worker.test_draft_graphs import RerunGraphs, graphs
+
+__all__ = ["graphs"]  # a fixture
 
 IMAGES = [picture(90, 200, 1), picture(150, 60, 2)]
 PROMPT = [1, 5, START, PAD, END, 7, 8, START, PAD, END, 9, 2]
@@ -163,6 +166,34 @@ def test_text_follows_a_cached_prefix_that_ends_anywhere(vision_model: tuple[str
 
         assert generate(worker, again, 500, 4) == expected, cached
         worker.run(Step([], free=[cached]))
+
+
+@pytest.mark.parametrize("chunk", [60, 7])
+def test_captured_steps_compute_images(
+    vision_model: tuple[str, Any],
+    chunk: int,
+    graphs: list[RerunGraphs],
+) -> None:
+    folder, model = vision_model
+    images = Images(folder)
+    worker = worker_of(folder, images.memory)
+    worker.capture()
+    text_only = NewReq(2, int32s([1, 2, 3, 4]), SamplingParams(temperature=0.0), 0)
+
+    texts = [
+        generate(worker, images.request(req, some, PROMPT), chunk, 5, 300 * req)
+        for req, some in enumerate((IMAGES, IMAGES[::-1]))
+    ]
+    texts.append(generate(worker, text_only, 4, 5, 900))
+
+    assert texts == [greedy(model, PROMPT, some, 5) for some in (IMAGES, IMAGES[::-1])] + [
+        greedy(model, [1, 2, 3, 4], [], 5)
+    ]
+    (captured,) = graphs
+    chunks = sum(-(-len(images.request(0, IMAGES, PROMPT).token_ids) // chunk) for _ in range(2)) + 1
+    with_images = sum(count for shape, count in captured.replays.items() if shape.has_images)
+    assert with_images == chunks
+    assert captured.replays.total() == chunks + 3 * 4
 
 
 def _uncached(new: NewReq, cached: int) -> list[ImageRows]:

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightserve.common.basemodel.expert_rows import ExpertRows, expert_rows
@@ -37,9 +38,32 @@ class KvGroupInput:
 class StepImages:
     """The tokens of images in a step."""
 
-    tokens: Tensor  # [n] int64: their places in the step
-    vectors: Tensor  # [n, vectors, hidden]: the embedding, and what is added behind the first layers
-    positions: Tensor  # [3, tokens] int64: of all tokens of the step, by axis of the rotary positions
+    vector_row: Tensor  # [tokens] int32, of ``vectors``; negative: the token is not of an image
+    vectors: Tensor  # [n, vectors, hidden]: the embedding, and what is added behind the first layers; n is not 0
+    positions: Tensor  # [3, tokens] int32: of all tokens of the step, by axis of the rotary positions
+    next_row: Tensor  # [tokens] int32: ``vector_row`` of the token after each, as a draft head needs it
+
+    def replace_embeddings(self, x: Tensor) -> Tensor:
+        """The embeddings of images replace those of the tokens that stand for them."""
+        return self._replaced(x, self.vector_row)
+
+    def replace_next_embeddings(self, x: Tensor) -> Tensor:
+        """``replace_embeddings`` in those of the tokens after those of the step."""
+        return self._replaced(x, self.next_row)
+
+    def _replaced(self, x: Tensor, rows: Tensor) -> Tensor:
+        return torch.where((rows >= 0)[:, None], self._vectors(0, rows, x), x)
+
+    def add(self, x: Tensor, layer_num: int) -> Tensor:
+        """DeepStack: the encoder has vectors of its layers for the tokens of images behind the first layers here."""
+        if layer_num + 1 >= self.vectors.shape[1]:
+            return x
+        vectors = self._vectors(layer_num + 1, self.vector_row, x)
+        return torch.where((self.vector_row >= 0)[:, None], x + vectors, x)
+
+    def _vectors(self, number: int, rows: Tensor, x: Tensor) -> Tensor:
+        """A vector of each token; those of text mean nothing."""
+        return self.vectors[:, number].index_select(0, rows.clamp(min=0)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +104,7 @@ class InferStateInfo:
         self.routed_experts: RoutedExperts | None = None  # by KV slot; None: they are not kept
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.output_gate: Tensor | None = None  # of the attention being computed, [tokens, heads * gate_dim]
-        self.aux: dict[int, Tensor] = {}  # hidden states that a draft head reads: see TpPartBaseModel.aux_layers
+        self.aux: dict[int, Tensor] = {}  # hidden states by the layers before them: see ``keep_states_after``
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         if len(step.kv_groups) != len(mem_manager.group_sizes):
             raise ValueError(
@@ -102,7 +126,7 @@ class InferStateInfo:
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
         """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
         if self.step.images is not None and model.rotary_axes is not None:
-            pairs = self.step.images.positions.T[:, model.rotary_axes]  # [tokens, pairs]: the position of each
+            pairs = self.step.images.positions.long().T[:, model.rotary_axes]  # [tokens, pairs]: the position of each
             for key, (cos, sin) in model.rotary_tables.items():
                 self.rotary_angles[key] = RotaryAngles(cos.gather(0, pairs), sin.gather(0, pairs))
         else:
@@ -112,10 +136,15 @@ class InferStateInfo:
         for scale, table in model.query_scale_tables.items():
             self.query_scales[scale] = table.index_select(0, self.position_ids)[:, None, None]
 
+    @property
+    def cache_slots(self) -> Tensor:
+        """``[tokens]``: that the step fills, in the pool of all tokens."""
+        return self._all_tokens.mem_index
+
     @cached_property
     def is_padding(self) -> Tensor:
         """``[tokens]``: rows that only fill up the batch of a captured graph."""
-        return self._all_tokens.mem_index == self.mem_manager.padding_slot
+        return self.cache_slots == self.mem_manager.padding_slot
 
     @cached_property
     def expert_rows(self) -> ExpertRows:
@@ -123,7 +152,7 @@ class InferStateInfo:
         rows = expert_rows(self.is_padding, self.groups, self.step.group_tokens)
         if self.routed_experts is None:
             return rows
-        return replace(rows, writer=self.routed_experts.writer(self._all_tokens.mem_index, rows.first_row))
+        return replace(rows, writer=self.routed_experts.writer(self.cache_slots, rows.first_row))
 
     @property
     def may_fuse_norms(self) -> bool:

@@ -21,18 +21,25 @@ from lightserve.common.device import host_memory, to_device
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.messages.media import ImageRows, Sight
 from lightserve.model_files.config.images import sight_of, vectors_per_token
+from lightserve.worker.batch.step_input import AFTER_IMAGES, IMAGE_AXES, NO_VECTOR, ImageColumns
 
 NOT_ENCODED = -1  # in place of a row of the arena
-AFTER_IMAGES = -1  # in place of a position
 
 
 class PackedImages(NamedTuple):
     """The tokens of images in a step, on the host."""
 
-    tokens: Int64Array  # their places in the step
-    arena_rows: Int32Array  # the same
-    positions: Int64Array  # [3, tokens of the step]; AFTER_IMAGES: see BatchImages.rotary_offsets
+    arena_rows: Int32Array  # of the tokens of images, one request after the other; with a draft head, also one behind
+    vector_row: Int32Array  # [tokens of the step] of ``arena_rows``; NO_VECTOR: it is not of an image
+    next_row: Int32Array  # the same of the token after each
+    positions: Int64Array  # [IMAGE_AXES, tokens of the step]; AFTER_IMAGES: see BatchImages.rotary_offsets
     see_until: Int32Array | None = None  # [tokens of the step] as in ops.AttnBatch, or AFTER_IMAGES; None: as causal
+
+    def write(self, columns: ImageColumns) -> None:
+        """The step may have more tokens: padding."""
+        count = len(self.vector_row)
+        columns.positions[:, :count] = self.positions
+        columns.vector_row[:count], columns.next_row[:count] = self.vector_row, self.next_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +116,27 @@ class BatchImages:
         """``arena``: what the encoder computed of all images, ``[rows, vectors, hidden]``, in shared memory."""
         self._arena = arena
         self._device = device
+        self._max_reqs = max_reqs
         self.sight = sight
+        self._has_head = False  # a draft head reads the embedding after each token
         self._reqs: dict[int, ReqImages] = {}  # by row of the batch
         self._unfinished: set[int] = set()  # of these, rows whose images may not all be computed
         # by row, on the device: what to add to positions after the images; None: the model has one axis
         self.rotary_offsets = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device) if has_axes else None
+        self._captured_vectors = self._arena.new_empty(0)  # that captured steps read, on the device
 
     @classmethod
-    def of_model(cls, model: TpPartBaseModel, arena: mmap) -> BatchImages:
+    def of_model(cls, model: TpPartBaseModel, arena: mmap, has_head: bool = False) -> BatchImages:
+        """``has_head``: a draft head reads the embedding after each token."""
         config = model.config
         rows = torch.frombuffer(arena, dtype=model.args.dtype)
         hidden, vectors = config.hidden_size, vectors_per_token(config.hf)
         count = len(rows) // (vectors * hidden)
         embeddings = rows[: count * vectors * hidden].view(count, vectors, hidden)
         has_axes = model.rotary_axes is not None
-        return cls(embeddings, model.req_manager.max_reqs, model.device, has_axes, sight_of(config.hf))
+        images = cls(embeddings, model.req_manager.max_reqs, model.device, has_axes, sight_of(config.hf))
+        images._has_head = has_head
+        return images
 
     def enter(self, row: int, images: Sequence[ImageRows], prompt_len: int) -> None:
         """A request begins to use a row of the batch."""
@@ -133,7 +146,8 @@ class BatchImages:
             self._reqs[row] = req
             self._unfinished.add(row)
         if self.rotary_offsets is not None and (before is not None or req is not None):
-            self.rotary_offsets[row] = self._offset_of(row)
+            # copied from pinned memory: a number would wait for the step in flight
+            self.rotary_offsets[row : row + 1] = to_device(int32s([self._offset_of(row)]), self._device)
 
     def _new_req(self, images: Sequence[ImageRows], prompt_len: int) -> ReqImages | None:
         """None: it has no images, and its tokens see no later ones."""
@@ -148,45 +162,71 @@ class BatchImages:
         images = self._reqs.get(row)
         return 0 if images is None else images.offset
 
-    def pack(self, rows: Int64Array, q_len: Int64Array, ready: Int64Array, num_tokens: int) -> PackedImages | None:
-        """What a step computes of images; None: all its tokens come after the images of their requests.
-
-        ``num_tokens``: with padding.
-        """
+    def pack(self, rows: Int64Array, q_len: Int64Array, ready: Int64Array) -> PackedImages | None:
+        """What a step computes of images; None: all its tokens come after the images of their requests."""
         if not self._unfinished:  # as in most steps
             return None
         starts = np.cumsum(q_len) - q_len
         unfinished = [index for index, row in enumerate(rows.tolist()) if self._is_unfinished(row, ready[index])]
         if not unfinished:
             return None
-        by_axis = np.full((3, num_tokens), AFTER_IMAGES, dtype=np.int64)
+        num_tokens = int(q_len.sum())
+        by_axis = np.full((IMAGE_AXES, num_tokens), AFTER_IMAGES, dtype=np.int64)
         see_until = None if self.sight is Sight.NONE else np.full(num_tokens, AFTER_IMAGES, dtype=np.int32)
-        tokens, arena_rows = [], []
+        vector_row = np.full(num_tokens, NO_VECTOR, dtype=np.int32)
+        next_row, arena_rows = vector_row.copy(), NO_INT32
         for index in unfinished:
             images, begin, first = self._reqs[int(rows[index])], int(ready[index]), int(starts[index])
             end = min(begin + int(q_len[index]), images.end)
             by_axis[:, first : first + end - begin] = images.positions[:, begin:end]
             if see_until is not None and images.last_seen is not None:
                 see_until[first : first + end - begin] = images.last_seen[begin:end]
-            inside = slice(*np.searchsorted(images.tokens, (begin, end)))
-            tokens.append(images.tokens[inside] - begin + first)
-            arena_rows.append(images.arena_rows[inside])
-        return PackedImages(np.concatenate(tokens), _encoded(np.concatenate(arena_rows)), by_axis, see_until)
+            read = slice(*np.searchsorted(images.tokens, (begin, end + self._has_head)))
+            tokens = images.tokens[read] - begin
+            numbers = np.arange(len(tokens)) + len(arena_rows)
+            is_in_step, follows = tokens < end - begin, tokens > 0
+            vector_row[first + tokens[is_in_step]] = numbers[is_in_step]
+            next_row[first + tokens[follows] - 1] = numbers[follows]
+            arena_rows = np.concatenate((arena_rows, images.arena_rows[read]))
+        return PackedImages(_encoded(arena_rows), vector_row, next_row, by_axis, see_until)
 
     def _is_unfinished(self, row: int, ready_len: int) -> bool:
         if row in self._unfinished and ready_len >= self._reqs[row].end:
             self._unfinished.remove(row)
         return row in self._unfinished
 
-    def of_step(self, packed: PackedImages, rotary_positions: Tensor | None) -> StepImages:
-        """``rotary_positions``: those after images, of all tokens of the step. Drafts make them known here only."""
-        embeddings = host_memory((len(packed.arena_rows), *self._arena.shape[1:]), self._arena.dtype, self._device)
-        torch.index_select(self._arena, 0, torch.from_numpy(packed.arena_rows.astype(np.int64)), out=embeddings)
-        positions = to_device(packed.positions, self._device)
+    def make_room(self, max_tokens: int) -> None:
+        """Steps of at most so many tokens will be captured."""
+        room = max_tokens + self._max_reqs * self._has_head
+        self._captured_vectors = self._arena.new_zeros((room, *self._arena.shape[1:]), device=self._device)
+
+    def load(self, packed: PackedImages) -> None:
+        """Copy the embeddings of the next step to where a captured one reads them."""
+        vectors = self._vectors(packed)
+        self._captured_vectors[: len(vectors)].copy_(vectors, non_blocking=True)
+
+    def of_step(
+        self, columns: ImageColumns, packed: PackedImages | None, rotary_positions: Tensor | None
+    ) -> StepImages:
+        """``packed``: None in a captured step, which reads what ``load`` copies.
+
+        ``rotary_positions``: those after images, of all tokens of the step. Drafts make them known here only.
+        """
+        positions = columns.positions
         if rotary_positions is not None:
-            positions = torch.where(positions == AFTER_IMAGES, rotary_positions.long(), positions)
-        vectors = embeddings.to(self._device, non_blocking=True)
-        return StepImages(to_device(packed.tokens, self._device), vectors, positions)
+            positions = torch.where(positions == AFTER_IMAGES, rotary_positions, positions)
+        if packed is None:
+            vectors = self._captured_vectors
+        else:
+            vectors = self._vectors(packed).to(self._device, non_blocking=True)
+        return StepImages(columns.vector_row, vectors, positions, columns.next_row)
+
+    def _vectors(self, packed: PackedImages) -> Tensor:
+        """In host memory. At least one, which may mean nothing: a step may compute only text before images."""
+        arena_rows = packed.arena_rows if len(packed.arena_rows) else np.zeros(1, dtype=np.int32)
+        vectors = host_memory((len(arena_rows), *self._arena.shape[1:]), self._arena.dtype, self._device)
+        torch.index_select(self._arena, 0, torch.from_numpy(arena_rows.astype(np.int64)), out=vectors)
+        return vectors
 
 
 def _encoded(arena_rows: Int32Array) -> Int32Array:

@@ -287,8 +287,8 @@ class InferBatch:
     def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts, images, or drafts
-        beside prompts, keeps its shape, because no captured step computes them.
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts, tokens that see later
+        ones, or drafts beside images, keeps its shape, because no captured step computes them.
         """
         step_rows = self._rows_of(step)
         self._record_prompts(step_rows)
@@ -298,10 +298,10 @@ class InferBatch:
         count = len(step_rows.slots)
         start = np.cumsum(q_len) - q_len
         prompt_targets = self._prompt_targets(step_rows, start)
-        shape = self._shape(step_rows, bool(groups))
         ready = self.columns.cache_len[rows]
-        images = None if self.images is None else self.images.pack(rows, q_len, ready, shape.tokens)
-        if not prompt_targets and images is None:
+        images = None if self.images is None else self.images.pack(rows, q_len, ready)
+        shape = self._shape(step_rows, bool(groups))._replace(has_images=images is not None)
+        if not prompt_targets and (images is None or images.see_until is None):
             shape = step_rows.captured_shape(shape, step.next_drafts, captured_shape)
         inputs, columns = padded_input(shape, self._padding)
 
@@ -322,6 +322,8 @@ class InferBatch:
         pack(columns, tokens, reqs, computed)
         if columns.groups is not None:  # the captured shape may have none
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
+        if columns.images is not None and images is not None:  # the captured shape may have room for them
+            images.write(columns.images)
         if columns.lora_groups is not None:
             lora_slots = np.repeat(self.columns.lora_slot[rows], q_len)
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)

@@ -24,6 +24,10 @@ GROUP_FIELDS = 4  # of int32: see ops.AttnBatch.shared_prefixes
 ALIGNED = 4  # every column begins at a multiple of 16 bytes: Triton compiles a kernel again for one that does not
 WORD_BYTES = 4
 STATE_REQ_COLUMNS = len(StateColumns._fields) - 1  # all but the first tokens of requests
+IMAGE_AXES = 3  # of rotary positions
+IMAGE_COLUMNS = IMAGE_AXES + 2
+AFTER_IMAGES = -1  # in place of a position
+NO_VECTOR = -1  # in place of a row of vectors
 
 Values = Sequence[float] | np.ndarray
 
@@ -42,6 +46,7 @@ class StepShape(NamedTuple):
     # room for prompts, otherwise every token is a decode or a draft after it.
     num_drafts: int = 0
     next_drafts: int = 0  # that a head computes after such a captured step; 0: there is no head
+    has_images: bool = False  # some tokens are of images or before them; a captured step then has room for them
 
     @property
     def lora_groups(self) -> int:
@@ -85,6 +90,14 @@ REQ_COLUMNS = (
 )
 
 
+class ImageColumns(NamedTuple):
+    """int32 of each token of a step."""
+
+    positions: Any  # [IMAGE_AXES, tokens] by rotary axis; AFTER_IMAGES: see BatchImages.rotary_offsets
+    vector_row: Any  # [tokens] of StepImages.vectors; NO_VECTOR: it is not of an image
+    next_row: Any  # [tokens] the same of the token after each
+
+
 class StepColumns(NamedTuple):
     """Views of the input of a step, on the host or the device."""
 
@@ -95,6 +108,7 @@ class StepColumns(NamedTuple):
     lora_rows: Any = None  # [tokens] int32 of ops.LoraRows, if the shape has them
     lora_groups: Any = None  # [3, groups] int32 of ops.LoraRows, if the shape has them
     states: StateColumns | None = None  # if the model has recurrent layers
+    images: ImageColumns | None = None  # if the shape has them
 
 
 def columns_of(inputs: np.ndarray | Tensor, shape: StepShape, has_states: bool = False) -> StepColumns:
@@ -110,6 +124,11 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape, has_states: bool =
         first += _aligned(shape.tokens)
         lora_groups = inputs[first : first + 3 * shape.lora_groups].reshape(3, shape.lora_groups)
         first += _aligned(3 * shape.lora_groups)
+    images = None
+    if shape.has_images:
+        begin, first = first, first + IMAGE_COLUMNS * _aligned(shape.tokens)
+        of_images = inputs[begin:first].reshape(IMAGE_COLUMNS, -1)[:, : shape.tokens]
+        images = ImageColumns(of_images[:IMAGE_AXES], of_images[IMAGE_AXES], of_images[IMAGE_AXES + 1])
     states = None
     if has_states:
         starts, width = _aligned(shape.requests + 1), _aligned(shape.requests)
@@ -120,7 +139,7 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape, has_states: bool =
     group_slots = tuple(
         [inputs[begin : begin + shape.tokens] for begin in range(first, len(inputs), _aligned(shape.tokens))]
     )
-    return StepColumns(tokens, reqs, groups, group_slots, lora_rows, lora_groups, states)
+    return StepColumns(tokens, reqs, groups, group_slots, lora_rows, lora_groups, states, images)
 
 
 def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
@@ -133,6 +152,9 @@ def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepCo
         slots[:] = slot
     if columns.lora_groups is not None:
         columns.lora_groups[0] = ops.NO_LORA
+    if columns.images is not None:
+        columns.images.positions[:] = AFTER_IMAGES
+        columns.images.vector_row[:] = columns.images.next_row[:] = NO_VECTOR
     if columns.states is not None:
         columns.states.read_row[:] = columns.states.write_row[:] = columns.states.snapshot_row[:] = ops.NO_ROW
         if not shape.has_prompts:  # padding requests have one token each; otherwise none
@@ -188,7 +210,8 @@ def _input_size(shape: StepShape) -> int:
     reqs = sum(_words(column.dtype) for column in REQ_COLUMNS) * _aligned(shape.requests)
     groups = MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0
     lora = _aligned(shape.tokens) + _aligned(3 * shape.lora_groups) if shape.lora_slots else 0
-    return tokens + reqs + groups + lora
+    images = IMAGE_COLUMNS * _aligned(shape.tokens) if shape.has_images else 0
+    return tokens + reqs + groups + lora + images
 
 
 def _aligned(count: int) -> int:
