@@ -57,7 +57,7 @@ class JoinWeightGroup(msgspec.Struct, frozen=True, tag=True):
     name: str
     first_rank: int  # of worker 0 of engine 0
     world_size: int
-    backend: str  # gloo or nccl
+    backend: str  # gloo, or that of the device: nccl
     timeout_s: float
     address: str = ""
     port: int = 0

@@ -26,7 +26,7 @@ def engine_info(worker: ModelWorker, config: WorkerConfig, source: ModelSource) 
         step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         lora_slots=config.num_loras,
         cpu_kv=worker.cpu_kv,
-        kv_identity=exchanged_identity(worker.kv_identity, len(worker.kv_groups)),
+        kv_identity=exchanged_identity(worker.kv_identity, worker.model, len(worker.kv_groups)),
         sight=worker.sight,
         sight_window=worker.model_config.window,
         routed_experts=None if experts is None else RoutedExpertsShape(*experts),

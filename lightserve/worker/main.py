@@ -48,9 +48,10 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
             parallel = _connect(child_config, platform)
-            worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
+            has_trainer = child_config.config.http.enable_rl
+            worker = worker_class(config, source)(config, source, parallel, child_config.device, has_trainer)
             worker.add_cpu_offload(config, child_config.config.cluster.dp)
-            if child_config.config.http.enable_rl:
+            if has_trainer:
                 worker.add_trainer_calls(config)
             if child_config.role != "normal":
                 worker.add_kv_transfer(_transfer_args(child_config, parallel))

@@ -11,12 +11,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from lightserve.common.basemodel import ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.device import Device, check_head_dim, explain_out_of_memory, pick_device, shown_name
+from lightserve.common.basemodel import ModelArgs, TpPartBaseModel
+from lightserve.common.device import check_head_dim, explain_out_of_memory, pick_device, shown_name
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.errors import InvalidRequestError, ServerError
+from lightserve.errors import InvalidRequestError
 from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
 from lightserve.messages.int_arrays import int64s
 from lightserve.messages.media import Sight
@@ -30,8 +30,8 @@ from lightserve.models.served_config import read_served_config
 from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
-from lightserve.worker.kv.identity import make_kv_identity, rank_identity
-from lightserve.worker.kv.memory import KvPoolMemory
+from lightserve.worker.kv.identity import exchanged_identity, make_kv_identity, rank_of
+from lightserve.worker.kv.memory import KvPoolMemory, memory_to_release
 from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offload
 from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
@@ -39,6 +39,7 @@ from lightserve.worker.kv.size import kv_size
 from lightserve.worker.kv.state_size import DETERMINISTIC_BLOCK
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
+from lightserve.worker.precision import dtype_of, precision_summary
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logprobs import SampledLogprobs
@@ -60,8 +61,6 @@ from lightserve.worker.warm_up import (
 from lightserve.worker.weights.files import all_metadata, with_progress
 from lightserve.worker.weights.updater import WeightUpdater
 
-OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
-
 
 class ModelWorker:
     """The model of one rank, and the requests that it runs.
@@ -70,9 +69,14 @@ class ModelWorker:
     """
 
     def __init__(
-        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, device_index: int | None = None
+        self,
+        config: WorkerConfig,
+        source: ModelSource,
+        parallel: Parallel,
+        device_index: int | None = None,
+        has_trainer: bool = False,
     ) -> None:
-        """``device_index`` among the machine's devices; None: the rank."""
+        """``device_index`` among the machine's devices; None: the rank. ``has_trainer``: it may sleep."""
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic, config.ops_backend)
@@ -84,14 +88,14 @@ class ModelWorker:
         check_head_dim(self._platform, max(self.model_config.head_dims))
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
         self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
-        dtype = _dtype(config, self.model_config, self._platform)
+        dtype = dtype_of(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{self._precision_summary(dtype)} on {shown_name(self._platform)}"
+        computed = f"{precision_summary(dtype, self.model_config, self._kv_dtype)} on {shown_name(self._platform)}"
         self.dtype_and_device = computed + ranks
-        self.model = self._load_model(config, source, parallel, dtype)
+        self.model = self._load_model(config, source, parallel, dtype, may_release_kv=has_trainer)
         self._head = load_draft_head(config, source, self.model)
         self.kv_identity = make_kv_identity(config, self.model, computed)
         self._batch = InferBatch(
@@ -134,13 +138,14 @@ class ModelWorker:
 
     def add_trainer_calls(self, config: WorkerConfig) -> None:
         """Let a trainer replace the weights, and use the memory of the KV cache."""
-        self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank)
+        self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank, self._head)
         if self.pooling is None:
             self.kv_memory = KvPoolMemory(self.model.mem_manager, self._runner, self._platform, self._device)
 
     def enable_images(self, arena: mmap) -> None:
         """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
-        self._batch.images = BatchImages.of_model(self.model, arena)
+        self._batch.images = BatchImages.of_model(self.model, arena, bool(self._head and self._head.reads_embeddings))
+        self._runner.capture_images()
 
     @property
     def sight(self) -> Sight:
@@ -151,8 +156,8 @@ class ModelWorker:
         """Send KV to decode engines, or receive it, as the role of the engine says."""
         if self.pooling is not None:
             raise RuntimeError("a role of a pooling model passed the table of combinations")
-        identity = rank_identity(self.kv_identity, args.rank, 1 + len(self.kv_groups))
-        self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, identity)
+        rank = rank_of(exchanged_identity(self.kv_identity, self.model, len(self.kv_groups)), self.model, args.rank)
+        self.kv_transfer = make_kv_transfer(args, self.model.mem_manager, self._platform, rank)
 
     @property
     def cpu_kv(self) -> CpuKvSize | None:
@@ -181,18 +186,8 @@ class ModelWorker:
         self._step_limits = replace(self._step_limits, leaves_out_drafts=self._drafts.leaves_out)
         self._collector = StepCollector()
 
-    def _precision_summary(self, dtype: torch.dtype) -> str:
-        """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
-        quantization = self.model_config.quantization
-        details = [] if quantization is None else [str(quantization)]
-        if self._kv_dtype is not None:
-            details.append(f"KV in {self._kv_dtype}")
-        if self.model_config.is_of_transformers:
-            details.append(OF_TRANSFORMERS)
-        return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")
-
     def _load_model(
-        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, dtype: torch.dtype
+        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, dtype: torch.dtype, may_release_kv: bool
     ) -> TpPartBaseModel:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
@@ -211,6 +206,7 @@ class ModelWorker:
             pooling=self.pooling,
             lora=lora_args(config),
             keeps_routed_experts=config.enable_return_routed_experts,
+            take_kv_memory=memory_to_release(self._platform, self._device) if may_release_kv else None,
             packed_input_bits=config.packed_input_bits,
             merged_adapter=merged_adapter(config),
             source=source,
@@ -284,12 +280,11 @@ class ModelWorker:
             self.run(step)
         for step in draft_steps(self._drafts.num_drafts, self.max_req_total_len, self._smallest_pool):
             self.run(self._in_all_pools(step))
-        if self._batch.lora_slots:
+        further = [with_adapter] if self._batch.lora_slots else []
+        further += [with_image] if self.sight is Sight.IMAGE else []
+        for with_more in further:
             for step in self._warm_up_steps():
-                self.run(with_adapter(step))
-        if self.sight is Sight.IMAGE:
-            for step in self._warm_up_steps():
-                self.run(with_image(step))
+                self.run(with_more(step))
 
     def _warm_up_steps(self) -> Iterator[Step]:
         max_reqs = self.model.req_manager.max_reqs
@@ -434,15 +429,6 @@ class ModelWorker:
                 self._wait_for_tokens()
             tokens = self._sampler.sample(plan, logits, tokens, masks, b_position)
         return tokens, self._sampler.logprobs(plan, tokens, logits)
-
-
-def _dtype(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.dtype:
-    if config.data_type == "auto":
-        return platform.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
-    dtype: torch.dtype = getattr(torch, config.data_type)
-    if not platform.has_dtype(dtype):
-        raise ServerError(f"this GPU does not support the data_type {config.data_type}; use float16")
-    return dtype
 
 
 def _wanted_len(config: WorkerConfig, pooling: PoolingConfig | None) -> int | None:

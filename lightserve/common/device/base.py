@@ -102,6 +102,28 @@ class CopyStream(Protocol):
         """A function that waits for the steps that were launched so far."""
 
 
+class MappedMemory(Protocol):
+    """Memory of a device that can be given back while its addresses stay, so that captured launches stay valid."""
+
+    def tensor(self) -> Tensor:
+        """All of it, as bytes."""
+
+    def release(self) -> None:
+        """Give it back, after what was launched. Nothing may use it until ``restore``."""
+
+    def restore(self) -> None:
+        """Take as much again. What was in it is lost. Raises ``torch.OutOfMemoryError`` if others have it."""
+
+
+class MemoryMapper(Protocol):
+    """Of a kind of device."""
+
+    def can_map(self, device: torch.device) -> bool:
+        """Whether ``device`` and its driver know how."""
+
+    def take(self, num_bytes: int, device: torch.device) -> MappedMemory: ...
+
+
 class Graphs(Protocol[Key, Result]):
     """A function ``f(inputs, key)`` whose launches are captured once for each key and replayed later."""
 
@@ -128,6 +150,7 @@ class Device(ABC):
     step_timeout_s: ClassVar[float] = 60.0  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
+    memory_mapper: ClassVar[MemoryMapper | None] = None  # for memory whose addresses stay; None: there is none
     caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
     # lengths that use every code path. Triton compiles a kernel for 1, one for multiples of 16, one for other lengths
     warm_up_prompts: ClassVar[tuple[int, ...]] = (16, 7, 100, 1)

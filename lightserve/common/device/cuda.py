@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from lightserve.common.device.base import Communicator, Device, Graphs, Out, Stream, in_host_memory
+from lightserve.common.device.base import Communicator, Device, Graphs, MemoryMapper, Out, Stream, in_host_memory
 from lightserve.common.device.cuda_copy_stream import CudaCopyStream
 from lightserve.common.device.cuda_graph import CudaGraphs, as_one_graph
+from lightserve.common.device.cuda_mapped import CudaMemoryMapper
 from lightserve.common.device.cuda_nccl import NcclCommunicator
 from lightserve.common.device.profile import Profile, gpu_profile
 from lightserve.common.ops import DeviceTraits
@@ -61,6 +62,7 @@ class CudaDevice(Device):
     pipeline_depth = 2
     launches_async = True
     streams = CudaStreams()
+    memory_mapper: ClassVar[MemoryMapper | None] = CudaMemoryMapper()
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/attention/_attention.py
 

@@ -22,6 +22,7 @@ class RocmDevice(CudaDevice):
     """Streams, graphs, pinned memory and RCCL by the names that torch has for CUDA."""
 
     name = "rocm"
+    memory_mapper = None
     caution = "never run on hardware by its authors"
 
     def unavailable_reason(self) -> str | None:

@@ -25,9 +25,9 @@ logger = init_logger(__name__)
 
 _SLEEP = "sleep"
 GRAPHS = "cuda_graph"
-STOPPED, FREED, KEPT = "workers_stopped", "kv_freed", "memory_kept"
+STOPPED, FREED, UNMAPPED, KEPT = "workers_stopped", "kv_freed", "kv_unmapped", "memory_kept"
 KV = "kv_cache"
-KV_TIMEOUT_S = 600.0  # steps are captured again
+KV_TIMEOUT_S = 600.0  # steps may be captured again
 
 
 class SleepControl:
@@ -37,6 +37,7 @@ class SleepControl:
         self._pause = pause
         self._released: set[str] = set()  # tags; no step runs until all of them are resumed
         self._is_kv_freed = False  # by workers that stay
+        self._keeps_graphs = False  # while it is freed
         self._send: Callable[[StopWorkers | StartWorkers], None] | None = None
         self._done: asyncio.Future[None] | None = None  # what the launcher was asked for
         self._lock = asyncio.Lock()
@@ -92,7 +93,9 @@ class SleepControl:
     def _method(self) -> str:
         if self.is_asleep:
             return STOPPED
-        return FREED if self._is_kv_freed else KEPT
+        if not self._is_kv_freed:
+            return KEPT
+        return UNMAPPED if self._keeps_graphs else FREED
 
     async def _set_kv_memory(self, *, is_released: bool) -> None:
         """If it fails, some workers may have freed theirs. Workers that are lost have none: see ``free_again``."""
@@ -102,6 +105,7 @@ class SleepControl:
         if reply is not None and reply.error:
             raise ServerError(f"the memory of the KV cache could not be changed: {reply.error}")
         self._is_kv_freed = is_released
+        self._keeps_graphs = reply is not None and reply.keeps_graphs
         if is_released:
             self._pause.forget_kv()
 

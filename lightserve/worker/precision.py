@@ -1,0 +1,32 @@
+"""In which dtypes a worker computes."""
+
+from __future__ import annotations
+
+import torch
+
+from lightserve.common.basemodel import ModelConfig
+from lightserve.common.device import Device
+from lightserve.config import WorkerConfig
+from lightserve.errors import ServerError
+
+OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels and graphs"
+
+
+def dtype_of(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.dtype:
+    """In which the model is computed."""
+    if config.data_type == "auto":
+        return platform.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
+    dtype: torch.dtype = getattr(torch, config.data_type)
+    if not platform.has_dtype(dtype):
+        raise ServerError(f"this GPU does not support the data_type {config.data_type}; use float16")
+    return dtype
+
+
+def precision_summary(dtype: torch.dtype, model: ModelConfig, kv_dtype: str | None) -> str:
+    """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
+    details = [] if model.quantization is None else [str(model.quantization)]
+    if kv_dtype is not None:
+        details.append(f"KV in {kv_dtype}")
+    if model.is_of_transformers:
+        details.append(OF_TRANSFORMERS)
+    return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")
