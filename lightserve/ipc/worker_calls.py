@@ -149,7 +149,8 @@ def _all_paths(replies: Sequence[ProfileResult]) -> ProfileResult:
 
 
 def _all_changed(replies: Sequence[KvMemoryChanged]) -> KvMemoryChanged:
-    return next((reply for reply in replies if reply.error), KvMemoryChanged())
+    changed = KvMemoryChanged(keeps_graphs=all(reply.keeps_graphs for reply in replies))
+    return next((reply for reply in replies if reply.error), changed)
 
 
 def _all_updated(replies: Sequence[WorkerWeightsReply]) -> WorkerWeightsReply:
@@ -162,6 +163,7 @@ def _all_updated(replies: Sequence[WorkerWeightsReply]) -> WorkerWeightsReply:
         missing=max(missing, default=None),
         used=max(reply.used for reply in replies),
         has_repeated=any(reply.has_repeated for reply in replies),
+        has_only_drafts=all(reply.has_only_drafts for reply in replies),
         values=replies[0].values,
     )
 

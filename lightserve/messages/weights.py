@@ -31,7 +31,7 @@ class JoinTorchGroup(msgspec.Struct, frozen=True, tag=True):
     port: int
     first_rank: int  # of worker 0
     world_size: int
-    backend: str  # gloo or nccl
+    backend: str  # gloo, or that of the device: nccl
     timeout_s: float
 
 
@@ -117,5 +117,6 @@ class WorkerWeightsReply(msgspec.Struct, frozen=True):
     is_client_error: bool = False  # what the trainer sent does not fit the model
     missing: int | None = None  # tensors that the load still needs; None: no load is open, or that is not known
     used: int = 0  # of the checked tensors, those that fill weights
+    has_only_drafts: bool = False  # the load that has ended was of the layer for drafts alone
     has_repeated: bool = False  # one of the checked tensors has come before in the open load
     values: list[float] = []

@@ -45,6 +45,7 @@ class KvMemoryChanged(msgspec.Struct, frozen=True):
     """The reply to a KvMemory."""
 
     error: str = ""  # why it has failed
+    keeps_graphs: bool = False  # CUDA graphs stay valid
 
 
 NO_STORE = -1  # in the reply to a KvLookup: no tier has the block

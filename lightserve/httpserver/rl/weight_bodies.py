@@ -21,6 +21,7 @@ PACKED_BYTES = 2**30  # vLLM's default
 SGLANG_GROUP, VLLM_GROUP = "weight_update_group", "weight_transfer"
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+Backend = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]  # of torch.distributed; workers know that of their device
 Port = Annotated[int, Field(strict=False, ge=1, le=65_535)]  # AReaL sends it as text
 Version = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0, le=3600)]
@@ -51,7 +52,7 @@ class InitGroup(Body):
     rank_offset: int = Field(ge=1, le=MAX_RANKS)
     world_size: int = Field(ge=2, le=MAX_RANKS)
     group_name: Name = SGLANG_GROUP
-    backend: Literal["nccl", "gloo"] = "nccl"
+    backend: Backend = "nccl"
     timeout_s: Timeout = JOIN_TIMEOUT_S
 
     def query(self, query_id: int) -> JoinWeightGroup:

@@ -162,10 +162,11 @@ class WeightsControl:
             await self._open(message.aborts)
             self._version, self._recomputes = message.version or self._version, message.recomputes
             reply = await self._write(command)
-            if reply.missing == 0 and not self._is_explicit:
-                reply = await self._write(FinishLoad())
-                self._complete(TRAINER)
-        return self._reply(reply.missing)
+            missing = reply.missing
+            if missing == 0 and not self._is_explicit:
+                await self._finish()
+                missing = None
+        return self._reply(missing)
 
     async def _end(self, message: EndWeightUpdate) -> RlReply:
         async with self._lock:
@@ -176,9 +177,20 @@ class WeightsControl:
                 self._set(message.version)
                 return self._reply()
             self._version, self._recomputes = message.version or self._version, message.recomputes
-            await self._write(FinishLoad())
-            self._complete(TRAINER)
+            await self._finish()
         return self._reply()
+
+    async def _finish(self) -> None:
+        """All weights have come, or all of the layer for drafts: then those of the model stay, valid or not."""
+        finished = await self._write(FinishLoad())
+        if not finished.has_only_drafts:
+            self._complete(TRAINER)
+            return
+        self._set(self._version)
+        self._forget_open()
+        self._is_explicit = False
+        self._steps.release(_HOLD)
+        logger.info("the layer for drafts has new weights")
 
     async def _resume(self, message: ResumeGeneration) -> RlReply:
         """Generation shall go on. An update that is not complete has failed."""

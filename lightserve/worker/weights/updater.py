@@ -33,9 +33,10 @@ from lightserve.model_files.config.text_part import is_of_other_part
 from lightserve.model_files.source import ModelSource, resolve, stored_as
 from lightserve.models.served_config import read_served_config
 from lightserve.utils.logger import init_logger
+from lightserve.worker.speculation.heads.head import DraftHead
 from lightserve.worker.weights.buffers import metadata, received
 from lightserve.worker.weights.groups import NcclGroup, TorchGroup, TrainerGroup
-from lightserve.worker.weights.load import WeightLoad
+from lightserve.worker.weights.parts import HeadPart, PartLoads, UpdatedPart, parts_of
 
 logger = init_logger(__name__)
 
@@ -43,13 +44,21 @@ logger = init_logger(__name__)
 class WeightUpdater:
     """Serves one command at a time. The router makes sure that no step runs while weights are written."""
 
-    def __init__(self, config: WorkerConfig, model: TpPartBaseModel, platform: Device, rank: int) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: TpPartBaseModel,
+        platform: Device,
+        rank: int,
+        head: DraftHead | None = None,
+    ) -> None:
         self._config = config
         self._model = model
+        self._parts = parts_of(model, head)
         self._platform = platform
         self._rank = rank
         self._groups: dict[str, TrainerGroup] = {}
-        self._load: WeightLoad | None = None
+        self._load: PartLoads | None = None
         self._names: set[str] = set()  # that the open load has got
 
     def handle(self, command: WorkerWeightsCommand) -> WorkerWeightsReply:
@@ -80,7 +89,7 @@ class WeightUpdater:
             case ReceiveTensors():
                 self._receive(command)
             case FinishLoad():
-                self._finish()
+                return self._finish()
             case CancelLoad():
                 self._cancel()
             case ReadTensor():
@@ -98,8 +107,11 @@ class WeightUpdater:
     def _join(self, command: JoinTorchGroup | JoinNccl) -> None:
         self._leave(command.name)
         backend = command.backend if isinstance(command, JoinTorchGroup) else "nccl"
-        if backend not in ("gloo", self._platform.comm_backend):
-            raise InvalidRequestError(f"the device {self._platform.name} has no backend {backend}; use gloo")
+        known = sorted({"gloo", self._platform.comm_backend})
+        if backend not in known:
+            raise InvalidRequestError(
+                f"the device {self._platform.name} has no backend {backend}; use {' or '.join(known)}"
+            )
         kind: Any = TorchGroup if isinstance(command, JoinTorchGroup) else NcclGroup
         self._groups[command.name] = kind(command, self._rank, self._model.device)
 
@@ -124,6 +136,9 @@ class WeightUpdater:
         of_folder._init_args(args)
         self._check_same_model(path, of_folder)
         kind.unused_tensors(args)
+        for updated in self._parts_in(args.tensor_metadata):
+            if isinstance(updated, HeadPart):
+                updated.check_all(args.tensor_metadata)
         self._warn_of_other_parts(tensor.name for tensor in args.tensor_metadata)
 
     def _check_same_model(self, path: str, of_folder: TpPartBaseModel) -> None:
@@ -153,8 +168,16 @@ class WeightUpdater:
     def _load_folder(self, path: str) -> None:
         self._cancel()
         source = self._source(path)
-        self._model.load_weights(chain(open_checkpoint(source), self._modules(source)))
+        for updated in self._parts_in(tensor_metadata(source)):
+            tensors = chain(open_checkpoint(source), self._modules(source))
+            updated.load_weights(tensor for tensor in tensors if updated.reads(tensor.name))
         self._wait_for_device()
+
+    def _parts_in(self, tensors: Iterable[CheckpointTensor]) -> list[UpdatedPart]:
+        """The model, and the layer for drafts if a folder has it. Many are written without."""
+        of_model, *heads = self._parts
+        names = [tensor.name for tensor in tensors if not of_model.reads(tensor.name)]
+        return [of_model, *(head for head in heads if any(map(head.reads, names)))]
 
     def _source(self, path: str) -> ModelSource:
         return stored_as(resolve(path), self._config.quantization, packed_by_default=False)
@@ -175,7 +198,9 @@ class WeightUpdater:
         names = [tensor.name for tensor in command.tensors]
         if len(set(names)) < len(names):
             raise InvalidRequestError("names: one of them occurs twice")
-        used = self._model.check_part(metadata(command.tensors))
+        announced, used = list(metadata(command.tensors)), set()
+        for updated in self._parts:
+            used |= updated.check_some(tensor for tensor in announced if updated.reads(tensor.name))
         self._warn_of_other_parts(names)
         missing = None if self._load is None else self._load.missing
         return WorkerWeightsReply(used=len(used), has_repeated=not self._names.isdisjoint(names), missing=missing)
@@ -191,7 +216,7 @@ class WeightUpdater:
         if command.restarts:
             self._cancel()
         if self._load is None:
-            self._load, self._names = WeightLoad(self._model, self._set_device), set()
+            self._load, self._names = PartLoads(self._parts, self._set_device), set()
         load = self._load
         try:
             for tensors in parts:
@@ -207,12 +232,13 @@ class WeightUpdater:
             raise InvalidRequestError(f"there is no weight update group {name[:100]!r}; create it first")
         return group
 
-    def _finish(self) -> None:
+    def _finish(self) -> WorkerWeightsReply:
         if self._load is None:
             raise InvalidRequestError("no weights have come since the update started")
         load, self._load = self._load, None
         load.finish()
         self._wait_for_device()
+        return WorkerWeightsReply(has_only_drafts=not load.has_model)
 
     def _cancel(self) -> None:
         if self._load is not None:
