@@ -20,6 +20,13 @@ FIELD_OF = {
     "prompt_lookup_min": ("ngram", "suffix"),
     "model": ("eagle3", "dflash", "draft_model"),
 }  # the methods that read a field
+NOT_NEEDED = {
+    "draft_tensor_parallel_size": "a head is divided by --tp, as the model is",
+    "disable_by_batch_size": "how many drafts a step has depends on what they cost and bring",
+    "num_speculative_tokens_per_batch_size": "how many drafts a step has depends on what they cost and bring",
+    "draft_sample_method": "drafts have the noise of their request",
+}  # vLLM's fields that have no meaning here
+SAME_METHODS = {"ngram_gpu": "ngram"}  # vLLM's names; besides those of MTP layers, which begin with a type of models
 MAX_DRAFTS, MAX_NGRAM = 32, 32
 DEFAULT_DRAFTS_OF = {"dflash": MAX_DRAFTS}  # of a head: as many as a block has, at most
 
@@ -31,7 +38,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = DEFAULT_DRAFTS  # at most, in a step
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MAX  # tokens of an n-gram
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = DEFAULT_MIN
-    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=1)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = DEFAULT_PAST_OUTPUTS  # of a salt, for suffix
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_length: float | None = None  # tokens of a request and step on average, for "synthetic"
     model: str | None = None  # the folder or the name of an EAGLE-3 head, a DFlash drafter or a draft model
@@ -90,12 +97,11 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
-    method = fields.get("method")
-    if method not in METHODS:
-        what = "there is no method" if method is None else f"the method {method!r} is not supported"
-        raise _error(f"{what}; supported: {', '.join(METHODS)}")
+    method = fields["method"] = _method(fields.get("method"))
     known = SpeculativeConfig.__struct_fields__
     for name in fields:
+        if name in NOT_NEEDED:
+            raise _error(f"{name} is not needed: {NOT_NEEDED[name]}; leave it out")
         if name not in known:
             near = nearest(name, known)
             hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
@@ -113,6 +119,17 @@ def _checked(fields: dict[str, Any]) -> SpeculativeConfig:
         raise _error('suffix_decoding_max_cached_requests needs the method "suffix"')
     _check_synthetic(config)
     return config
+
+
+def _method(given: Any) -> str:
+    """Its name here. vLLM has further ones for the same, such as qwen3_next_mtp."""
+    method = SAME_METHODS.get(given, given) if isinstance(given, str) else given
+    if isinstance(method, str) and method.endswith("_mtp"):
+        return "mtp"
+    if method not in METHODS:
+        what = "there is no method" if given is None else f"the method {given!r} is not supported"
+        raise _error(f"{what}; supported: {', '.join(METHODS)}")
+    return str(method)
 
 
 def _check_method(method: str, fields: dict[str, Any]) -> None:

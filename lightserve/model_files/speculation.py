@@ -19,6 +19,8 @@ from lightserve.model_files.mtp import check_mtp, mtp_format, promises_mtp
 from lightserve.model_files.safetensors_header import read_header
 from lightserve.model_files.source import FolderSource, ModelSource, require_weights, resolve
 
+HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "DFlashDraftModel")  # of heads in their original formats
+
 
 def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: ModelConfig) -> WorkerConfig:
     """The config with a method in place of ``auto`` and a local folder in place of a head's name.
@@ -29,11 +31,15 @@ def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: Model
     if config is None:
         return worker
     if config.method == "auto":
-        config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS) if has_mtp(source, model) else SpeculativeConfig()
+        may_have_head = worker.num_groups == 1 and not model.is_of_transformers  # see config/combinations.py
+        has_head = may_have_head and has_mtp(source, model)
+        config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS) if has_head else SpeculativeConfig()
     if config.method == "mtp":
         check_mtp(model)
     if config.method in ("eagle3", "dflash"):
         config = _with_head(config, model, worker.load_format == "auto")
+    if config.method == "dflash":
+        _check_block(config.num_speculative_tokens + 1, model.request_len(worker.max_req_total_len))
     if config.method == "draft_model":
         path = draft_model_path(config.model, source, model, worker.load_format == "auto")
         config = msgspec.structs.replace(config, model=path)
@@ -64,13 +70,20 @@ def _with_head(config: SpeculativeConfig, model: ModelConfig, needs_weights: boo
     return msgspec.structs.replace(config, model=str(files.path), num_speculative_tokens=num_drafts)
 
 
+def _check_block(tokens: int, longest: int) -> None:
+    """``longest``: the most tokens of a request."""
+    if tokens > longest:
+        problem = f"a block has {tokens} tokens, and a request at most {longest}"
+        raise OptionError(f"speculative_config: {problem}; raise --max_req_total_len or lower num_speculative_tokens")
+
+
 def served_with_head(worker: WorkerConfig) -> WorkerConfig:
     """If --model_dir is a draft head in the ``speculators`` format, the config that serves its model with it."""
     if worker.model_dir is None:
         return worker
     source = resolve(worker.model_dir, needs_weights=False)
     hf = read_json_if_exists(source.path / "config.json") if source.path.is_dir() else {}
-    if SPECULATORS_TYPE not in hf:
+    if SPECULATORS_TYPE not in hf and (hf.get("architectures") or [""])[0] not in HEAD_ARCHITECTURES:
         return worker
     if worker.speculative_config is not None:
         raise OptionError(
@@ -85,7 +98,7 @@ def served_with_head(worker: WorkerConfig) -> WorkerConfig:
             "(speculators_config.verifier.name_or_path); set --model_dir to the model, and the head as "
             "--speculative_config"
         )
-    method = "dflash" if hf[SPECULATORS_TYPE] == "dflash" else "eagle3"
+    method = "dflash" if hf.get(SPECULATORS_TYPE) == "dflash" else "eagle3"
     config = SpeculativeConfig(method, _num_drafts(speculators, method), model=str(source.path))
     return replace(worker, model_dir=verifier, speculative_config=config.text)
 

@@ -11,7 +11,15 @@ import pytest
 
 from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
-from test.api.test_speculation import PROMPTS, UNMERGED, ask, assert_that_a_death_changes_no_text, drafts_of
+from test.api.test_speculation import (
+    PROMPTS,
+    TEMPLATE,
+    UNMERGED,
+    ask,
+    assert_that_a_death_changes_no_text,
+    drafts_of,
+)
+from test.worker.dflash import save_drafter
 from test.worker.heads import save_head
 from test.worker.test_draft_model import config_of as draft_model_config, save_draft_model
 from test.worker.test_mtp import save_model as save_mtp_model
@@ -37,40 +45,57 @@ OPTIONS_OF_IDS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Of a model, and of a head that names it."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from test.small_text import save_small_model  # here, because it imports transformers
 
     folder = tmp_path_factory.mktemp("small")
-    save_small_model(folder, context_len=1024)
-    model = json.loads((folder / "config.json").read_text())
-    speculators = {
-        "verifier": {"name_or_path": str(folder)},
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 2}],
-        "default_proposal_method": "greedy",
-    }
-    head = tmp_path_factory.mktemp("head")
-    save_head(head, model["vocab_size"], model["hidden_size"], DRAFTED_IDS, True, speculators_config=speculators)
-    return str(folder), str(head)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return save_small_model(folder, context_len=1024)
+
+
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["--tp", "--pp"])
+def ranks(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def head(model: str, method: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """It names the model."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    sizes = config["vocab_size"], config["hidden_size"], DRAFTED_IDS
+    speculators = {
+        "verifier": {"name_or_path": model},
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 2}],
+        "default_proposal_method": "greedy",
+    }
+    folder = tmp_path_factory.mktemp("head")
+    if method == "dflash":
+        return save_drafter(folder, *sizes, speculators_config=speculators)
+    return save_head(folder, *sizes, True, speculators_config=speculators)
+
+
+@pytest.fixture(scope="module")
+def server(head: str, ranks: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """``--model_dir`` is the head."""
     log = tmp_path_factory.mktemp("server") / "log"
     common = ("--device", "cpu", "--dtype", "float32", "--max_total_token_num", "4096", "--kv_ram_gb", "0.1")
-    with running_server(log, "--model_dir", folders[1], *common, "--tp", "2") as server:
+    with running_server(log, "--model_dir", head, *common, ranks, "2") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def plain(folders: tuple[str, str]) -> LLM:
-    return LLM(folders[0], device="cpu", data_type="float32", max_total_token_num=4096)
+def plain(model: str) -> LLM:
+    return LLM(model, device="cpu", data_type="float32", max_total_token_num=4096)
 
 
-def test_a_head_as_model_dir_serves_its_model(server: ServerProcess, folders: tuple[str, str]) -> None:
-    assert f"eagle3 by {folders[1]}, up to 2 drafts a step" in server.log
-    assert ask(server, {"prompt": PROMPTS[0]})["model"] == Path(folders[0]).name
+def test_a_head_as_model_dir_serves_its_model(server: ServerProcess, method: str, head: str, model: str) -> None:
+    assert f"{method} by {head}, up to 2 drafts a step" in server.log
+    assert ask(server, {"prompt": PROMPTS[0]})["model"] == Path(model).name
 
 
 def mtp_behind_the_layers(folder: Path) -> tuple[str, str, str]:

@@ -22,8 +22,9 @@ from test.api.test_engines import CLI, serving
 from test.api.test_restart import kill_worker
 from test.lora_files import add_to, linear_sizes, write_adapter
 from test.ports import free_port
-from test.vision_model import picture, save_vision_model
+from test.vision_model import TEXT, picture, save_vision_model
 from test.waiting import wait_until
+from test.worker.heads import save_head
 
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
 # a small pool: the KV of requests that have ended goes to the tier
@@ -102,6 +103,22 @@ def test_choices_beside_other_features_are_those_of_transformers(
 
     assert status == 200, response
     assert {choice["message"]["content"] for choice in response["choices"]} == {expected(vision_model[1], oracle, 8)}
+
+
+@pytest.mark.long
+@pytest.mark.tp
+def test_a_head_drafts_after_images_also_when_a_rank_has_died(vision_model: tuple[str, Any], tmp_path: Path) -> None:
+    folder, model = vision_model
+    head = save_head(tmp_path / "head", TEXT["vocab_size"], TEXT["hidden_size"], list(range(40)))
+    config = json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": 2})
+    wanted = oracle_texts(model, range(NUM_CHATS))
+    flags = (*flags_of(folder), "--speculative_config", config, "--max_total_token_num", "400", "--tp", "2")
+
+    with running_server(tmp_path / "log", *flags) as server:
+        assert texts_of(server, range(NUM_CHATS)) == wanted
+        assert server.settled_metrics()["spec_decode_num_draft_tokens_total"] > 0
+        kill_worker(server, "ls-worker-1")
+        assert texts_of(server, range(NUM_CHATS)) == wanted
 
 
 @pytest.mark.long

@@ -125,10 +125,10 @@ def indices_of(out: Any) -> Any:
     params=[
         (qwen3_moe, ("--tp", "2", "--ep", "2", "--enable_dp_attention", "--speculative_config", DRAFTS)),
         pytest.param((qwen3_moe, ("--tp", "2")), marks=pytest.mark.long),
-        pytest.param((many_experts, ()), marks=pytest.mark.long),
+        pytest.param((many_experts, ("--pp", "3", "--speculative_config", DRAFTS)), marks=pytest.mark.long),
         pytest.param((deepseek_v3, ()), marks=pytest.mark.long),
     ],
-    ids=["qwen3_moe in groups, drafts", "qwen3_moe tp 2", "300 experts", "deepseek_v3"],
+    ids=["qwen3_moe in groups, drafts", "qwen3_moe tp 2", "300 experts pp 3, drafts", "deepseek_v3"],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     make, ranks = request.param

@@ -28,6 +28,10 @@ from lightserve.errors import OptionError
             '{"method": "suffix", "suffix_decoding_max_cached_requests": 9}',
             SpeculativeConfig("suffix", suffix_decoding_max_cached_requests=9),
         ),
+        ('{"method": "suffix", "suffix_decoding_max_cached_requests": 0}', SpeculativeConfig("suffix", 4, 4, 3, 0)),
+        ('{"method": "qwen3_next_mtp", "num_speculative_tokens": 2}', SpeculativeConfig("mtp", 2)),
+        ('{"method": "deepseek_mtp"}', SpeculativeConfig("mtp", 3)),
+        ('{"method": "ngram_gpu"}', SpeculativeConfig()),
         ('{"method": "ngram", "prompt_lookup_max": 1}', SpeculativeConfig(prompt_lookup_max=1, prompt_lookup_min=1)),
         ('{"method": "ngram", "prompt_lookup_min": 9}', SpeculativeConfig(prompt_lookup_max=9, prompt_lookup_min=9)),
         (
@@ -39,6 +43,36 @@ from lightserve.errors import OptionError
 @pytest.mark.parametrize("flag", ["--speculative_config", "--speculative-config"])
 def test_the_fields_are_those_of_vllm(text: str, config: SpeculativeConfig, flag: str) -> None:
     assert parse_server([flag, text]).worker.speculation == config
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--speculative-config.method", "mtp", "--speculative-config.num_speculative_tokens", "2"],
+        ["--speculative_config.method=mtp", "--speculative_config.num_speculative_tokens=2"],
+        ["--spec-method", "mtp", "--spec-tokens", "2"],
+        ["--spec-tokens=2", "--speculative_config", '{"method": "mtp", "num_speculative_tokens": 5}'],
+    ],
+    ids=" ".join,
+)
+def test_fields_may_be_flags_as_in_vllm(argv: list[str]) -> None:
+    config = parse_server(["--port", "8001", *argv, "--tp", "2"])
+
+    assert config.worker.speculation == SpeculativeConfig("mtp", 2)
+    assert (config.http.port, config.worker.tp) == (8001, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--spec-method"], "--spec-method: its value is missing"),
+        (["--spec-tokens", "2", "--speculative_config", "auto"], "speculative_config='auto' has no fields"),
+        (["--speculative-config.methods", "ngram"], "there is no method"),
+    ],
+)
+def test_a_wrong_flag_of_a_field_is_an_error(argv: list[str], problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        parse_server(argv)
 
 
 def test_without_the_flag_there_are_no_drafts() -> None:
@@ -72,7 +106,9 @@ def test_without_the_flag_there_are_no_drafts() -> None:
         ('{"method": "ngram", "num_speculative_tokens": 33}', "<= 32.*num_speculative_tokens"),
         ('{"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}', r"prompt_lookup_min \(4\) is more"),
         ('{"method": "ngram", "suffix_decoding_max_cached_requests": 9}', 'needs the method "suffix"'),
-        ('{"method": "suffix", "suffix_decoding_max_cached_requests": 0}', ">= 1.*suffix_decoding"),
+        ('{"method": "suffix", "suffix_decoding_max_cached_requests": -1}', ">= 0.*suffix_decoding"),
+        ('{"method": "mtp", "draft_tensor_parallel_size": 1}', "draft_tensor_parallel_size is not needed: .*leave it"),
+        ('{"method": "ngram", "disable_by_batch_size": 9}', "disable_by_batch_size is not needed"),
         ('{"method": "ngram", "rejection_sample_method": "block"}', "'block'.*rejection_sample_method"),
         ('{"method": "ngram", "rejection_sample_method": "synthetic"}', "synthetic_acceptance_length from 1 to 5"),
         ('{"method": "ngram", "synthetic_acceptance_length": 2}', 'needs rejection_sample_method "synthetic"'),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightserve.config import WorkerConfig
+from lightserve.config.speculation import SpeculativeConfig
 from lightserve.errors import OptionError
 from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.model_files.dflash import DFlashConfig
 from lightserve.model_files.draft_head import Eagle3Config
+from lightserve.model_files.source import FolderSource
 from lightserve.model_files.speculation import resolved_speculation, served_with_head
 from test.worker.heads import layer_config
 
@@ -79,6 +82,34 @@ def test_a_step_has_no_more_drafts_than_a_block(tmp_path: Path, wanted: int | No
     assert DFlashConfig.read(tmp_path, TARGET).aux_layers == (2, 5, 10)
 
 
+@pytest.mark.parametrize(("wanted", "fits"), [(7, False), (6, True), (None, False)])
+def test_a_block_has_to_fit_into_a_request(tmp_path: Path, wanted: int | None, fits: bool) -> None:
+    fields = {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 9], "block_size": 8}}
+    save(tmp_path, architectures=["DFlashDraftModel"], **layer_config(131), **fields)
+    config = {"method": "dflash", "model": str(tmp_path)} | ({"num_speculative_tokens": wanted} if wanted else {})
+    worker = WorkerConfig(speculative_config=json.dumps(config), load_format="dummy", max_req_total_len=7)
+
+    if fits:
+        assert resolved_speculation(worker, None, TARGET).speculation is not None  # type: ignore[arg-type]
+        return
+    with pytest.raises(OptionError, match="a block has 8 tokens, and a request at most 7; raise --max_req_total_len"):
+        resolved_speculation(worker, None, TARGET)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flags", [{"tp": 2, "ep": 2, "enable_dp_attention": True}, {"model_impl": "transformers"}])
+def test_auto_takes_n_grams_where_a_head_cannot_draft(tmp_path: Path, flags: dict[str, Any]) -> None:
+    path = Path(save(tmp_path, **{**layer_config(131), "model_type": "glm4_moe"}, num_nextn_predict_layers=1))
+    source, model = FolderSource("glm", path), ModelConfig.from_hf(json.loads((path / "config.json").read_text()))
+
+    of_head = resolved_speculation(WorkerConfig(speculative_config="auto"), source, model)
+    config = WorkerConfig(speculative_config="auto", **flags)
+    model = replace(model, is_of_transformers=config.model_impl == "transformers")
+
+    assert of_head.speculation is not None
+    assert of_head.speculation.method == "mtp"
+    assert resolved_speculation(config, source, model).speculation == SpeculativeConfig()
+
+
 def test_a_drafter_whose_layers_nobody_names_reads_some_from_the_second_to_the_last_but_two(tmp_path: Path) -> None:
     fields = {"block_size": 8, "dflash_config": {"mask_token_id": 5}}
     save(tmp_path, architectures=["DFlashDraftModel"], **{**layer_config(131), "num_hidden_layers": 3}, **fields)
@@ -97,6 +128,14 @@ def test_a_head_as_model_dir_excludes_another_method(tmp_path: Path) -> None:
 def test_a_head_that_names_no_model_cannot_be_model_dir(tmp_path: Path, verifier: Any) -> None:
     with pytest.raises(OptionError, match="does not name the model"):
         served_with_head(WorkerConfig(model_dir=save_speculators(tmp_path, verifier=verifier)))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "DFlashDraftModel"])
+def test_a_head_in_the_original_format_cannot_be_model_dir(tmp_path: Path, architecture: str) -> None:
+    head = save(tmp_path, architectures=[architecture], **layer_config(131))
+
+    with pytest.raises(OptionError, match=r"is a draft head.*does not name the model.*set --model_dir to the model"):
+        served_with_head(WorkerConfig(model_dir=head))
 
 
 def test_a_model_is_served_as_it_is(tmp_path: Path) -> None:

@@ -71,17 +71,20 @@ def test_the_slots_of_rejected_drafts_are_those_of_the_next_tokens(accepted: int
     assert req.in_flight == 2
 
 
-def test_the_step_before_drafts_says_that_they_follow() -> None:
-    scheduler = drafting(weight_read_tokens=20.0)
-    begin(scheduler, 500, 500)
+@pytest.mark.parametrize("limits", [{}, {"has_draft_head": True}, {"num_stages": 2}], ids=str)
+def test_the_step_before_drafts_says_that_they_follow(limits: dict[str, Any]) -> None:
+    scheduler = drafting(weight_read_tokens=20.0, **limits)
+    req_ids = [0] if "num_stages" in limits else [0, 1]  # several would be in different steps
+    begin(scheduler, *[500] * len(req_ids))
 
     steps = []
     for _ in range(60):
         steps.append(next_step(scheduler))
-        process_tokens(scheduler, [TokenOut(req_id, Token(OTHER)) for req_id in (0, 1)])
+        process_tokens(scheduler, [TokenOut(req_id, Token(OTHER)) for req_id in req_ids])
         drafts = [(req_id, count, 0) for req_id, count in drafts_of(steps[-1]).items() if count]
-        scheduler.only_group.observe_drafts(
-            DraftColumns(*map(int32s, zip(*drafts, strict=True))) if drafts else NO_DRAFTS
+        scheduler.process_drafts(
+            DraftColumns(*map(int32s, zip(*drafts, strict=True))) if drafts else NO_DRAFTS,
+            TokenColumns.of([(req_id, [OTHER] * steps[-1].next_drafts) for req_id in req_ids if steps[-1].next_drafts]),
         )
 
     has_drafts = [any(drafts_of(step).values()) for step in steps]

@@ -146,10 +146,14 @@ class TorchHead:
 
     def layer_out(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """The sum behind the layer, from hidden states and the tokens after them, at positions from 0 on."""
-        embedded = _rms(F.embedding(token_ids, self.embedding), self._of("input_layernorm"))
+        return self.embedded_out(hidden, F.embedding(token_ids, self.embedding), torch.arange(len(hidden)))
+
+    def embedded_out(self, hidden: Tensor, embedding: Tensor, positions: Tensor) -> Tensor:
+        """``layer_out`` with embeddings of the tokens, or of images."""
+        embedded = _rms(embedding, self._of("input_layernorm"))
         normed = _rms(hidden, self._of("hidden_norm"))
         residual = (normed if self.norm_before_residual else hidden) + self._attention(
-            torch.cat((embedded, normed), -1)
+            torch.cat((embedded, normed), -1), positions
         )
         x = _rms(residual, self._of("post_attention_layernorm"))
         gated = F.silu(F.linear(x, self._of("mlp.gate_proj"))) * F.linear(x, self._of("mlp.up_proj"))
@@ -163,12 +167,12 @@ class TorchHead:
         """Of the tokens that it drafts."""
         return F.linear(_rms(summed, self.weights["norm.weight"]), self.weights["lm_head.weight"])
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, positions: Tensor) -> Tensor:
         count = len(x)
         q, k, v = (
             F.linear(x, self._of(f"self_attn.{name}_proj")).view(count, -1, DIM).transpose(0, 1) for name in "qkv"
         )
-        angles = torch.arange(count)[:, None] * 5000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+        angles = positions[:, None] * 5000.0 ** (-torch.arange(0, DIM, 2) / DIM)
         q, k = _rotated(q, angles), _rotated(k, angles)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return F.linear(out.transpose(0, 1).flatten(1), self._of("self_attn.o_proj"))

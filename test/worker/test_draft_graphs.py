@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightserve.common.basemodel.hooks import hooks_of
 from lightserve.common.device import Graphs
@@ -32,6 +36,27 @@ from test.worker.test_ngram import (
 CONFIG = f'{{"method": "ngram", "num_speculative_tokens": {NUM_DRAFTS}}}'
 
 
+class NoNumbersFromTheHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A capture refuses to copy from the host, as a GPU does where a number is assigned to indexed rows.
+
+    The definitions of ops may do so: a GPU has kernels for them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_put_.default and _is_number(*args[:3]) and not _is_in_definition():
+            raise RuntimeError("a number is assigned to indexed rows in a captured step; use index_fill_")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_number(out: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> bool:
+    """The values of one index have no dimension either."""
+    return values.dim() == 0 and any(index is not None and index.numel() > 1 for index in indices)
+
+
+def _is_in_definition() -> bool:
+    return any("/lightserve/common/ops/" in frame.filename for frame in traceback.extract_stack())
+
+
 class RerunGraphs:
     """As CudaGraphs: a replay copies its input to where the captured one was, and writes its result to one place."""
 
@@ -49,7 +74,8 @@ class RerunGraphs:
 
     def capture(self, examples: Iterable[tuple[StepShape, Tensor]]) -> None:
         for key, example in examples:
-            self._function(example.clone(), key)
+            with NoNumbersFromTheHost():  # type: ignore[no-untyped-call]
+                self._function(example.clone(), key)
             self._inputs[key] = example
 
     def clear(self) -> None:

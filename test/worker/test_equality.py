@@ -14,6 +14,7 @@ import pytest
 
 from test.small_text import save_small_model, small_backend
 from test.worker.dflash import HIDDEN, save_drafter
+from test.worker.heads import save_head
 from test.worker.test_draft_model import config_of as draft_model_config, save_draft_model
 from test.worker.test_eagle3 import VOCAB as VOCAB_SIZE
 from test.worker.test_heads import Pair
@@ -69,6 +70,16 @@ def save_smaller_model_for_two_stages(folder: Path) -> tuple[str, str]:
     return save_smaller_model(folder)
 
 
+def save_eagle3_for_two_stages(folder: Path) -> tuple[str, str]:
+    model = save_small_model(folder / "model")
+    config = {"method": "eagle3", "model": save_head(folder / "head", VOCAB_SIZE, HIDDEN, [5, 9, 12, 40])}
+    return model, json.dumps(config)
+
+
+def save_dflash_for_two_stages(folder: Path) -> tuple[str, str]:
+    return save_dflash(folder)
+
+
 def save_dflash(folder: Path) -> tuple[str, str]:
     drafter = save_drafter(folder / "drafter", VOCAB_SIZE, HIDDEN, None)
     config = {"method": "dflash", "model": drafter, "num_speculative_tokens": 3}
@@ -84,9 +95,18 @@ SAVERS: list[Callable[[Path], tuple[str, str]]] = [
     save_for_two_stages,
     save_mtp_for_two_stages,
     save_smaller_model_for_two_stages,
+    save_eagle3_for_two_stages,
+    save_dflash_for_two_stages,
 ]
-SELDOM = (save_smaller_model_for_two_stages,)  # only with --long
-TWO_STAGES = (save_for_two_stages, save_mtp_for_two_stages, save_smaller_model_for_two_stages)
+# only with --long
+SELDOM = (save_smaller_model_for_two_stages, save_eagle3_for_two_stages, save_dflash_for_two_stages)
+TWO_STAGES = (
+    save_for_two_stages,
+    save_mtp_for_two_stages,
+    save_smaller_model_for_two_stages,
+    save_eagle3_for_two_stages,
+    save_dflash_for_two_stages,
+)
 RANKS = {save: {"pipeline_parallel_size": 2} for save in TWO_STAGES}
 CASES = [pytest.param(save, marks=pytest.mark.long if save in SELDOM else ()) for save in SAVERS]
 

@@ -146,6 +146,16 @@ def count_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, i
     return steps
 
 
+def test_a_quantised_kv_cache_holds_that_of_the_head_too(folder: Path) -> None:
+    """Keys and values, or latents."""
+    prompts, params = prompts_of(4), params_of(LIKELY, GREEDY)
+
+    drafted = make(folder, MTP, kv_dtype="fp8").generate(prompts, params)
+
+    assert_same(drafted, make(folder, None, kv_dtype="fp8").generate(prompts, params))
+    assert any(one.drafts and one.drafts.rejected + one.drafts.accepted for one in drafted)
+
+
 def test_auto_takes_the_mtp_layer_if_the_checkpoint_has_it(folder: Path, tmp_path: Path) -> None:
     assert "mtp, up to 3 drafts" in summary(make(folder, "auto"))
 

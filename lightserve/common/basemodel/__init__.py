@@ -49,6 +49,7 @@ from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.mixers.gated_delta_net import GatedDeltaNames, GatedDeltaSpec, GatedDeltaWeight
 from lightserve.common.basemodel.mixers.kimi_delta import KimiDeltaNames, KimiDeltaSpec, KimiDeltaWeight
+from lightserve.common.basemodel.mixers.lightning import LightningNames, LightningSpec, LightningWeight
 from lightserve.common.basemodel.mixers.mamba2 import Mamba2Names, Mamba2Spec, Mamba2Weight
 from lightserve.common.basemodel.mixers.mixer import (
     ConvWeight,
@@ -76,7 +77,7 @@ from lightserve.common.basemodel.spec import (
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.checkpoint.stacked_experts import with_experts_apart
-from lightserve.common.kv.layout import KvGroup, KvLayout, StateGroup, StateTensor
+from lightserve.common.kv.layout import KvContent, KvGroup, KvLayout, StateGroup, StateTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import (
@@ -116,12 +117,16 @@ __all__ = [
     "KimiDeltaNames",
     "KimiDeltaSpec",
     "KimiDeltaWeight",
+    "KvContent",
     "KvGroup",
     "KvGroupInput",
     "KvLayout",
     "LayerNames",
     "LayerNormWeight",
     "LayerSpec",
+    "LightningNames",
+    "LightningSpec",
+    "LightningWeight",
     "LinearMethod",
     "LinearSpec",
     "LinearWeight",

@@ -21,7 +21,7 @@ from lightserve.common.basemodel.layer_weights.layer_weight import TransformerLa
 from lightserve.common.basemodel.loadable_model import LoadableModel, ModelArgs
 from lightserve.common.basemodel.lora import uses_adapters
 from lightserve.common.basemodel.mixers.mixer import state_groups
-from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, states_after
+from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, layers_of_stage, states_after
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.routed_experts import ExpertsShape, RoutedExperts, routed_experts_shape
 from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
@@ -62,7 +62,7 @@ class TpPartBaseModel(LoadableModel):
 
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
-    aux_layers: tuple[int, ...] = ()  # whose hidden states a draft head reads; 0: the embeddings, 1: after layer 0
+    aux_layers: tuple[int, ...] = ()  # see ``keep_states_after``
 
     def __init__(self, args: ModelArgs) -> None:
         self._init_args(args)
@@ -83,9 +83,11 @@ class TpPartBaseModel(LoadableModel):
 
         KV groups may have pools of their own.
         """
-        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows)
+        take = self.args.take_kv_memory
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, group_sizes, state_rows, take)
         shape = self.routed_experts_shape
-        self.routed_experts = None if shape is None else RoutedExperts(size + 1, shape, self.device)
+        own_layers = layers_of_stage(self.config.num_layers, self.pp)
+        self.routed_experts = None if shape is None else RoutedExperts(size + 1, shape, self.device, own_layers)
         if self.routed_experts is not None:
             self.mem_manager.token_buffers.append(self.routed_experts.table)
         if group_sizes:
@@ -176,10 +178,26 @@ class TpPartBaseModel(LoadableModel):
             output = forward(step.input_ids, infer_state)
         return HiddenStates(output, infer_state, tuple(infer_state.aux.get(count, output) for count in self.aux_layers))
 
+    def keep_states_after(self, counts: tuple[int, ...]) -> None:
+        """Keep the hidden states after so many layers, which a draft head reads; 0: the embeddings.
+
+        All stages of a pipeline must be told the same: they pass those of their layers on.
+        """
+        self.aux_layers = counts
+        if isinstance(self.pre_infer, ReceivePreLayerInfer):
+            self.pre_infer.aux_layers = self._aux_until(self.own_layer_specs[0].layer_num)
+
+    def _aux_until(self, count: int) -> tuple[int, ...]:
+        return tuple(sorted({layers for layers in self.aux_layers if layers <= count}))
+
     def send_to_next_stage(self, hidden: HiddenStates) -> None:
         """Let the next pipeline stage continue with these hidden states. It does not wait until they are there."""
-        residual = hidden.infer_state.residual
-        self.hidden_state_link.send(torch.stack([hidden.output] if residual is None else [hidden.output, residual]))
+        state, experts = hidden.infer_state, self.routed_experts
+        counts = self._aux_until(self.own_layer_specs[-1].layer_num + 1)
+        residual = [] if state.residual is None else [state.residual]
+        aux = [state.aux.get(count, hidden.output) for count in counts]
+        states = torch.stack([hidden.output, *residual, *aux])
+        self.hidden_state_link.send(states, *(experts.for_next_stage(state.cache_slots) if experts else ()))
 
     @torch.inference_mode()
     def final_states(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
@@ -222,30 +240,34 @@ class TpPartBaseModel(LoadableModel):
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
-        if self.pp.is_first:
-            _place_images(x, infer_state)
+        images = infer_state.step.images
+        if images is not None and self.pp.is_first:
+            x = images.replace_embeddings(x)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
             x = layer.context_forward(x, infer_state, weight)
-            _add_to_images(x, layer.layer_num, infer_state)
+            if images is not None:
+                x = images.add(x, layer.layer_num)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
-        if self.pp.is_first:
-            _place_images(x, infer_state)
+        images = infer_state.step.images
+        if images is not None and self.pp.is_first:
+            x = images.replace_embeddings(x)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
             x = layer.token_forward(x, infer_state, weight)
-            _add_to_images(x, layer.layer_num, infer_state)
+            if images is not None:
+                x = images.add(x, layer.layer_num)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x
 
     def _observe_embedding(self, x: Tensor, infer_state: InferStateInfo) -> None:
-        if 0 in self.aux_layers:
+        if 0 in self.aux_layers and self.pp.is_first:
             infer_state.aux[0] = x.clone()  # the first norm may make it the residual
         if self.observer is not None:
             self.observer.observe("embedding", x)
@@ -257,17 +279,3 @@ class TpPartBaseModel(LoadableModel):
             infer_state.aux[layer_num + 1] = output.clone() if residual is None else residual + output
         if self.observer is not None and infer_state.residual is not None:
             self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)
-
-
-def _place_images(x: Tensor, infer_state: InferStateInfo) -> None:
-    """The embeddings of images replace those of the tokens that stand for them."""
-    images = infer_state.step.images
-    if images is not None:
-        x.index_copy_(0, images.tokens, images.vectors[:, 0].to(x.dtype))
-
-
-def _add_to_images(x: Tensor, layer_num: int, infer_state: InferStateInfo) -> None:
-    """DeepStack: the encoder has vectors of its layers for the tokens of images behind the first layers here."""
-    images = infer_state.step.images
-    if images is not None and layer_num + 1 < images.vectors.shape[1]:
-        x.index_add_(0, images.tokens, images.vectors[:, layer_num + 1].to(x.dtype))

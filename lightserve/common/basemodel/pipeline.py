@@ -37,7 +37,7 @@ class HiddenStateLink:
         self._pp = pp
         self._dtype = dtype
         self._device = device
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()  # oldest first
+        self._sending: deque[list[tuple[dist.Work, Tensor]]] = deque()  # of each step, the oldest first
         self.received_s: tuple[float, float] | None = None  # when the host began and ended to wait for the last ones
 
     def receive(self, shape: Sequence[int]) -> Tensor:
@@ -47,18 +47,21 @@ class HiddenStateLink:
         self.received_s = begin_s, time.monotonic()
         return states
 
-    def send(self, states: Tensor) -> None:
-        """Without waiting, so that this stage can begin the next step."""
+    def receive_into(self, more: Tensor) -> None:
+        """What the stage before sent behind the hidden states."""
+        self._pp.receive_from_previous(more)
+
+    def send(self, *tensors: Tensor) -> None:
+        """The hidden states of a step, and what else it brings. This stage can begin the next one: it does not wait."""
         self.wait_sent(self._pp.size - 1)  # the router has no more steps in flight
-        work = self._pp.send_to_next(states)
-        if work is not None:
-            self._sending.append((work, states))
+        works = ((self._pp.send_to_next(tensor), tensor) for tensor in tensors)
+        self._sending.append([(work, tensor) for work, tensor in works if work is not None])
 
     def wait_sent(self, left: int = 0) -> None:
         """Wait until at most ``left`` steps are still being sent. A process group must not end before."""
         while len(self._sending) > left:
-            work, _ = self._sending.popleft()
-            work.wait()
+            for work, _ in self._sending.popleft():
+                work.wait()
 
 
 class ReceivePreLayerInfer(PreLayerInfer[PreAndPostLayerWeight, InferStateInfo]):
@@ -69,12 +72,17 @@ class ReceivePreLayerInfer(PreLayerInfer[PreAndPostLayerWeight, InferStateInfo])
         super().__init__(spec, tp)
         self._link = link
         self._num_states = num_states
+        self.aux_layers: tuple[int, ...] = ()  # after which the stages before kept states: see ``keep_states_after``
 
     def context_forward(
         self, input: Tensor, infer_state: InferStateInfo, layer_weight: PreAndPostLayerWeight
     ) -> Tensor:
-        states = self._link.receive((self._num_states, len(input), self.spec.config.hidden_size))
+        count = self._num_states + len(self.aux_layers)
+        states = self._link.receive((count, len(input), self.spec.config.hidden_size))
         infer_state.residual = states[1] if self._num_states > 1 else None
+        infer_state.aux.update(zip(self.aux_layers, states[self._num_states :], strict=True))
+        if infer_state.routed_experts is not None:
+            infer_state.routed_experts.receive(infer_state.cache_slots, self._link)
         return states[0]
 
     def token_forward(self, input: Tensor, infer_state: InferStateInfo, layer_weight: PreAndPostLayerWeight) -> Tensor:

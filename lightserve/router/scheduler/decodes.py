@@ -37,9 +37,9 @@ def plan_drafts(rows: Int64Array, columns: ReqColumns, limits: SchedulerLimits, 
     if not limits.num_drafts or not len(rows):
         return Decodes(rows)
     draft_counts = _allowed_drafts(rows, columns, limits, if_refused=False)
-    if limits.has_draft_head or limits.num_stages > 1:
-        draft_counts = np.minimum(draft_counts, columns.ready_drafts[rows])
     if draft_counts.any():
+        if limits.has_draft_head or limits.num_stages > 1:
+            draft_counts = np.minimum(draft_counts, columns.ready_drafts[rows])
         cost = draft_cost(len(rows), limits.weight_read_tokens)
         has_only_proposed = limits.leaves_out_drafts or limits.num_stages > 1
         draft_counts = drafts_worth(columns, rows, draft_counts, cost, has_only_proposed)

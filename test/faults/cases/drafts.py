@@ -1,6 +1,6 @@
 """A rank that dies or hangs while steps compute drafts, and a full pool. The server has two ranks.
 
-All cases run with each drafter: without a model, with a draft head, and with a draft model.
+All cases run with each drafter: without a model, with draft heads, and with a draft model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,23 @@ def _suffix(base: Path) -> dict[str, Any]:
 
 
 def _eagle3(base: Path) -> dict[str, Any]:
+    fields = {"num_hidden_layers": 1, "draft_vocab_size": 500, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    return {"method": "eagle3", "model": _head(base, "LlamaForCausalLMEagle3", fields)}
+
+
+def _dflash(base: Path) -> dict[str, Any]:
+    of_dflash = {"mask_token_id": 1, "target_layer_ids": [0]}
+    fields = {"num_hidden_layers": 2, "block_size": 4, "dflash_config": of_dflash}
+    return {"method": "dflash", "model": _head(base, "DFlashDraftModel", fields)}
+
+
+def _head(base: Path, architecture: str, fields: dict[str, Any]) -> str:
+    """Its layers are those of the model but for ``fields``."""
     head = base / "head"
     head.mkdir()
-    config = json.loads((base / "config.json").read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
-    config |= {"num_hidden_layers": 1, "draft_vocab_size": 500, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    config = json.loads((base / "config.json").read_text()) | {"architectures": [architecture], **fields}
     (head / "config.json").write_text(json.dumps(config))
-    return {"method": "eagle3", "model": str(head)}
+    return str(head)
 
 
 def _draft_model(base: Path) -> dict[str, Any]:
@@ -40,6 +51,7 @@ def _draft_model(base: Path) -> dict[str, Any]:
 DRAFTERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "suffix": _suffix,
     "eagle3": _eagle3,
+    "dflash": _dflash,
     "draft_model": _draft_model,
 }
 

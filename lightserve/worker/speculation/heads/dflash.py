@@ -61,7 +61,8 @@ class DFlashHead(VocabHead, ParallelHead):
     def __init__(self, model: TpPartBaseModel, config: DFlashConfig, names: set[str]) -> None:
         """``names``: the tensors of the drafter's checkpoint."""
         super().__init__(model)
-        self.config, self._names = config, names
+        self.config = config
+        self._init_names(names)
         self.aux_layers = config.aux_layers
         self.mask_token_id = config.mask_token_id
         self._specs = _layer_specs(config, model.config.num_layers)

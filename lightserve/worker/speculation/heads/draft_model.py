@@ -15,6 +15,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel import (
     HiddenStates,
+    KvContent,
     KvGroup,
     ModelArgs,
     ModelInput,
@@ -46,6 +47,9 @@ class DraftMemory(MemoryManager):
     def scales(self, layer_num: int) -> Tensor | None:
         return self._target.mem_manager.scales(self._first + layer_num)
 
+    def key_parts(self, layer_num: int) -> Tensor | None:
+        return self._target.mem_manager.key_parts(self._first + layer_num)
+
 
 class DraftModelHead(AutoregressiveHead):
     def __init__(self, model: TpPartBaseModel, files: ModelSource, has_weights: bool) -> None:
@@ -68,7 +72,7 @@ class DraftModelHead(AutoregressiveHead):
         )
         self.draft = get_model_class(config.model_type)(args)
         layout = self.draft.kv_layout
-        if layout.states or layout.readers or layout.index_groups or not self.draft.has_kv:
+        if layout.states or layout.readers or layout.groups_of(KvContent.INDEX_KEYS) or not self.draft.has_kv:
             raise _error(
                 files, f"{config.model_type} models cannot draft: they keep more than keys and values per layer"
             )

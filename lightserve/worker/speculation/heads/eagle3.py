@@ -21,7 +21,7 @@ from lightserve.common.basemodel import (
     WeightContext,
 )
 from lightserve.model_files.draft_head import Eagle3Config
-from lightserve.worker.speculation.heads.head import OneLayerHead, OneLayerWeight
+from lightserve.worker.speculation.heads.head import OneLayerHead, OneLayerWeight, with_images
 from lightserve.worker.speculation.heads.vocabulary import HeadVocab, VocabHead, VocabHeadWeight, layer_spec_of
 
 
@@ -52,7 +52,8 @@ class Eagle3Head(OneLayerHead, VocabHead):
     def __init__(self, model: TpPartBaseModel, config: Eagle3Config, names: set[str]) -> None:
         """``names``: the tensors of the head's checkpoint."""
         super().__init__(model)
-        self.config, self._names = config, names
+        self.config = config
+        self._init_names(names)
         self.aux_layers = config.aux_layers
         self.spec = _layer_spec(config, model.config.num_layers)
         self.spec.check_tp(model.tp.size)
@@ -72,7 +73,8 @@ class Eagle3Head(OneLayerHead, VocabHead):
         weights = self.weights
         normed = weights.hidden_norm.norm(hidden)
         state.residual = normed if self.config.norm_before_residual else hidden
-        return torch.cat((weights.embedding_norm.norm(self.embed(token_ids)), normed), dim=-1)
+        embedded = with_images(self.embed(token_ids), state.step)
+        return torch.cat((weights.embedding_norm.norm(embedded), normed), dim=-1)
 
     def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
         return normed if self.config.norm_output else output

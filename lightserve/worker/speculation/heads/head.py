@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +50,11 @@ class OneLayerWeight(HeadWeight):
 class DraftHead(ABC):
     """It has a KV cache of its own, in layers under the numbers that follow those of the model's layers."""
 
+    reads_embeddings: ClassVar[bool] = False  # of the token after each, which may stand for an image
+
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
-        self.aux_layers: tuple[int, ...] = ()  # see TpPartBaseModel.aux_layers
+        self.aux_layers: tuple[int, ...] = ()  # see TpPartBaseModel.keep_states_after
 
     @staticmethod
     @abstractmethod
@@ -157,22 +159,33 @@ class LayerHead(DraftHead):
         }
 
     def _state(self, step: ModelInput) -> InferStateInfo:
+        """Positions of tokens of images have the first axis alone, unless the angles are those of the model."""
         model = self.model
         state = model.infer_state_class(step, model.mem_manager)
         state.groups = model.args.parallel.dp
         state.init_some_extra_state(model, step.input_ids)
+        positions = step.position_ids if step.rotary_positions is None else step.rotary_positions
+        if step.images is not None and model.rotary_axes is not None:
+            positions = step.images.positions[0]
         for key, (cos, sin) in self._rotary_tables.items():
-            state.rotary_angles[key] = ops.RotaryAngles(
-                cos.index_select(0, step.position_ids), sin.index_select(0, step.position_ids)
-            )
+            state.rotary_angles[key] = ops.RotaryAngles(cos.index_select(0, positions), sin.index_select(0, positions))
         state.use_pool_of(self.specs[0].layer_num)
         return state
+
+
+def with_images(embedded: Tensor, step: ModelInput) -> Tensor:
+    """Embeddings of the tokens after those of a step. A head of another width than the model reads no images."""
+    images = step.images
+    if images is None or images.vectors.shape[-1] != embedded.shape[-1]:
+        return embedded
+    return images.replace_next_embeddings(embedded)
 
 
 class OneLayerHead(LayerHead, AutoregressiveHead):
     spec: LayerSpec
     weights: OneLayerWeight
     layer: TransformerLayerInfer[Any, Any]
+    reads_embeddings = True
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -24,12 +24,16 @@ from lightserve.worker.speculation.heads.eagle3 import Eagle3Head
 from lightserve.worker.speculation.heads.head import DraftHead, LayerHead
 from lightserve.worker.speculation.heads.mtp import MtpHead
 from lightserve.worker.speculation.heads.proposer import num_extra_slots
+from lightserve.worker.speculation.heads.vocabulary import VocabHead
 
 
 def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBaseModel) -> DraftHead | None:
     """None: the method has no head, or this is not the last stage of a pipeline. ``source``: of the model."""
     speculation = config.speculation
-    if speculation is None or not speculation.has_head or not model.pp.is_last:
+    if speculation is None or not speculation.has_head:
+        return None
+    if not model.pp.is_last:
+        model.keep_states_after(_aux_layers(speculation, model))
         return None
     has_weights = config.load_format == "auto"
     head: DraftHead
@@ -53,10 +57,10 @@ def _load_draft_model(model: TpPartBaseModel, files: ModelSource, has_weights: b
 def _load(speculation: SpeculativeConfig, source: ModelSource, model: TpPartBaseModel, has_weights: bool) -> LayerHead:
     head, files = _make(speculation, source, model, has_weights)
     if has_weights:
-        _check(head, files)
+        _check(head, files, source)
     head.weights = head.new_weights(model.device)
     if has_weights:
-        load_weights([head.weights], head.checkpoint(open_checkpoint(files)), model.config.num_layers + 1)
+        load_weights([head.weights], _tensors(head, files, source, open_checkpoint), model.config.num_layers + 1)
     else:
         fill_dummy([head.weights])
         head.finish_dummy()
@@ -88,13 +92,34 @@ def _make(
     return Eagle3Head(model, Eagle3Config.read(files.path, model.config), names), files
 
 
+def _aux_layers(speculation: SpeculativeConfig, model: TpPartBaseModel) -> tuple[int, ...]:
+    """After which layers the head reads the hidden states of the model."""
+    if speculation.method not in ("eagle3", "dflash"):
+        return ()
+    path = resolve(speculation.model, needs_weights=False).path
+    config = DFlashConfig if speculation.method == "dflash" else Eagle3Config
+    return config.read(path, model.config).aux_layers
+
+
 def _plain(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _check(head: LayerHead, files: ModelSource) -> None:
+def _tensors(
+    head: LayerHead,
+    files: ModelSource,
+    source: ModelSource,
+    read: Callable[[ModelSource], Iterable[CheckpointTensor]],
+) -> Iterator[CheckpointTensor]:
+    """Those of the head, and of the model what its last stage lacks."""
+    yield from head.checkpoint(read(files))
+    if isinstance(head, VocabHead) and head.needs_embedding:
+        yield from head.embedding_of(read(source))
+
+
+def _check(head: LayerHead, files: ModelSource, source: ModelSource) -> None:
     """Find a missing or misshapen tensor before memory is allocated."""
-    tensors: Iterable[CheckpointTensor] = head.checkpoint(tensor_metadata(files))
+    tensors = _tensors(head, files, source, tensor_metadata)
     try:
         check_weights([head.new_weights(torch.device("meta"))], tensors, head.model.config.num_layers + 1)
     except CheckpointError as error:

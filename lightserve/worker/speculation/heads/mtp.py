@@ -17,6 +17,7 @@ from lightserve.common.basemodel import (
     CheckpointTensor,
     HiddenStates,
     InferStateInfo,
+    KvContent,
     KvGroup,
     LayerSpec,
     ReplicatedWeight,
@@ -27,7 +28,13 @@ from lightserve.common.basemodel import (
     norm_weight,
 )
 from lightserve.model_files.mtp import mtp_format
-from lightserve.worker.speculation.heads.head import OneLayerHead, OneLayerWeight, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import (
+    OneLayerHead,
+    OneLayerWeight,
+    SampledAt,
+    SampleLocal,
+    with_images,
+)
 
 OF_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's
 
@@ -57,7 +64,7 @@ class MtpHead(OneLayerHead):
 
     def new_weights(self, device: torch.device) -> MtpWeight:
         weights = MtpWeight(self.model, self.spec, self.model.weight_context(device))
-        if self.model.args.kv_dtype == "fp8":
+        if self.model.uses_fixed_kv_scales:
             weights.layer.kv_scales = torch.ones(2 * self.kv_groups()[0].num_heads, device=device)
         return weights
 
@@ -69,13 +76,15 @@ class MtpHead(OneLayerHead):
         )
         group = layout.group_of(like.layer_num)
         assert group is not None
-        return (replace(group, layers=(self.spec.layer_num,), window=None),)
+        key_parts = (group for group in layout.groups_of(KvContent.KEY_PARTS) if like.layer_num in group.layers)
+        return tuple(replace(group, layers=(self.spec.layer_num,), window=None) for group in (group, *key_parts))
 
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         """Of several MTP layers those of the first one."""
-        return self.model.adapt_checkpoint(tensor for tensor in tensors if self._reads(tensor.name))
+        return self.model.adapt_checkpoint(tensor for tensor in tensors if self.reads(tensor.name))
 
-    def _reads(self, name: str) -> bool:
+    def reads(self, name: str) -> bool:
+        """Whether ``checkpoint`` returns a tensor of this name."""
         prefix, layer = mtp_format(self.model.config).prefix, self.spec.prefix
         if not name.startswith(prefix):
             embedding = f"{self.model.spec.names.embedding}.weight"
@@ -92,7 +101,7 @@ class MtpHead(OneLayerHead):
     def layer_input(self, hidden: Tensor, token_ids: Tensor, state: InferStateInfo) -> Tensor:
         weights = self.weights
         table: VocabWeight = getattr(weights, "embedding", None) or self.model.pre_post_weight.embedding
-        embedded = table.embed(token_ids)
+        embedded = with_images(table.embed(token_ids), state.step)
         normed = weights.embedding_norm.norm(embedded), weights.hidden_norm.norm(hidden)
         return weights.projection.mm(torch.cat(normed, dim=-1))
 

@@ -58,7 +58,7 @@ class HeadProposer(ABC):
         self._table = torch.full((num_rows, num_drafts), NO_DRAFT, dtype=torch.int64, device=model.device)
         self._temperatures = torch.zeros(num_rows, device=model.device)  # by row; 0: greedily
         runner.states_of_model = head.model_states
-        model.aux_layers = head.aux_layers
+        model.keep_states_after(head.aux_layers)
 
     def add(self, req: InferReq) -> None:
         """A request that enters the batch."""
@@ -94,11 +94,11 @@ class HeadProposer(ABC):
         step, columns = out.for_head.step, out.columns.reqs
         b_row = columns["row"].long()
         next_ids, last = self._tokens_after(step, b_row, rows, known_after)
-        attn = replace(step.attn, shared_prefixes=None, plans={})
+        attn = replace(step.attn, shared_prefixes=None, plans={}, see_until=None)
         step = replace(step, input_ids=next_ids, attn=attn, lora=None)
         computed = self._compute(self._head.hidden(out.for_head.states), step)[last]
         num_drafts = min(num_drafts, self._num_drafts)
-        self._table[b_row, num_drafts:] = NO_DRAFT
+        self._table[:, num_drafts:].index_fill_(0, b_row, NO_DRAFT)  # a capture refuses to copy a number
         if not num_drafts:
             return
         positions = step.position_ids[last]
@@ -142,6 +142,13 @@ class HeadProposer(ABC):
         slots = memory.padding_slot + 1 + b_row * count + numbers
         return slots.where(b_row != padding_row, memory.padding_slot).int()
 
+    def _rotary_positions(self, positions: Tensor, b_row: Tensor) -> Tensor | None:
+        """After images. ``positions`` and ``b_row``, the row of each request, have the same shape. None: the same."""
+        images = self._batch.images
+        if images is None or images.rotary_offsets is None:
+            return None
+        return (positions + images.rotary_offsets[b_row]).clamp(min=0)  # drafts inside a prompt are not needed
+
     def _sample_local(self, logits: Tensor, at: SampledAt) -> Tensor:
         return self._runner.sample(logits, at, None)
 
@@ -180,7 +187,14 @@ class AutoregressiveProposer(HeadProposer):
         )
         groups = tuple(KvGroupInput(slots, attn) for _ in step.kv_groups)
         return ModelInput(
-            ids.clamp(min=0), positions, slots, attn, is_prefill=False, kv_groups=groups, states=step.states
+            ids.clamp(min=0),
+            positions,
+            slots,
+            attn,
+            is_prefill=False,
+            kv_groups=groups,
+            states=step.states,
+            rotary_positions=self._rotary_positions(positions, step.attn.b_req_idx.long()),
         )
 
 
@@ -228,8 +242,16 @@ class ParallelProposer(HeadProposer):
         mem_index = slots.flatten().contiguous()
         groups = tuple(KvGroupInput(mem_index, attn) for _ in step.kv_groups)
         positions = positions.flatten().int().contiguous()
+        b_row = step.attn.b_req_idx.long().repeat_interleave(count)
         return ModelInput(
-            ids.flatten(), positions, mem_index, attn, is_prefill=True, kv_groups=groups, states=step.states
+            ids.flatten(),
+            positions,
+            mem_index,
+            attn,
+            is_prefill=True,
+            kv_groups=groups,
+            states=step.states,
+            rotary_positions=self._rotary_positions(positions, b_row),
         )
 
 

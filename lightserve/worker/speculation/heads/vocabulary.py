@@ -29,6 +29,8 @@ from lightserve.model_files.config.model_config import ModelConfig
 from lightserve.models.registry import get_model_class
 from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
 
+EMBEDDING = "embed_tokens.weight"
+
 
 class HeadVocab(NamedTuple):
     hidden_size: int  # of the head
@@ -62,14 +64,26 @@ class VocabHeadWeight(HeadWeight):
         is_other_size = vocab.hidden_size != vocab.target_hidden_size
         if is_mapped or is_other_size or "lm_head.weight" in names:
             self.lm_head = VocabWeight("lm_head", vocab.drafted_size, vocab.hidden_size, context)
-        if is_other_size or "embed_tokens.weight" in names:
+        if is_other_size or EMBEDDING in names:
             self.embedding = VocabWeight("embed_tokens", vocab.size, vocab.hidden_size, context)
 
 
 class VocabHead(LayerHead):
     weights: VocabHeadWeight
+    needs_embedding = False  # of the model: neither the last stage of a pipeline nor the head's checkpoint has one
     # ends of names: of training, or d2t the other way round
     not_read: ClassVar[tuple[str, ...]] = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+    def _init_names(self, names: set[str]) -> None:
+        """``names``: the tensors of the head's checkpoint."""
+        self.needs_embedding = EMBEDDING not in names and not hasattr(self.model.pre_post_weight, "embedding")
+        self._names = names | {EMBEDDING} if self.needs_embedding else names
+
+    def embedding_of(self, tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+        """``tensors``: of the model."""
+        model = self.model
+        name = f"{model.spec.names.embedding}.weight"
+        yield from (tensor._replace(name=EMBEDDING) for tensor in tensors if model.own_name(tensor.name) == name)
 
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """One, since all layers are alike."""
