@@ -9,8 +9,9 @@ from lightserve.bench.kernel_cases import InputFactory
 CPU = torch.device("cpu")
 
 
-def test_the_table_has_a_row_for_each_case(capsys: pytest.CaptureFixture[str]) -> None:
-    latent_attention.main(["--device", "cpu"])
+@pytest.mark.parametrize("flags", [[], ["--kv_dtype", "fp8"]])
+def test_the_table_has_a_row_for_each_case(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    latent_attention.main(["--device", "cpu", *flags])
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("float32 on cpu; copy ")

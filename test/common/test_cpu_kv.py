@@ -7,7 +7,7 @@ import torch
 
 from lightserve.common.device import pick_device
 from lightserve.common.kv.cpu_kv import block_bytes, block_formats
-from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.kv.layout import KvContent, KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.step import KvLoad, KvStore
@@ -20,11 +20,12 @@ LAYOUTS = {
     "fp8": KvLayout.uniform(2, 3, 5, torch.float8_e4m3fn),
     "int8 with scales": KvLayout((KvGroup((0, 1), 3, 16, 16, torch.int8, torch.float32),)),
     "latent": KvLayout((KvGroup((0, 1, 2), 1, 72, 0, torch.bfloat16),)),
-    "latent in int8": KvLayout((KvGroup((0, 1), 1, 72, 0, torch.int8, torch.float32),)),
+    "latent in int8": KvLayout.latents((0, 1), (72, 8), "int8", torch.bfloat16),
+    "latent in fp8": KvLayout.latents((0, 2), (72, 8), "fp8", torch.bfloat16),
     "latent and keys that choose tokens": KvLayout(
         (
             KvGroup((0, 1, 2), 1, 72, 0, torch.bfloat16),
-            KvGroup((0, 2), 1, 16, 0, torch.bfloat16, is_index=True),
+            KvGroup((0, 2), 1, 16, 0, torch.bfloat16, content=KvContent.INDEX_KEYS),
         )
     ),
     "unequal keys and values": KvLayout((KvGroup((0, 1), 2, 24, 16, torch.float16),)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.common.kv.layout import KvGroup, KvLayout, StateGroup, StateTensor
+from lightserve.common.kv.layout import KvContent, KvGroup, KvLayout, StateGroup, StateTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 
 CPU = torch.device("cpu")
@@ -174,7 +174,9 @@ def test_a_reader_without_a_source_is_refused(pair: tuple[int, int]) -> None:
 
 
 LATENTS = KvGroup((0, 1, 2), num_heads=1, key_size=72, value_size=0, dtype=BF16)
-INDEXED = KvLayout((LATENTS, KvGroup((0, 2), num_heads=1, key_size=16, value_size=0, dtype=BF16, is_index=True)))
+INDEXED = KvLayout(
+    (LATENTS, KvGroup((0, 2), num_heads=1, key_size=16, value_size=0, dtype=BF16, content=KvContent.INDEX_KEYS))
+)
 
 
 def test_keys_that_choose_tokens_are_stored_beside_the_latents() -> None:
@@ -189,15 +191,38 @@ def test_keys_that_choose_tokens_are_stored_beside_the_latents() -> None:
 
 
 def test_a_part_of_the_layers_keeps_its_keys_that_choose_tokens() -> None:
-    assert [group.layers for group in INDEXED.of_layers([1, 2]).index_groups] == [(2,)]
+    assert [group.layers for group in INDEXED.of_layers([1, 2]).groups_of(KvContent.INDEX_KEYS)] == [(2,)]
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"), [((0, 0), "a layer is in one index group only"), ((3,), "layers that choose tokens need KV")]
+    ("layers", "message"),
+    [((0, 0), "a layer is in one index keys group only"), ((3,), "layers with index keys need KV")],
 )
 def test_keys_that_choose_tokens_of_no_layer_are_refused(layers: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KvLayout((LATENTS, KvGroup(layers, 1, 16, 0, BF16, is_index=True)))
+        KvLayout((LATENTS, KvGroup(layers, 1, 16, 0, BF16, content=KvContent.INDEX_KEYS)))
+
+
+def test_key_parts_of_quantised_latents_are_stored_beside_them() -> None:
+    layout = KvLayout.latents((0, 2), (64, 8), "int8", BF16)
+    manager = MemoryManager(4, layout, CPU)
+
+    scales, key_parts = manager.scales(2), manager.key_parts(2)
+
+    assert scales is not None
+    assert key_parts is not None
+    assert (manager.layer(2).shape, manager.layer(2).dtype) == ((5, 1, 64), torch.int8)
+    assert (scales.shape, scales.dtype) == ((5, 1), torch.float32)
+    assert (key_parts.shape, key_parts.dtype) == ((5, 1, 8), BF16)
+    assert layout.bytes_per_token == 2 * (64 + 4 + 8 * 2)
+    assert layout.num_layers == 2
+
+
+def test_latents_that_are_not_quantised_have_their_key_parts_behind_them() -> None:
+    layout = KvLayout.latents((0, 2), (64, 8), None, BF16)
+
+    assert layout.groups == (KvGroup((0, 2), 1, 72, 0, BF16),)
+    assert MemoryManager(4, layout, CPU).key_parts(2) is None
 
 
 def test_released_memory_is_taken_again_by_the_same_tensors() -> None:

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.parallel import RankGroup
-from lightserve.errors import CheckpointError, ModelFilesError, ServerError
+from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.messages.params import GenerationParams
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.models.registry import get_model_class
 from lightserve.offline.llm import LLM
-from test.models.architectures.case import build
+from test.models.architectures.case import Tensors, build
 from test.models.architectures.cases import CASES
 from test.models.session import Session
-from test.models.tiny import LLAMA, build_hf, build_with_kv
+from test.models.tiny import LLAMA, ONE_RANK, build_hf, build_with_kv, model_args
 from test.small_text import small_backend
 
 KV_DTYPES = ["fp8", "int8"]
@@ -31,12 +32,12 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 1, 64, 20, 7], [77, 2, 130]]
 GREEDY = GenerationParams.of(max_new_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
 
 
-def logits_of(model: TpPartBaseModel) -> Tensor:
+def logits_of(model: TpPartBaseModel, shared: int = 8) -> Tensor:
     """Of a prompt, a chunk beside a decode, a decode, and a request with a prefix of another."""
     session = Session(model)
     steps = [{0: PROMPTS[0][:6], 1: PROMPTS[1]}, {0: PROMPTS[0][6:], 1: [9]}, {0: [7], 1: [8]}]
     logits = [session.step(step) for step in steps]
-    session.share_prefix(0, 2, 8)
+    session.share_prefix(0, 2, shared)
     return torch.cat([*logits, session.step({2: [11, 12]})])
 
 
@@ -189,11 +190,43 @@ def test_a_kv_cache_that_a_checkpoint_declares_in_another_format_is_refused(quan
         resolve_kv_dtype("auto", config_with(quantization))
 
 
-def test_a_model_with_latents_refuses_a_quantised_cache_before_weights_load(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = build(CASES["deepseek_v2"])
+# models with latents
 
-    with pytest.raises(ServerError, match="kv_dtype fp8 is not supported for deepseek_v2, only none"):
-        build_with_kv(tiny.hf, "fp8")
+
+def model_with_latents(name: str, kv_dtype: str | None, tensors: Tensors | None = None) -> TpPartBaseModel:
+    tiny = build(CASES[name])
+    tiny = replace(tiny, tensors=tiny.tensors | (tensors or {}))
+    args = model_args(tiny.config_json, tiny.checkpoint(), ONE_RANK)
+    return get_model_class(args.config.model_type)(replace(args, kv_dtype=kv_dtype))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "kimi_linear", "deepseek_v32"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_logits_are_close_to_those_of_latents_that_are_not_quantised(name: str, kv_dtype: str) -> None:
+    shared = 6  # the end of a chunk, where recurrent layers keep their states
+    expected = logits_of(model_with_latents(name, None), shared)
+
+    found = logits_of(model_with_latents(name, kv_dtype), shared)
+
+    assert not found.isnan().any()
+    assert 0 < (found - expected).abs().max() <= ERRORS[kv_dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_latent_has_one_scale_and_its_key_part_is_not_quantised(kv_dtype: str) -> None:
+    model = model_with_latents("deepseek_v2", kv_dtype)
+
+    layers = model.config.num_layers
+    assert model.kv_layout.bytes_per_token == layers * (20 + 4 + 8 * 4)
+    assert model.kv_layout.num_layers == layers
+
+
+def test_fixed_scales_of_a_checkpoint_are_not_those_of_latents() -> None:
+    scale = {"model.layers.1.self_attn.k_scale": torch.tensor(0.5)}
+
+    model = model_with_latents("deepseek_v2", "fp8", scale)
+
+    assert {weight.kv_scales for weight in model.layer_weights} == {None}
 
 
 # as a worker runs it
@@ -209,12 +242,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def folder_with_latents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("tiny-deepseek")
+    build(CASES["deepseek_v2"]).hf.save_pretrained(path)
+    small_backend().save(str(path / "tokenizer.json"))
+    return str(path)
+
+
 def make(folder: str, kv_dtype: str, **options: Any) -> LLM:
     return LLM(folder, device="cpu", data_type="float32", max_total_token_num=600, kv_dtype=kv_dtype, **options)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_deterministic_chunks_and_cached_prefixes_change_no_bit(folder: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize("fixture", ["folder", "folder_with_latents"])
+def test_deterministic_chunks_and_cached_prefixes_change_no_bit(
+    request: pytest.FixtureRequest, fixture: str, kv_dtype: str
+) -> None:
+    folder = request.getfixturevalue(fixture)
     prompt = [(37 * i + i * i // 7) % 131 for i in range(90)]
     whole, in_chunks = (
         make(folder, kv_dtype, deterministic=True),

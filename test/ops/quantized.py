@@ -35,3 +35,21 @@ def quantized(cache: Tensor, codes: torch.dtype) -> ops.QuantizedKv:
 
 def dequantized(cache: ops.QuantizedKv) -> Tensor:
     return cache.read(slice(0, len(cache.codes)), torch.float32)
+
+
+def empty_latents(
+    shape: tuple[int, int, int], codes: torch.dtype, dtype: torch.dtype, device: str
+) -> ops.QuantizedLatents:
+    """A layer of a bigger cache, of ``shape`` (slots, rank, rope). Scales and key parts never written are NaN."""
+    slots, rank, rope = shape
+    layers = torch.zeros(slots, 2, 1, rank, dtype=codes, device=device)
+    key_parts = torch.full((slots, 2, 1, rope), NAN, dtype=dtype, device=device)
+    return ops.QuantizedLatents(layers[:, 1], torch.full((slots, 1), NAN, device=device), key_parts[:, 1])
+
+
+def quantized_latents(cache: Tensor, rank: int, codes: torch.dtype) -> ops.QuantizedLatents:
+    """The same latents ``[slots, 1, rank + rope]``. Slots of NaN are not written."""
+    found = empty_latents((len(cache), rank, cache.shape[2] - rank), codes, cache.dtype, cache.device.type)
+    is_written = ~cache.isnan().flatten(1).any(1)
+    found.write(cache[is_written, 0], is_written.nonzero()[:, 0])
+    return found

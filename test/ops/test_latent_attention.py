@@ -241,6 +241,23 @@ def test_write_latent_norms_rotates_and_fills_its_slots(backend: str, dtype: tor
     assert int(layers.isnan().sum()) == layers.numel() - latent.numel()
 
 
+@pytest.mark.parametrize("backend", list(ops.write_latent.impls))
+def test_write_latent_of_a_model_without_positions_rotates_nothing(backend: str) -> None:
+    device = device_of(backend)
+    q, latent = randn(4, 2, 24, device=device), strided(randn(4, 16 + 8, device=device, seed=1))
+    norm = ops.LatentNorm(randn(16, device=device, seed=2), EPS)
+    cache = torch.full((9, 1, 16 + 8), NAN, device=device)
+    slots = ints([7, 0, 3, 8], device)
+    expected_q = q.clone()
+    expected = torch.cat((F.rms_norm(latent[:, :16], (16,), norm.weight, EPS), latent[:, 16:]), dim=1)
+
+    ops.write_latent.impls[backend](q, latent, norm, None, slots, cache)
+
+    assert torch.equal(q, expected_q)
+    assert_close(cache[slots.long(), 0], expected, torch.float32)
+    assert torch.equal(cache[slots.long(), 0], latent)
+
+
 def turned(x: Tensor, angle: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
     pairs = torch.complex(low, high) * torch.polar(torch.ones_like(angle), angle)[:, None]

@@ -21,6 +21,7 @@ from lightserve.common.basemodel.pooling import with_outer_prefix
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
 from lightserve.common.checkpoint.piece import total_size
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.kv.mem_manager import TakeMemory
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
@@ -58,6 +59,7 @@ class ModelArgs:
     pooling: PoolingConfig | None = None  # what the model computes instead of text
     lora: LoraArgs | None = None  # None: the model takes no adapters
     keeps_routed_experts: bool = False  # of every token in the KV cache
+    take_kv_memory: TakeMemory | None = None  # of a device, for the KV cache; None: torch's
     packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
     source: ModelSource | None = None  # the model's files, for a model that does not load them from ``checkpoint``
@@ -80,6 +82,7 @@ class LoadableModel:
 
     # what args.kv_dtype may be; a model whose attention reads other caches has fewer
     kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8", "int8")
+    has_fixed_kv_scales: ClassVar[bool] = True  # in fp8: weights of the layers; else each token has its own
 
     def _init_args(self, args: ModelArgs) -> None:
         """Everything that needs no memory."""
@@ -179,7 +182,7 @@ class LoadableModel:
         lora = self.args.lora
         self.lora = None if lora is None else LoraPool(lora, self.args.dtype, self.device)
         self.pre_post_weight, self.layer_weights = self._new_weights(self.device, self.lora)
-        if self.args.kv_dtype == "fp8":
+        if self.uses_fixed_kv_scales:
             scales = self._kv_scales()
             for spec, weight in zip(self.own_layer_specs, self.layer_weights, strict=True):
                 weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
@@ -203,7 +206,7 @@ class LoadableModel:
         layers, scales = [self.pre_post_weight, *self.layer_weights], self._kv_scales()
         tensors = scales.removed_from(self.merged_checkpoint(checkpoint))
         load_weights(layers, tensors, self.config.num_layers, self._names_of_all_stages(), report_missing)
-        if self.args.kv_dtype != "fp8":
+        if not self.uses_fixed_kv_scales:
             return
         warn_of_large_keys(self.layer_weights)
         for spec, weight in zip(self.own_layer_specs, self.layer_weights, strict=True):
@@ -227,7 +230,8 @@ class LoadableModel:
     def weight_context(self, device: torch.device) -> WeightContext:
         """Of weights that take no adapters."""
         linears = linear_method_factory(self.config, self.args.packed_input_bits)
-        experts, quantizes_kv = experts_method_factory(self.config), self.args.kv_dtype is not None
+        experts = experts_method_factory(self.config, self.args.packed_input_bits)
+        quantizes_kv = self.args.kv_dtype is not None
         return WeightContext(self.args.parallel, self.args.dtype, device, linears, experts, quantizes_kv)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
@@ -340,7 +344,11 @@ class LoadableModel:
         return name.removeprefix(self.spec.names.optional_prefix)
 
     def _kv_scales(self) -> KvScales:
-        return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")
+        return KvScales(self.layer_specs, is_fp8=self.uses_fixed_kv_scales)
+
+    @property
+    def uses_fixed_kv_scales(self) -> bool:
+        return self.has_fixed_kv_scales and self.args.kv_dtype == "fp8"
 
     @property
     def active_share(self) -> float:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lightserve.common import ops
 from lightserve.common.cpu_kernel.token_selection import select
 from lightserve.common.ops import AttnBatch, AttnOptions, KvCache, attention_weights, read_kv
+from lightserve.common.ops.kv_cache import LatentCache, read_latents
 from lightserve.common.ops.latent_attention import latent_sizes
 
 BACKEND = ops.batch_invariant("cpu")
@@ -67,20 +68,20 @@ def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: Att
 
 @ops.latent_context_attention.impl(BACKEND)
 def latent_context_attention(
-    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+    q: Tensor, latent: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
 ) -> Tensor:
     return latent_token_attention(q, latent_cache, kv_b, batch, options)
 
 
 @ops.latent_token_attention.impl(BACKEND)
 def latent_token_attention(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+    q: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
 ) -> Tensor:
     """Plain attention over keys and values that are expanded to one size, padded with columns of 0."""
     options.check_supported(BACKEND)
     sizes = latent_sizes(q, latent_cache, kv_b)
     slots, by_token = used_slots(batch)
-    latents = latent_cache[slots, 0].to(q.dtype)
+    latents = read_latents(latent_cache, slots, q.dtype)
     kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).view(len(latents), *kv_b.shape[:2])
     width = max(q.shape[2], sizes.value)
     expanded = q.new_zeros(len(slots), 2 * sizes.heads, width)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.ops import AttnBatch, AttnOptions
+from lightserve.common.ops.kv_cache import LatentCache, read_latents
 from lightserve.common.ops.latent_attention import LatentSizes, latent_sizes
 
 ROWS_AT_ONCE = 256  # of a prompt: the scores of a whole prompt take heads * length^2 numbers
@@ -27,24 +28,24 @@ class _Request(NamedTuple):
 
 @ops.latent_context_attention.impl("cpu")
 def latent_context_attention(
-    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+    q: Tensor, latent: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
 ) -> Tensor:
     return _attend(q, latent_cache, kv_b, batch, options)
 
 
 @ops.latent_token_attention.impl("cpu")
 def latent_token_attention(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+    q: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
 ) -> Tensor:
     return _attend(q, latent_cache, kv_b, batch, options)
 
 
-def _attend(q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def _attend(q: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
     options.check_supported("cpu")
     sizes = latent_sizes(q, latent_cache, kv_b)
     out = q.new_empty(len(q), sizes.heads, sizes.value)
     for rows, slots, ready_len in _requests(batch):
-        latents = latent_cache[:, 0].index_select(0, slots)
+        latents = read_latents(latent_cache, slots, q.dtype)
         if rows.stop - rows.start == 1:
             out[rows] = _attend_absorbed(q[rows.start], latents, kv_b, options.scale, sizes)
         else:

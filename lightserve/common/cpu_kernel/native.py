@@ -106,7 +106,7 @@ def _define_norms(lib: ctypes.CDLL) -> None:
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32 or weight.dtype != torch.float32:
             return ops.rms_norm.after(BACKEND)(x, weight, eps)
-        return normed(x.contiguous(), None, weight, eps)
+        return normed(x.contiguous(), None, weight.contiguous(), eps)
 
     @ops.add_rms_norm.impl(BACKEND)
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

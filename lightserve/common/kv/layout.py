@@ -9,9 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TypeVar
 
 import torch
+
+
+class KvContent(Enum):
+    """What layers store in a group. All but ``KV`` is stored besides, for layers that are in a group of KV too."""
+
+    KV = "KV"
+    INDEX_KEYS = "index keys"  # by which the layers choose tokens
+    KEY_PARTS = "key parts"  # of quantised latents, which are not quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,7 @@ class KvGroup:
     scale_dtype: torch.dtype | None = None  # of one scale per token and head, keys and values apart; None: no scales
     window: int | None = None  # tokens that a query attends to, itself included; None: all before it
     extra_slots: int = 0  # behind those of the pool and of padding: of tokens that are drafted, until they are computed
-    is_index: bool = False  # keys by which the layers choose tokens; their keys and values are in another group
+    content: KvContent = KvContent.KV
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.key_size) < 1 or self.value_size < 0 or not self.layers:
@@ -137,12 +146,13 @@ class KvLayout:
     readers: tuple[tuple[int, int], ...] = ()  # a layer without a cache of its own, and the layer whose cache it reads
 
     def __post_init__(self) -> None:
-        _check_layers([group for group in self.groups if not group.is_index], "KV")
-        _check_layers(self.index_groups, "index")
+        for content in KvContent:
+            _check_layers(self.groups_of(content), content.value)
         _check_layers(self.states, "state")
-        with_kv = {layer for group in self.groups for layer in group.layers if not group.is_index}
-        if not with_kv.issuperset(layer for group in self.index_groups for layer in group.layers):
-            raise ValueError(f"layers that choose tokens need KV too; layers with KV: {sorted(with_kv)}")
+        with_kv = {layer for group in self.groups_of(KvContent.KV) for layer in group.layers}
+        for group in self.groups:
+            if not with_kv.issuperset(group.layers):
+                raise ValueError(f"layers with {group.content.value} need KV too; layers with KV: {sorted(with_kv)}")
         for reader, source in self.readers:
             if reader in with_kv or source not in with_kv:
                 raise ValueError(
@@ -154,19 +164,32 @@ class KvLayout:
         """Keys and values of the same heads in every layer."""
         return cls((KvGroup(tuple(range(num_layers)), num_heads, head_dim, head_dim, dtype),))
 
+    @classmethod
+    def latents(
+        cls, layers: tuple[int, ...], sizes: tuple[int, int], kv_dtype: str | None, dtype: torch.dtype
+    ) -> KvLayout:
+        """Latents and key parts of these ``sizes``, which are computed in ``dtype``: see ``ops/kv_cache.py``."""
+        rank, rope = sizes
+        if not layers:
+            return cls(())
+        if kv_dtype is None:
+            return cls((KvGroup(layers, 1, rank + rope, 0, dtype),))
+        codes, _ = kv_storage(kv_dtype, dtype)
+        key_parts = KvGroup(layers, 1, rope, 0, dtype, content=KvContent.KEY_PARTS)
+        return cls((KvGroup(layers, 1, rank, 0, codes, torch.float32), key_parts))
+
     def of_layers(self, layers: Iterable[int]) -> KvLayout:
         """Only these layers."""
         wanted = set(layers)
         readers = tuple(pair for pair in self.readers if pair[0] in wanted)
         return KvLayout(_parts(self.groups, wanted), _parts(self.states, wanted), readers)
 
-    @property
-    def index_groups(self) -> tuple[KvGroup, ...]:
-        return tuple(group for group in self.groups if group.is_index)
+    def groups_of(self, content: KvContent) -> tuple[KvGroup, ...]:
+        return tuple(group for group in self.groups if group.content == content)
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups if not group.is_index)
+        return sum(len(group.layers) for group in self.groups_of(KvContent.KV))
 
     @property
     def bytes_per_token(self) -> int:
@@ -190,4 +213,4 @@ class KvLayout:
     def group_of(self, layer_num: int) -> KvGroup | None:
         """The group of the cache that a layer reads."""
         source = dict(self.readers).get(layer_num, layer_num)
-        return next((group for group in self.groups if source in group.layers and not group.is_index), None)
+        return next((group for group in self.groups_of(KvContent.KV) if source in group.layers), None)

@@ -35,7 +35,7 @@ from lightserve.common.ops.experts import (
     experts,
     route,
 )
-from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
+from lightserve.common.ops.kv_cache import KvCache, LatentCache, QuantizedKv, QuantizedLatents, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,

@@ -1,6 +1,7 @@
 """Multi-head latent attention (MLA): a token caches one latent, from which the keys and values of all heads come.
 
-``latent_cache`` is ``[slots, 1, rank + rope]``: the normed latent, then a rotated key part that all heads share.
+``latent_cache`` is ``[slots, 1, rank + rope]``: the normed latent, then a rotated key part that all heads share. Or it
+has 8-bit codes of the latents (``kv_cache.py``).
 ``kv_b`` ``[heads, nope + value, rank]`` expands a latent to the other part of each head's key and to its value. Queries
 are ``[tokens, heads, nope + rope]`` and results ``[tokens, heads, value]``. A backend need not expand latents: it may
 multiply the queries by the key part of ``kv_b`` instead, and compare them with the latents themselves.
@@ -15,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightserve.common.ops.attention import AttnBatch, AttnOptions, attention_weights, write_kv
+from lightserve.common.ops.attention import AttnBatch, AttnOptions, attention_weights
+from lightserve.common.ops.kv_cache import LatentCache, read_latents, store_latents
 from lightserve.common.ops.norm import rms_norm
 from lightserve.common.ops.registry import op
 from lightserve.common.ops.rotary import RotaryAngles, rotary
@@ -38,7 +40,7 @@ class LatentSizes(NamedTuple):
     rank: int
 
 
-def latent_sizes(q: Tensor, latent_cache: Tensor, kv_b: Tensor) -> LatentSizes:
+def latent_sizes(q: Tensor, latent_cache: LatentCache, kv_b: Tensor) -> LatentSizes:
     heads, expanded, rank = kv_b.shape
     rope = latent_cache.shape[-1] - rank
     nope = q.shape[-1] - rope
@@ -52,44 +54,47 @@ def latent_sizes(q: Tensor, latent_cache: Tensor, kv_b: Tensor) -> LatentSizes:
 
 @op
 def write_latent(
-    q: Tensor, latent: Tensor, norm: LatentNorm, angles: RotaryAngles, slots: Tensor, latent_cache: Tensor
+    q: Tensor, latent: Tensor, norm: LatentNorm, angles: RotaryAngles | None, slots: Tensor, latent_cache: LatentCache
 ) -> None:
     """Norm the latents, rotate the shared key part and the last columns of ``q``, all in place; store the latents.
 
-    ``latent`` ``[tokens, rank + rope]``: the latent of each token, then its shared key part.
+    ``latent`` ``[tokens, rank + rope]``: the latent of each token, then its shared key part. ``angles`` None: the model
+    has no positions, and nothing is rotated.
     """
     rank = norm.weight.shape[0]
     latent[:, :rank] = rms_norm(latent[:, :rank], *norm)
-    rotary(q[..., rank - latent.shape[1] :], latent[:, None, rank:], *angles)
-    write_kv(latent[:, None], slots, latent_cache)
+    if angles is not None:
+        rotary(q[..., rank - latent.shape[1] :], latent[:, None, rank:], *angles)
+    store_latents(latent, slots.long(), latent_cache)
 
 
 @op
 def latent_context_attention(
-    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+    q: Tensor, latent: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
 ) -> Tensor:
     """Attention of the last rows of each request over its cached tokens.
 
     ``latent`` ``[tokens, rank + rope]`` holds this step's tokens, which the cache holds too: a backend may read either.
+    If the cache is quantised, results depend on which one it reads; a batch-invariant backend reads the cache.
     """
     return _attend(q, latent_cache, kv_b, batch, options)
 
 
 @op
 def latent_token_attention(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+    q: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
 ) -> Tensor:
     """Attention of a decode step: row i of ``q`` is the only query row of request i."""
     return _attend(q, latent_cache, kv_b, batch, options)
 
 
-def _attend(q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def _attend(q: Tensor, latent_cache: LatentCache, kv_b: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
     sizes = latent_sizes(q, latent_cache, kv_b)
     out = q.new_empty(len(q), sizes.heads, sizes.value)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(start, start + seq_len - ready)
-        latents = latent_cache[batch.req_to_token[req, :seq_len].long(), 0].float()
+        latents = read_latents(latent_cache, batch.req_to_token[req, :seq_len].long(), torch.float32)
         expanded = torch.einsum("kr,hdr->khd", latents[:, : sizes.rank], kv_b.float())
         shared = latents[:, None, sizes.rank :].expand(-1, sizes.heads, -1)
         k = torch.cat((expanded[..., : sizes.nope], shared), dim=-1)

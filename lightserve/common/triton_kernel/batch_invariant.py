@@ -74,7 +74,12 @@ def token_attention(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, opti
 
 @ops.latent_context_attention.impl(BACKEND)
 def latent_context_attention(
-    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor,
+    latent: Tensor,
+    latent_cache: ops.LatentCache,
+    kv_b: Tensor,
+    batch: ops.AttnBatch,
+    options: ops.AttnOptions,
 ) -> Tensor:
     sizes = check_latents("latent_context_attention", q, latent_cache, kv_b, options)
     return _mla_batch_invariant.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)
@@ -82,7 +87,7 @@ def latent_context_attention(
 
 @ops.latent_token_attention.impl(BACKEND)
 def latent_token_attention(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor, latent_cache: ops.LatentCache, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     sizes = check_latents("latent_token_attention", q, latent_cache, kv_b, options)
     return _mla_batch_invariant.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)

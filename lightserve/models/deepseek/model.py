@@ -66,26 +66,26 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> None:
         norm = ops.LatentNorm(layer_weight.kv_norm.tensor, layer_weight.kv_norm.eps)
-        angles = infer_state.rotary_angles[self._rotary_key]
-        cache = self._latent_cache(infer_state, layer_weight)
+        angles = infer_state.rotary_angles.get(self._rotary_key)
+        cache = self._latent_cache(infer_state)
         ops.write_latent(q, cache_kv, norm, angles, infer_state.step.mem_index, cache)
 
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> Tensor:
-        cache, kv_b = self._latent_cache(infer_state, layer_weight), layer_weight.kv_b
+        cache, kv_b = self._latent_cache(infer_state), layer_weight.kv_b
         return ops.latent_context_attention(q, cache_kv, cache, kv_b, infer_state.attn, layer_weight.attn_options)
 
     def _token_attention_kernel(
         self, q: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> Tensor:
-        cache, kv_b = self._latent_cache(infer_state, layer_weight), layer_weight.kv_b
+        cache, kv_b = self._latent_cache(infer_state), layer_weight.kv_b
         return ops.latent_token_attention(q, cache, kv_b, infer_state.attn, layer_weight.attn_options)
 
-    def _latent_cache(self, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight) -> Tensor:
-        cache = self._kv_cache(infer_state, layer_weight)
-        assert isinstance(cache, Tensor)  # kv_dtypes is empty
-        return cache
+    def _latent_cache(self, infer_state: bm.InferStateInfo) -> ops.LatentCache:
+        memory, layer = infer_state.mem_manager, self.layer_num
+        cache, scales, key_parts = memory.layer(layer), memory.scales(layer), memory.key_parts(layer)
+        return cache if scales is None or key_parts is None else ops.QuantizedLatents(cache, scales, key_parts)
 
 
 class DeepseekTpPartModel(bm.TpPartBaseModel):
@@ -93,7 +93,7 @@ class DeepseekTpPartModel(bm.TpPartBaseModel):
     transformer_layer_infer_class = DeepseekLayerInfer
     attends_without_cache = False
     attends_to_shared_prefixes = False
-    kv_dtypes = ()  # latents are read as they are
+    has_fixed_kv_scales = False
 
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         sizes = latent_sizes(self.config, self.config.num_heads)
@@ -118,8 +118,8 @@ class DeepseekTpPartModel(bm.TpPartBaseModel):
 
     def _kv_layout(self) -> bm.KvLayout:
         sizes = latent_sizes(self.config, 1)
-        layers = tuple(range(self.config.num_layers))
-        return bm.KvLayout((bm.KvGroup(layers, 1, sizes.rank + sizes.rope, 0, self.args.dtype),))
+        layers = tuple(spec.layer_num for spec in self.layer_specs if spec.has_attention)
+        return bm.KvLayout.latents(layers, (sizes.rank, sizes.rope), self.args.kv_dtype, self.args.dtype)
 
     def _verify_params(self) -> None:
         for name in ("attention_bias", "mlp_bias"):

@@ -51,7 +51,9 @@ class SparseInferState(bm.InferStateInfo):
         rows = torch.arange(len(b_seen), dtype=torch.int32, device=b_seen.device)
         return ops.AttnBatch(self.attn.req_to_token, rows, rows, b_seen, (b_seen - 1).clamp(min=0))
 
-    def attend_to_chosen(self, q: Tensor, latent_cache: Tensor, kv_b: Tensor, options: ops.AttnOptions) -> Tensor:
+    def attend_to_chosen(
+        self, q: Tensor, latent_cache: ops.LatentCache, kv_b: Tensor, options: ops.AttnOptions
+    ) -> Tensor:
         """Of a step with prompts, only the rows that see more than ``top_k`` tokens."""
         outs, first = [], 0
         for template in self._batches:

@@ -49,7 +49,7 @@ class SparseLayerInfer(DeepseekLayerInfer):
         if infer_state.is_dense:
             return super()._context_attention_kernel(q, cache_kv, infer_state, layer_weight)
         kv_b, options = layer_weight.kv_b, layer_weight.attn_options
-        cache = self._latent_cache(infer_state, layer_weight)
+        cache = self._latent_cache(infer_state)
         sparse = infer_state.attend_to_chosen(q, cache, kv_b, options)
         dense = ops.latent_context_attention(q, cache_kv, cache, kv_b, infer_state.dense_attn, options)
         return infer_state.merged(sparse, dense)
@@ -60,7 +60,7 @@ class SparseLayerInfer(DeepseekLayerInfer):
         assert isinstance(infer_state, SparseInferState)
         if infer_state.is_dense:
             return super()._token_attention_kernel(q, infer_state, layer_weight)
-        cache = self._latent_cache(infer_state, layer_weight)
+        cache = self._latent_cache(infer_state)
         return infer_state.attend_to_chosen(q, cache, layer_weight.kv_b, layer_weight.attn_options)
 
 
@@ -72,7 +72,8 @@ class DeepseekV32TpPartModel(Glm4MoeLiteTpPartModel):
     def _kv_layout(self) -> bm.KvLayout:
         layout = super()._kv_layout()
         layers = tuple(i for i in range(self.config.num_layers) if has_indexer(self.config, i))
-        keys = bm.KvGroup(layers, 1, self.config.count("index_head_dim"), 0, self.args.dtype, is_index=True)
+        size, content = self.config.count("index_head_dim"), bm.KvContent.INDEX_KEYS
+        keys = bm.KvGroup(layers, 1, size, 0, self.args.dtype, content=content)
         return layout if is_dense(self.args) else replace(layout, groups=(*layout.groups, keys))
 
     def adapt_checkpoint(self, checkpoint: Iterable[bm.CheckpointTensor]) -> Iterator[bm.CheckpointTensor]:

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from lightserve.common import basemodel as bm, ops
-from lightserve.models.deepseek.model import (
-    DeepseekLayerInfer,
-    DeepseekLayerWeight,
-    DeepseekTpPartModel,
-    latent_sizes,
-)
+from lightserve.common import basemodel as bm
+from lightserve.models.deepseek.model import DeepseekTpPartModel
 from lightserve.models.glm4_moe.model import deepseek_v3_moe, is_sparse
 from lightserve.models.mixtral.model import NAMES
 
@@ -24,18 +17,7 @@ MOE_NAMES = replace(
 )
 
 
-class KimiLinearLayerInfer(DeepseekLayerInfer):
-    def _rotate_and_store(
-        self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
-    ) -> None:
-        latent = cache_kv[:, : self.sizes.rank]
-        latent.copy_(layer_weight.kv_norm.norm(latent))
-        ops.write_kv(cache_kv[:, None], infer_state.step.mem_index, self._latent_cache(infer_state, layer_weight))
-
-
 class KimiLinearTpPartModel(DeepseekTpPartModel):
-    transformer_layer_infer_class = KimiLinearLayerInfer
-
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         return replace(
             super().layer_spec(layer_num),
@@ -59,10 +41,8 @@ class KimiLinearTpPartModel(DeepseekTpPartModel):
         )
 
     def _kv_layout(self) -> bm.KvLayout:
-        sizes, dtype = latent_sizes(self.config, 1), self.args.dtype
-        layers = tuple(spec.layer_num for spec in self.layer_specs if spec.has_attention)
-        groups = (bm.KvGroup(layers, 1, sizes.rank + sizes.rope, 0, dtype),) if layers else ()
-        return bm.KvLayout(groups, bm.state_groups(self.layer_specs, self.tp.size, dtype))
+        states = bm.state_groups(self.layer_specs, self.tp.size, self.args.dtype)
+        return replace(super()._kv_layout(), states=states)
 
     def _verify_params(self) -> None:
         super()._verify_params()

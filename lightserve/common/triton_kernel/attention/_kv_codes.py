@@ -86,6 +86,21 @@ def write_codes(kv_ptr, codes_ptr, scales_ptr, slot, scale_stride, HEADS: tl.con
 
 
 @triton.jit
+def write_row(x, codes_ptrs, mask, scale_ptr):
+    """Quantise the float32 numbers ``x`` ``[n]``, 0 where ``mask`` is not set, with a scale of their own."""
+    IS_INT8: tl.constexpr = codes_ptrs.dtype.element_ty == tl.int8
+    LARGEST: tl.constexpr = _INT8_MAX if IS_INT8 else _FLOAT8_MAX
+    absmax = tl.maximum(tl.max(tl.abs(x), axis=0), _MIN_ABSMAX)
+    codes = x / absmax * LARGEST
+    if IS_INT8:
+        codes = codes + _ROUND - _ROUND
+    elif _IS_INTERPRETED:
+        codes = _round_to_float8(codes)
+    tl.store(scale_ptr, absmax / LARGEST)
+    tl.store(codes_ptrs, codes.to(codes_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def for_codes(q, scales_ptr):
     """The queries in the dtype in which they are multiplied with cached keys."""
     IS_CONVERTED: tl.constexpr = (scales_ptr is not None) and (q.dtype == tl.bfloat16)

@@ -20,7 +20,9 @@ from lightserve.common.ops.latent_attention import LatentSizes
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._gpu import stages_that_fit
 from lightserve.common.triton_kernel.attention._attention import dot_block
+from lightserve.common.triton_kernel.attention._kv_codes import load_scales
 from lightserve.common.triton_kernel.attention._online_softmax import load_rows
+from lightserve.common.triton_kernel.latent._latent import LatentParts
 
 # 16,384 tokens of 16 heads in bfloat16. To expand more needs no more memory, but takes 3 times as long per token as to
 # attend to it (calculated: 2 * 512 * 256 operations per head and tile of 128 queries, and 2 * 128 * 320 for attention).
@@ -109,6 +111,8 @@ def plan_prefix(batch: ops.AttnBatch, sizes: LatentSizes, element_bytes: int, mi
 @triton.jit(do_not_specialize=["rows"])
 def _expand_prefix_kernel(
     cache_ptr,
+    cache_pe_ptr,
+    scales_ptr,
     kv_b_ptr,
     slots_ptr,
     num_tokens_ptr,
@@ -116,6 +120,8 @@ def _expand_prefix_kernel(
     pe_ptr,
     rows,
     slot_stride,
+    slot_pe_stride,
+    scale_stride,
     kv_b_row_stride,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -136,7 +142,8 @@ def _expand_prefix_kernel(
         row_idx = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         slots = tl.load(slots_ptr + row_idx, mask=row_idx < rows, other=NO_SLOT)
         is_row = slots != NO_SLOT
-        latents = slots.to(tl.int64) * slot_stride
+        slots = slots.to(tl.int64)
+        latents = slots * slot_stride
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, RANK, BLOCK_K):
             depth = first + tl.arange(0, BLOCK_K)
@@ -145,15 +152,17 @@ def _expand_prefix_kernel(
             b_ptrs = kv_b_ptr + cols[:, None] * kv_b_row_stride + depth[None, :]
             b = tl.load(b_ptrs, mask=is_col[:, None] & is_depth, other=0.0)
             acc = tl.dot(a.to(b.dtype), tl.trans(b), acc=acc, input_precision="ieee")
+        if scales_ptr is not None:
+            acc *= load_scales(scales_ptr, scale_stride, 0, slots, is_row)[:, None]
         tl.store(kv_ptr + row_idx[:, None] * WIDTH + cols[None, :], acc, mask=is_row[:, None] & is_col[None, :])
         if tl.program_id(0) == 0:
             pe_cols = tl.arange(0, BLOCK_ROPE)
-            pe = load_rows(cache_ptr + RANK, latents, pe_cols, is_row, ROPE)
+            pe = load_rows(cache_pe_ptr, slots * slot_pe_stride, pe_cols, is_row, ROPE)
             pe_ptrs = pe_ptr + row_idx[:, None] * ROPE + pe_cols[None, :]
             tl.store(pe_ptrs, pe, mask=is_row[:, None] & (pe_cols < ROPE)[None, :])
 
 
-def expand_prefix(plan: PrefixPlan, latent_cache: Tensor, kv_b: Tensor, sizes: LatentSizes) -> ExpandedPrefix:
+def expand_prefix(plan: PrefixPlan, cache: LatentParts, kv_b: Tensor, sizes: LatentSizes) -> ExpandedPrefix:
     """The rows of ``plan`` as keys and values; rows past the last are not written."""
     rows, width = len(plan.slots), sizes.heads * (sizes.nope + sizes.value)
     expanded = ExpandedPrefix(kv_b.new_empty(rows, width), kv_b.new_empty(rows, sizes.rope))
@@ -163,14 +172,18 @@ def expand_prefix(plan: PrefixPlan, latent_cache: Tensor, kv_b: Tensor, sizes: L
     col_tiles = cdiv(width, block_n)
     row_programs = min(max(PROGRAMS // col_tiles, 1), cdiv(rows, block_m))
     _expand_prefix_kernel[(col_tiles, row_programs)](
-        latent_cache,
+        cache.latents,
+        cache.key_parts,
+        cache.scales,
         kv_b,
         plan.slots,
         plan.num_tokens,
         expanded.kv,
         expanded.pe,
         rows,
-        latent_cache.stride(0),
+        cache.slot_stride,
+        cache.pe_stride,
+        cache.scale_stride,
         kv_b.stride(1),
         RANK=sizes.rank,
         ROPE=sizes.rope,

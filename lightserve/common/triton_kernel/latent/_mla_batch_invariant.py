@@ -14,6 +14,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.ops.latent_attention import LatentSizes
 from lightserve.common.triton_kernel._blocks import cdiv
+from lightserve.common.triton_kernel._gpu import uses_asm
 from lightserve.common.triton_kernel.attention._attention import LOG2_E, dot_block, head_block
 from lightserve.common.triton_kernel.attention._context_tiles import (
     FIRST_TOKEN,
@@ -25,7 +26,7 @@ from lightserve.common.triton_kernel.attention._context_tiles import (
     list_tiles,
 )
 from lightserve.common.triton_kernel.attention._online_softmax import empty_softmax, load_rows
-from lightserve.common.triton_kernel.latent._latent import attend_latents
+from lightserve.common.triton_kernel.latent._latent import attend_latents, parts_of
 from lightserve.common.triton_kernel.latent.latent_token_attention import config_of
 
 TILE_ROWS = 64  # tokens times heads, where they fit
@@ -37,6 +38,8 @@ def _mla_batch_invariant_kernel(
     q_ptr,
     q_pe_ptr,
     cache_ptr,
+    cache_pe_ptr,
+    scales_ptr,
     out_ptr,
     req_to_token_ptr,
     tiles_ptr,
@@ -45,6 +48,8 @@ def _mla_batch_invariant_kernel(
     q_pe_token_stride,
     q_pe_head_stride,
     slot_stride,
+    slot_pe_stride,
+    scale_stride,
     req_stride,
     scale,
     HEADS: tl.constexpr,
@@ -55,6 +60,8 @@ def _mla_batch_invariant_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     fields = tiles_ptr + tl.program_id(1) * TILE_FIELDS
     q_len = tl.load(fields + Q_LEN)
@@ -73,10 +80,13 @@ def _mla_batch_invariant_kernel(
     pe_rows = q_rows * q_pe_token_stride + heads * q_pe_head_stride
     q_pe = load_rows(q_pe_ptr, pe_rows, tl.arange(0, BLOCK_ROPE), is_row, ROPE)
 
-    cache = (cache_ptr, req_to_token_ptr + req_idx * req_stride, slot_stride)
+    slots_ptr = req_to_token_ptr + req_idx * req_stride
+    cache = (slots_ptr, cache_ptr, cache_pe_ptr, scales_ptr, slot_stride, slot_pe_stride, scale_stride)
     end = ready_len + tl.minimum(first_token + TOKENS, q_len)
     softmax = empty_softmax(TOKENS * BLOCK_H, BLOCK_R)
-    acc, _, total = attend_latents(q, q_pe, softmax, cache, 0, end, ready_len + q_tokens, scale, RANK, ROPE, BLOCK_N)
+    acc, _, total = attend_latents(
+        q, q_pe, softmax, cache, 0, end, ready_len + q_tokens, scale, RANK, ROPE, BLOCK_N, LOOP_STAGES, USE_ASM
+    )
     out_ptrs = out_ptr + (q_rows * HEADS + heads)[:, None] * RANK + cols[None, :]
     tl.store(out_ptrs, acc / total[:, None], mask=is_row[:, None] & (cols < RANK)[None, :])
 
@@ -141,7 +151,7 @@ def _multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attend_in_order(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
+    q: Tensor, latent_cache: ops.LatentCache, kv_b: Tensor, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
 ) -> Tensor:
     if len(q) == 0:
         return q.new_empty(0, sizes.heads, sizes.value)
@@ -151,9 +161,10 @@ def attend_in_order(
 
 
 def _attend(
-    q: Tensor, q_pe: Tensor, latent_cache: Tensor, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
+    q: Tensor, q_pe: Tensor, latent_cache: ops.LatentCache, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
 ) -> Tensor:
-    config = config_of(latent_cache.dtype, sizes._replace(heads=TILE_ROWS))
+    cache = parts_of("latent attention", latent_cache, sizes.rank)
+    config = config_of(q.dtype, sizes._replace(heads=TILE_ROWS))
     block_h = min(dot_block(sizes.heads), config.block_h)
     tokens = config.block_h // block_h
     key = ("mla_batch_invariant", tokens)
@@ -164,7 +175,9 @@ def _attend(
     _mla_batch_invariant_kernel[(cdiv(sizes.heads, block_h), tiles.shape[0])](
         q,
         q_pe,
-        latent_cache,
+        cache.latents,
+        cache.key_parts,
+        cache.scales,
         out,
         batch.req_to_token,
         tiles,
@@ -172,7 +185,9 @@ def _attend(
         q.stride(1),
         q_pe.stride(0),
         q_pe.stride(1),
-        latent_cache.stride(0),
+        cache.slot_stride,
+        cache.pe_stride,
+        cache.scale_stride,
         batch.req_to_token.stride(0),
         scale * LOG2_E.value,
         HEADS=sizes.heads,
@@ -183,6 +198,8 @@ def _attend(
         BLOCK_N=config.block_n,
         BLOCK_R=head_block(sizes.rank),
         BLOCK_ROPE=dot_block(sizes.rope),
+        LOOP_STAGES=cache.loop_stages(config.num_stages),
+        USE_ASM=uses_asm(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -30,8 +30,9 @@ from lightserve.common.triton_kernel.attention._context_tiles import (
     TILE_FIELDS,
     list_tiles,
 )
+from lightserve.common.triton_kernel.attention._kv_codes import load_scales
 from lightserve.common.triton_kernel.attention._online_softmax import empty_softmax, load_rows
-from lightserve.common.triton_kernel.latent._latent import add_to_softmax
+from lightserve.common.triton_kernel.latent._latent import add_to_softmax, parts_of
 from lightserve.common.triton_kernel.latent._latent_prefix import PrefixPlan, expand_prefix, plan_prefix
 from lightserve.common.triton_kernel.latent.latent_token_attention import attend_decodes, check
 
@@ -140,6 +141,7 @@ def _attend_last_blocks(
 def _expand(
     cache_ptr,
     rows,
+    scales,
     is_row,
     weight_ptr,
     weight_row_stride,
@@ -148,7 +150,7 @@ def _expand(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The latents at ``rows`` times ``SIZE`` rows of ``kv_b``."""
+    """The latents at ``rows``, times ``scales`` if they are codes, times ``SIZE`` rows of ``kv_b``."""
     outs = tl.arange(0, BLOCK)
     acc = tl.zeros([rows.shape[0], BLOCK], tl.float32)
     for first in range(0, RANK, BLOCK_K):
@@ -158,6 +160,8 @@ def _expand(
         weight = tl.load(weight_ptrs, mask=(outs < SIZE)[:, None] & is_depth, other=0.0)
         latents = tl.load(cache_ptr + rows[:, None] + depth[None, :], mask=is_row[:, None] & is_depth, other=0.0)
         acc = tl.dot(latents.to(weight.dtype), tl.trans(weight), acc=acc, input_precision="ieee")
+    if scales is not None:
+        acc *= scales[:, None]
     return acc
 
 
@@ -180,19 +184,24 @@ def _attend_latents_of_head(
     BLOCK_K: tl.constexpr,
 ):
     """Add the cached tokens ``begin`` .. ``end``, expanded block by block for one head, whose ``kv_b`` this is."""
-    cache_ptr, slots_ptr, slot_stride = cache
+    slots_ptr, cache_ptr, pe_ptr, scales_ptr, slot_stride, pe_stride, scale_stride = cache
     BLOCK_V: tl.constexpr = softmax[0].shape[1]
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         is_key = keys < end
-        rows = tl.load(slots_ptr + keys, mask=is_key, other=0).to(tl.int64) * slot_stride
-        k = _expand(cache_ptr, rows, is_key, kv_b_ptr, kv_b_row_stride, NOPE, RANK, q.shape[1], BLOCK_K).to(q.dtype)
-        k_pe = load_rows(cache_ptr + RANK, rows, tl.arange(0, q_pe.shape[1]), is_key, ROPE).to(q.dtype)
+        slots = tl.load(slots_ptr + keys, mask=is_key, other=0).to(tl.int64)
+        rows = slots * slot_stride
+        scales = None
+        if scales_ptr is not None:
+            scales = load_scales(scales_ptr, scale_stride, 0, slots, is_key)
+        k = _expand(cache_ptr, rows, scales, is_key, kv_b_ptr, kv_b_row_stride, NOPE, RANK, q.shape[1], BLOCK_K)
+        k = k.to(q.dtype)
+        k_pe = load_rows(pe_ptr, slots * pe_stride, tl.arange(0, q_pe.shape[1]), is_key, ROPE).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.dot(q_pe, tl.trans(k_pe), acc=scores, input_precision="ieee")
         v_ptr = kv_b_ptr + NOPE * kv_b_row_stride
-        v = _expand(cache_ptr, rows, is_key, v_ptr, kv_b_row_stride, VALUE, RANK, BLOCK_V, BLOCK_K).to(q.dtype)
-        softmax = add_to_softmax(scores, v, softmax, is_key[None, :], scale)
+        v = _expand(cache_ptr, rows, scales, is_key, v_ptr, kv_b_row_stride, VALUE, RANK, BLOCK_V, BLOCK_K)
+        softmax = add_to_softmax(scores, v.to(q.dtype), softmax, is_key[None, :], scale)
     return softmax
 
 
@@ -208,6 +217,8 @@ def _latent_context_attention_kernel(
     prefix_rows,
     first_rows_ptr,
     cache_ptr,
+    cache_pe_ptr,
+    scales_ptr,
     kv_b_ptr,
     out_ptr,
     req_to_token_ptr,
@@ -215,6 +226,8 @@ def _latent_context_attention_kernel(
     q_token_stride,
     pe_token_stride,
     slot_stride,
+    slot_pe_stride,
+    scale_stride,
     kv_b_row_stride,
     req_stride,
     scale,
@@ -259,7 +272,8 @@ def _latent_context_attention_kernel(
     softmax = _attend_last_blocks(
         q, q_pe, softmax, prefix, first_row, col, whole, num_expanded, None, scale, NOPE, ROPE, VALUE, BLOCK_N
     )
-    cache = (cache_ptr, req_to_token_ptr + req_idx * req_stride, slot_stride)
+    slots_ptr = req_to_token_ptr + req_idx * req_stride
+    cache = (slots_ptr, cache_ptr, cache_pe_ptr, scales_ptr, slot_stride, slot_pe_stride, scale_stride)
     softmax = _attend_latents_of_head(
         q,
         q_pe,
@@ -328,7 +342,12 @@ def _make_plan(q: Tensor, batch: ops.AttnBatch, sizes: LatentSizes) -> _Plan:
 
 @ops.latent_context_attention.impl("triton")
 def latent_context_attention(
-    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor,
+    latent: Tensor,
+    latent_cache: ops.LatentCache,
+    kv_b: Tensor,
+    batch: ops.AttnBatch,
+    options: ops.AttnOptions,
 ) -> Tensor:
     check_heads_side_by_side("latent_context_attention", q=q)
     check_last_contiguous("latent_context_attention", latent=latent)
@@ -351,7 +370,7 @@ def latent_context_attention(
 def _launch(
     q: Tensor,
     latent: Tensor,
-    latent_cache: Tensor,
+    latent_cache: ops.LatentCache,
     kv_b: Tensor,
     batch: ops.AttnBatch,
     scale: float,
@@ -361,7 +380,8 @@ def _launch(
 ) -> None:
     tiling = plan.tiling
     kv = ops.linear(latent[:, : sizes.rank], kv_b.flatten(0, 1))
-    prefix = expand_prefix(plan.prefix, latent_cache, kv_b, sizes)
+    cache = parts_of("latent_context_attention", latent_cache, sizes.rank)
+    prefix = expand_prefix(plan.prefix, cache, kv_b, sizes)
     _latent_context_attention_kernel[(plan.tiles.shape[0] * sizes.heads,)](
         q,
         _descriptor(kv, tiling.keys, sizes),
@@ -372,14 +392,18 @@ def _launch(
         prefix.pe,
         len(prefix.kv),
         plan.prefix.first_rows,
-        latent_cache,
+        cache.latents,
+        cache.key_parts,
+        cache.scales,
         kv_b,
         out,
         batch.req_to_token,
         plan.tiles,
         q.stride(0),
         latent.stride(0),
-        latent_cache.stride(0),
+        cache.slot_stride,
+        cache.pe_stride,
+        cache.scale_stride,
         kv_b.stride(1),
         batch.req_to_token.stride(0),
         scale * LOG2_E.value,

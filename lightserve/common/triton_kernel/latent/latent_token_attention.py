@@ -20,11 +20,11 @@ from lightserve.common import ops
 from lightserve.common.ops.latent_attention import LatentSizes, latent_sizes
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
-from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit
+from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit, uses_asm
 from lightserve.common.triton_kernel.attention._attention import LOG2_E, MIN_DOT, dot_block, head_block
 from lightserve.common.triton_kernel.attention._online_softmax import empty_softmax, load_rows
 from lightserve.common.triton_kernel.attention._token_splits import SPLIT_FIELDS, SplitPlan, plan_splits
-from lightserve.common.triton_kernel.latent._latent import attend_latents
+from lightserve.common.triton_kernel.latent._latent import attend_latents, parts_of
 
 MERGED_AT_ONCE = tl.constexpr(8)  # partial results
 MAX_FEW_HEADS = 32  # more heads compute for longer than their latents take to load, and want larger tiles
@@ -46,6 +46,8 @@ def _latent_token_attention_kernel(
     q_ptr,
     q_pe_ptr,
     cache_ptr,
+    cache_pe_ptr,
+    scales_ptr,
     out_ptr,
     req_to_token_ptr,
     splits_ptr,
@@ -56,6 +58,8 @@ def _latent_token_attention_kernel(
     q_pe_token_stride,
     q_pe_head_stride,
     slot_stride,
+    slot_pe_stride,
+    scale_stride,
     out_token_stride,
     out_head_stride,
     req_stride,
@@ -67,6 +71,8 @@ def _latent_token_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):
     split = tl.program_id(1).to(tl.int64)
     split_ptr = splits_ptr + split * SPLIT_FIELDS
@@ -81,9 +87,12 @@ def _latent_token_attention_kernel(
     pe_cols = tl.arange(0, BLOCK_ROPE)
     q = load_rows(q_ptr + row * q_token_stride, heads * q_head_stride, cols, is_head, RANK)
     q_pe = load_rows(q_pe_ptr + row * q_pe_token_stride, heads * q_pe_head_stride, pe_cols, is_head, ROPE)
-    cache = (cache_ptr, req_to_token_ptr + req_idx * req_stride, slot_stride)
+    slots_ptr = req_to_token_ptr + req_idx * req_stride
+    cache = (slots_ptr, cache_ptr, cache_pe_ptr, scales_ptr, slot_stride, slot_pe_stride, scale_stride)
     softmax = empty_softmax(BLOCK_H, BLOCK_R)
-    acc, peak, total = attend_latents(q, q_pe, softmax, cache, begin, end, None, scale, RANK, ROPE, BLOCK_N)
+    acc, peak, total = attend_latents(
+        q, q_pe, softmax, cache, begin, end, None, scale, RANK, ROPE, BLOCK_N, LOOP_STAGES, USE_ASM
+    )
 
     acc /= total[:, None]
     mask = is_head[:, None] & (cols < RANK)[None, :]
@@ -170,7 +179,7 @@ class _Plan(NamedTuple):
 
 
 def attend_absorbed(
-    q: Tensor, q_pe: Tensor, latent_cache: Tensor, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
+    q: Tensor, q_pe: Tensor, latent_cache: ops.LatentCache, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
 ) -> Tensor:
     """``[requests, heads, rank]``: the weighted latents of each request with exactly one query row.
 
@@ -183,13 +192,16 @@ def attend_absorbed(
     key = ("latent_token_attention", sizes, latent_cache.dtype, q.dtype)
     plan: _Plan | None = batch.plans.get(key)
     if plan is None:
-        plan = batch.plans[key] = _make_plan(latent_cache, batch, sizes)
+        plan = batch.plans[key] = _make_plan(q, batch, sizes)
     config, split_plan = plan
+    cache = parts_of("latent_token_attention", latent_cache, sizes.rank)
     strides = (out.stride(0), out.stride(1))
     _latent_token_attention_kernel[(cdiv(sizes.heads, config.block_h), len(split_plan.splits))](
         q,
         q_pe,
-        latent_cache,
+        cache.latents,
+        cache.key_parts,
+        cache.scales,
         out,
         batch.req_to_token,
         split_plan.splits,
@@ -199,7 +211,9 @@ def attend_absorbed(
         q.stride(1),
         q_pe.stride(0),
         q_pe.stride(1),
-        latent_cache.stride(0),
+        cache.slot_stride,
+        cache.pe_stride,
+        cache.scale_stride,
         *strides,
         batch.req_to_token.stride(0),
         scale * LOG2_E.value,
@@ -210,6 +224,8 @@ def attend_absorbed(
         BLOCK_N=config.block_n,
         BLOCK_R=head_block(sizes.rank),
         BLOCK_ROPE=dot_block(sizes.rope),
+        LOOP_STAGES=cache.loop_stages(config.num_stages),
+        USE_ASM=uses_asm(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -226,23 +242,23 @@ def attend_absorbed(
     return out
 
 
-def _make_plan(latent_cache: Tensor, batch: ops.AttnBatch, sizes: LatentSizes) -> _Plan:
+def _make_plan(q: Tensor, batch: ops.AttnBatch, sizes: LatentSizes) -> _Plan:
     check_last_contiguous("latent_token_attention", **tensors_of(batch))
-    config = config_of(latent_cache.dtype, sizes)
+    config = config_of(q.dtype, sizes)
     head_shape = (sizes.heads, cdiv(sizes.heads, config.block_h), sizes.rank)
     b_row = torch.arange(len(batch.b_req_idx), dtype=torch.int32, device=batch.b_req_idx.device)
     by_request = replace(batch, b_start_loc=b_row)
     return _Plan(config, plan_splits(by_request, head_shape, config.block_n, config.programs_per_sm))
 
 
-def check(op: str, q: Tensor, latent_cache: Tensor, kv_b: Tensor, options: ops.AttnOptions) -> LatentSizes:
-    check_last_contiguous(op, q=q, latent_cache=latent_cache, kv_b=kv_b)
+def check(op: str, q: Tensor, latent_cache: ops.LatentCache, kv_b: Tensor, options: ops.AttnOptions) -> LatentSizes:
+    check_last_contiguous(op, q=q, kv_b=kv_b)
     options.check_supported("triton")
     return latent_sizes(q, latent_cache, kv_b)
 
 
 def attend_decodes(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
+    q: Tensor, latent_cache: ops.LatentCache, kv_b: Tensor, batch: ops.AttnBatch, scale: float, sizes: LatentSizes
 ) -> Tensor:
     """Like the op, for requests with exactly one query row; the rows of other requests are undefined."""
     absorbed = q.new_empty(len(q), sizes.heads, sizes.rank)
@@ -255,7 +271,7 @@ def attend_decodes(
 
 @ops.latent_token_attention.impl("triton")
 def latent_token_attention(
-    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor, latent_cache: ops.LatentCache, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     sizes = check("latent_token_attention", q, latent_cache, kv_b, options)
     return attend_decodes(q, latent_cache, kv_b, batch, options.scale, sizes)
