@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from lightserve.cluster.routing import EngineLoad, RoutedRequest, cost_s
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.control import KvIdentity
+from lightserve.messages.control import KvIdentity, can_divide_kv
 
 MIN_TIMEOUT_S = 10.0  # of a transfer: death and silence of engines are noticed earlier by other means
 MAX_TIMEOUT_S = 120.0
@@ -37,11 +37,26 @@ class KvExchange(NamedTuple):
     identity: KvIdentity | None
     transport: str
 
+    def fits(self, peer: KvExchange) -> bool:
+        """Whether they can send each other KV."""
+        return self == peer or (self._divides_heads(peer) and self._of_any_tp == peer._of_any_tp)
+
     def difference(self, peer: KvExchange) -> str | None:
-        """The first one, in words; None: they can."""
-        both = [{"--kv_transport": exchange.transport} | _named(exchange.identity) for exchange in (self, peer)]
+        """Why they cannot: the first difference, in words; None: they can."""
+        exchanges = (self._of_any_tp, peer._of_any_tp) if self._divides_heads(peer) else (self, peer)
+        both = [{"--kv_transport": exchange.transport} | _named(exchange.identity) for exchange in exchanges]
         name = next((name for name in both[0] | both[1] if both[0].get(name) != both[1].get(name)), None)
         return None if name is None else f"{name} is {both[0].get(name)} and {both[1].get(name)}"
+
+    def _divides_heads(self, peer: KvExchange) -> bool:
+        first, second = self.identity, peer.identity
+        if first is None or second is None or not (first.is_divisible and second.is_divisible):
+            return False
+        return can_divide_kv(first.tp, second.tp)
+
+    @property
+    def _of_any_tp(self) -> KvExchange:
+        return self._replace(identity=None if self.identity is None else replace(self.identity, tp=0))
 
 
 SAME_SERVER = KvExchange(None, "")  # engines of one server have the same flags

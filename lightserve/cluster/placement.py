@@ -119,7 +119,7 @@ class Placement:
             for engine in for_prefill(self.accepting())
             if engine is not decode
             and engine.number not in req.leaving
-            and engine.kv_exchange == decode.kv_exchange
+            and engine.kv_exchange.fits(decode.kv_exchange)
             and self._apart_until_s.get((decode.number, engine.number), now_s) <= now_s
         ]
         routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})

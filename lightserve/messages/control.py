@@ -107,6 +107,16 @@ class KvIdentity(msgspec.Struct, frozen=True):
     computed: str  # "in bfloat16 (KV in int8) on cuda"
     layout: str  # digest of the heads, sizes and data types of all layers of a rank
     is_deterministic: bool = False
+    is_divisible: bool = False  # the layout is that of all ranks, and their heads may be divided among more or fewer
+
+
+MAX_KV_CUTS = 8  # how many times as many ranks one engine may have as another
+
+
+def can_divide_kv(tp: int, other_tp: int) -> bool:
+    """Whether engines with so many ranks can cut each other's KV by heads, if it is divisible."""
+    small, large = sorted((tp, other_tp))
+    return large % small == 0 and large // small <= MAX_KV_CUTS and (large // small).bit_count() == 1
 
 
 class RoutedExpertsShape(msgspec.Struct, frozen=True):

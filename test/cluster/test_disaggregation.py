@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -384,6 +385,7 @@ def test_requests_with_the_same_prompt_wait_for_the_same_kv() -> None:
 
 
 KV = KvIdentity(1, 1, "1", "a model", "in float32", "a layout")
+CUT = replace_struct(KV, is_divisible=True)
 
 
 @pytest.mark.parametrize(
@@ -396,11 +398,16 @@ KV = KvIdentity(1, 1, "1", "a model", "in float32", "a layout")
         (KvExchange(KV, "sockets"), KvExchange(KV, "nixl"), "--kv_transport is sockets and nixl"),
         (KvExchange(KV, ""), KvExchange(None, ""), "--tp is 1 and None"),
         (SAME_SERVER, SAME_SERVER, None),
+        (KvExchange(CUT, ""), KvExchange(replace_struct(CUT, tp=2), ""), None),
+        (KvExchange(CUT, ""), KvExchange(replace_struct(CUT, tp=3), ""), "--tp is 1 and 3"),
+        (KvExchange(CUT, ""), KvExchange(replace_struct(CUT, tp=2, layout="another"), ""), "layout is a lay.*another"),
     ],
 )
 def test_engines_say_in_what_they_differ(decode: KvExchange, prefill: KvExchange, found: str | None) -> None:
-    assert decode.difference(prefill) == found
-    assert (decode == prefill) == (found is None)
+    difference = decode.difference(prefill)
+
+    assert difference is None if found is None else re.fullmatch(found, difference or "")
+    assert decode.fits(prefill) == prefill.fits(decode) == (found is None)
 
 
 def test_an_engine_with_another_layout_gets_no_prompts_of_a_decode_engine(log: pytest.LogCaptureFixture) -> None:

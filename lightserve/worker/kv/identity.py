@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_field
 from hashlib import blake2b
 
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from lightserve.messages.block_hash import BLOCK_TOKENS
 from lightserve.messages.control import KvIdentity
 from lightserve.model_files.config.digest import config_digest
 from lightserve.worker.kv.offload.block_store.frame import identity_of
+from lightserve.worker.kv.transfer.rank_heads import KvRank, RankHeads, total_heads
 
 
 def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str) -> KvIdentity:
@@ -30,9 +32,26 @@ def make_kv_identity(config: WorkerConfig, model: TpPartBaseModel, computed: str
     )
 
 
-def exchanged_identity(identity: KvIdentity, num_groups: int) -> KvIdentity:
-    """For engines that send each other KV: blocks of KV groups with pools of their own are sent apart."""
+def exchanged_identity(identity: KvIdentity, model: TpPartBaseModel, num_groups: int) -> KvIdentity:
+    """For engines that send each other KV: blocks of KV groups with pools of their own are sent apart.
+
+    Heads may be divided among other ranks. Then sums are in another order, which --deterministic forbids.
+    """
+    heads = None if identity.is_deterministic else total_heads(model)
+    if heads is not None:
+        groups = (replace_field(group, num_heads=n) for group, n in zip(model.kv_layout.groups, heads, strict=True))
+        layout = replace_field(model.kv_layout, groups=tuple(groups))
+        digest = _digest(layout, BLOCK_TOKENS, *_routed_experts(model))
+        identity = replace(identity, layout=digest, is_divisible=True)
     return replace(identity, layout=f"{identity.layout} in {1 + num_groups} pools") if num_groups else identity
+
+
+def rank_of(exchanged: KvIdentity, model: TpPartBaseModel, rank: int) -> KvRank:
+    """A rank of an engine with this identity."""
+    if exchanged.is_divisible:
+        heads = RankHeads(rank, exchanged.tp, total_heads(model))
+        return KvRank(heads, identity_of(replace(exchanged, tp=0)))
+    return KvRank(RankHeads(rank, exchanged.tp * exchanged.pp), identity_of(exchanged, rank))
 
 
 def _draft_head(config: WorkerConfig) -> tuple[str, ...]:

@@ -26,8 +26,9 @@ PROMPT_LEN = 97  # a block, and more
 class Workers(FakeModel):
     """A load ends when the test ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_graphs: bool = False) -> None:
         super().__init__()
+        self._changed = KvMemoryChanged(keeps_graphs=keeps_graphs)
         self.calls: list[str] = []
         self.loads: dict[int, asyncio.Future[Any]] = {}
 
@@ -40,7 +41,7 @@ class Workers(FakeModel):
             self.loads[request] = reply
             return reply
         self.calls.append(type(request).__name__)
-        reply.set_result({SET_KV_MEMORY: KvMemoryChanged(), UPDATE_WEIGHTS: WorkerWeightsReply()}[call])
+        reply.set_result({SET_KV_MEMORY: self._changed, UPDATE_WEIGHTS: WorkerWeightsReply()}[call])
         return reply
 
 
@@ -156,18 +157,35 @@ def test_transfers_of_other_engines_are_ended_before_kv_memory_is_freed(tmp_path
     check(scenario, tmp_path)
 
 
-def test_workers_that_come_while_kv_memory_is_released_release_theirs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keeps_graphs", "method"), [(False, "kv_freed"), (True, "kv_unmapped")])
+def test_workers_that_come_while_kv_memory_is_released_release_theirs(
+    tmp_path: Path, keeps_graphs: bool, method: str
+) -> None:
     async def scenario(router: Router) -> None:
-        router.manager.use_workers(Workers())
+        router.manager.use_workers(Workers(keeps_graphs))
         router.send(prompt(1, 50))
         await router.until(lambda: router.has_finished(1))
-        assert (await ask(router, Sleep(1, tags=["kv_cache"]))).method == "kv_freed"
+        assert (await ask(router, Sleep(1, tags=["kv_cache"]))).method == method
 
-        router.manager.use_workers(workers := Workers())
+        router.manager.use_workers(workers := Workers(keeps_graphs))
         router.manager.rl.on_new_workers()
 
         await until(lambda: workers.calls == ["KvMemory"])
-        assert (await ask(router, WakeUp(2))).method == "kv_freed"
+        assert (await ask(router, WakeUp(2))).method == method
         assert workers.calls == ["KvMemory"] * 2
 
     check(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "joined"),
+    [
+        ([KvMemoryChanged(keeps_graphs=True)] * 2, KvMemoryChanged(keeps_graphs=True)),
+        ([KvMemoryChanged(keeps_graphs=True), KvMemoryChanged()], KvMemoryChanged()),
+        ([KvMemoryChanged(keeps_graphs=True), KvMemoryChanged("no memory")], KvMemoryChanged("no memory")),
+    ],
+)
+def test_ranks_change_their_kv_memory_as_the_worst_of_them(
+    of_ranks: list[KvMemoryChanged], joined: KvMemoryChanged
+) -> None:
+    assert SET_KV_MEMORY.joined(of_ranks) == joined

@@ -15,7 +15,7 @@ from lightserve.config import WorkerConfig
 from lightserve.messages.worker_calls import NO_STORE, KvFlush, KvLookup
 from lightserve.model_files.config.model_config import ROPE_TYPES, RopeConfig
 from lightserve.model_files.source import resolve
-from lightserve.worker.kv.identity import rank_identity
+from lightserve.worker.kv.identity import exchanged_identity, rank_identity, rank_of
 from lightserve.worker.worker import ModelWorker
 
 ORIGINAL_LEN = 64
@@ -110,3 +110,16 @@ def test_the_factors_are_all_that_angles_have_from_the_longest_request(rope_type
             common = min(max_len, other_len)
             are_equal = all(torch.equal(a[:common], b[:common]) for a, b in zip(table, other, strict=True))
             assert are_equal == (rope.factors(max_len) == rope.factors(other_len))
+
+
+@pytest.mark.parametrize(("options", "is_divisible"), [({}, True), ({"deterministic": True}, False)])
+def test_kv_goes_to_other_numbers_of_ranks_unless_their_sums_must_be_the_same(
+    tmp_path: Path, options: dict[str, Any], is_divisible: bool
+) -> None:
+    worker = make(tmp_path / "model", **options)
+
+    exchanged = exchanged_identity(worker.kv_identity, worker.model, 0)
+
+    assert exchanged.is_divisible == is_divisible
+    first, second = (rank_of(exchanged, worker.model, rank).identity for rank in range(2))
+    assert (first == second) == is_divisible

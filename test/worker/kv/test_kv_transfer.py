@@ -33,6 +33,7 @@ from lightserve.worker.kv.transfer import pipe, sockets, staging as kv_staging
 from lightserve.worker.kv.transfer.base import Frame, Outgoing
 from lightserve.worker.kv.transfer.framing import FrameStream, greet_receiver
 from lightserve.worker.kv.transfer.pipe import KvTransferError, ReadTimeoutError, SocketPipe
+from lightserve.worker.kv.transfer.rank_heads import RankHeads
 from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
 from lightserve.worker.kv.transfer.staging import SendStaging
 from lightserve.worker.kv.transfer.transfer import KvReceiver, KvSender, frame_sizes, readable_memory
@@ -43,6 +44,7 @@ from test.waiting import wait_until
 
 SECRET = b"s" * 40
 IDENTITY = b"i" * 32
+ALONE = RankHeads(0, 1)
 BLOCKS = 5
 LONG_S = 60.0
 LAYOUT = LAYOUTS["float32"]
@@ -70,11 +72,11 @@ class Pair:
         self.address = address
         self.source, self.target = (filled(layout, device, self.group_sizes, self.state_rows) for _ in range(2))
         self.backends = [
-            SocketTransferBackend(identity, secret, frame_sizes(self.source), tls[0], memories[0]),
-            SocketTransferBackend(IDENTITY, SECRET, frame_sizes(self.target), tls[1], memories[1]),
+            SocketTransferBackend(identity, secret, frame_sizes(self.source, ALONE), tls[0], memories[0]),
+            SocketTransferBackend(IDENTITY, SECRET, frame_sizes(self.target, ALONE), tls[1], memories[1]),
         ]
-        self.sender = KvSender(self.source, platform, self.backends[0], 0)
-        self.receiver = KvReceiver(self.target, platform, self.backends[1])
+        self.sender = KvSender(self.source, platform, self.backends[0], ALONE)
+        self.receiver = KvReceiver(self.target, platform, self.backends[1], ALONE)
         self.backends[1].listen(address, self.receiver)
 
     def slots(self, seed: int, blocks: int = BLOCKS) -> np.ndarray[Any, Any]:
@@ -577,7 +579,7 @@ def test_what_cannot_be_sent_fails_no_step_and_leaves_no_memory_in_use(
     """The step is launched by the same call."""
     pair = Pair(f"unix://{tmp_path}/kv")
     if fault == "fewer ranks":
-        pair.sender._rank = 1
+        pair.sender._rank = RankHeads(1, 2)
     elif fault == "device memory":
         monkeypatch.setattr(pair.sender._copies, "down", fail)
     else:

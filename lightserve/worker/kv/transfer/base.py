@@ -19,7 +19,7 @@ class Frame(NamedTuple):
     transfer_id: int
     first: int  # number of the first block among those of the transfer that are of this pool
     num_blocks: int
-    pool: int = 0  # 0: of all tokens; those of KV groups follow
+    pool: int = 0  # 0: of all tokens; those of KV groups follow, and then the pools of every cut: see rank_heads.py
 
 
 class FrameSize(NamedTuple):

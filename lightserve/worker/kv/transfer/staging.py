@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import Device
-from lightserve.common.kv.cpu_kv import CpuKv, block_formats
+from lightserve.common.kv.cpu_kv import BlockFormat, CpuKv, block_formats
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.messages.block_hash import BLOCK_TOKENS
 
@@ -53,8 +53,13 @@ class Staging:
             self._free += reversed(blocks)
             self._has_freed.notify_all()
 
-    def data(self, blocks: Sequence[int]) -> list[memoryview]:
-        return [self.kv[block].numpy().data for block in blocks]
+    def hosts(self, blocks: Sequence[int], block_format: BlockFormat) -> list[Tensor]:
+        """The memory of these blocks for blocks of this format, which may be smaller."""
+        return [self.kv[block][: block_format.num_bytes] for block in blocks]
+
+
+def views_of(hosts: Sequence[Tensor]) -> list[memoryview]:
+    return [host.numpy().data for host in hosts]
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightserve.common.device import Device, to_device
 from lightserve.common.device.base import Wait
-from lightserve.common.kv.cpu_kv import block_formats
+from lightserve.common.kv.cpu_kv import BlockFormat, block_formats
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.links.tls import PeerContexts
 from lightserve.messages.block_hash import BLOCK_TOKENS
@@ -31,8 +31,9 @@ from lightserve.messages.worker_calls import KvReceived
 from lightserve.utils.logger import init_logger
 from lightserve.worker.kv.transfer.base import Frame, FrameSize, Incoming, KvTransferBackend, Outgoing
 from lightserve.worker.kv.transfer.nixl import NixlMemory
+from lightserve.worker.kv.transfer.rank_heads import WHOLE, Cut, KvRank, RankHeads, cut_of
 from lightserve.worker.kv.transfer.sockets import SocketTransferBackend
-from lightserve.worker.kv.transfer.staging import SendStaging, Staging, frame_blocks
+from lightserve.worker.kv.transfer.staging import SendStaging, Staging, frame_blocks, views_of
 from lightserve.worker.kv.transfer.transport import ReadableMemory
 
 logger = init_logger(__name__)
@@ -44,12 +45,40 @@ MAX_ENDED = 4096  # transfers whose late frames are dropped at once
 MAX_LOST = 256  # transfers whose further blocks are not sent: prompts that are being computed
 
 
+class Formats:
+    """How the blocks of a rank lie in frames: whole, or cut for an engine with more ranks."""
+
+    def __init__(self, memory: MemoryManager, rank: RankHeads) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._by_cut = {WHOLE: block_formats(memory, BLOCK_TOKENS)}
+
+    @property
+    def num_pools(self) -> int:
+        return len(self._by_cut[WHOLE])
+
+    def of(self, cut: Cut, pool: int) -> BlockFormat:
+        if cut not in self._by_cut:
+            self._by_cut[cut] = block_formats(self._memory, BLOCK_TOKENS, self._rank.slices(cut))
+        return self._by_cut[cut][pool]
+
+
+class _Gathered(NamedTuple):
+    """What a frame is made of."""
+
+    staging: SendStaging
+    kv_format: BlockFormat
+    slots: Tensor  # [blocks, slots of a block]
+    blocks: list[int]  # of the staging
+
+
 class KvSender:
     """Of an engine that computes prompts for others. Called by the thread that runs steps."""
 
-    def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend, rank: int) -> None:
+    def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend, rank: RankHeads) -> None:
         self._device = memory.buffers[0].device
-        self._stagings = [SendStaging(memory, platform, pool) for pool in range(len(frame_sizes(memory)))]
+        self._formats = Formats(memory, rank)
+        self._stagings = [SendStaging(memory, platform, pool) for pool in range(self._formats.num_pools)]
         backend.register([chunk for staging in self._stagings for chunk in staging.chunks])
         self._copies = platform.copy_stream(self._device)
         self._backend = backend
@@ -75,32 +104,35 @@ class KvSender:
     @torch.inference_mode()
     def _push(self, command: KvSend) -> str | None:
         """Why not all of it was sent."""
-        if self._rank >= len(command.addresses):  # the dispatcher pairs engines with as many ranks
-            return f"rank {self._rank} has no peer in the other engine"
-        address, staging = command.addresses[self._rank], self._stagings[command.pool]
+        receivers = self._rank.receivers(len(command.addresses))
+        if receivers is None:  # the dispatcher pairs engines that fit
+            return f"{self._rank.tp} ranks cannot send KV to {len(command.addresses)}"
+        staging = self._stagings[command.pool]
         slots = _by_block(command.slots, staging.kv.format.num_slots, self._device)
         most = frame_blocks(staging.kv.format.num_bytes)
         for begin in range(0, len(slots), most):
             frame_slots = slots[begin : begin + most]
-            blocks = staging.take_for(address, len(frame_slots))
-            if blocks is None:
-                return f"{address} takes nothing, and has its share of the host memory"
-            frame = Frame(command.transfer_id, command.first + begin, len(frame_slots), command.pool)
-            self._send(address, frame, frame_slots, blocks)
+            for receiver in receivers:
+                address = command.addresses[receiver.rank]
+                blocks = staging.take_for(address, len(frame_slots))
+                if blocks is None:
+                    return f"{address} takes nothing, and has its share of the host memory"
+                pool = receiver.placed_as.order * len(self._stagings) + command.pool
+                frame = Frame(command.transfer_id, command.first + begin, len(frame_slots), pool)
+                kv_format = self._formats.of(receiver.cut, command.pool)
+                self._send(address, frame, _Gathered(staging, kv_format, frame_slots, blocks))
         return None
 
-    def _send(self, address: str, frame: Frame, slots: Tensor, blocks: list[int]) -> None:
-        staging = self._stagings[frame.pool]
-        kv, done = staging.kv, partial(staging.give_back_from, address, blocks)
+    def _send(self, address: str, frame: Frame, gathered: _Gathered) -> None:
+        staging, kv_format, slots, blocks = gathered
+        done = partial(staging.give_back_from, address, blocks)
+        hosts = staging.hosts(blocks, kv_format)
         try:
-            wait = self._copies.down(
-                [kv[block] for block in blocks],
-                lambda block_range, copied: kv.format.gather(slots[block_range], copied),
-            )
+            wait = self._copies.down(hosts, lambda block_range, copied: kv_format.gather(slots[block_range], copied))
         except RuntimeError:
             done(False)
             raise
-        self._backend.push(address, Outgoing(frame, staging.data(blocks), wait, done))
+        self._backend.push(address, Outgoing(frame, views_of(hosts), wait, done))
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +140,8 @@ class _Transfer:
     slots: list[Tensor]  # [blocks, slots of a block] by pool
     after: Wait  # the steps before may still use the slots
     deadline_s: float
-    arrived: set[int] = field(default_factory=set)  # blocks, of one pool after the other
+    arrived: set[int] = field(default_factory=set)  # whole blocks, of one pool after the other
+    arrived_cuts: set[tuple[int, Cut]] = field(default_factory=set)  # of such blocks
     num_copying: int = 0  # frames that are being copied into the slots
     is_over: bool = False  # nothing is copied any more
 
@@ -121,26 +154,30 @@ class _Transfer:
         """How many of its first blocks have come."""
         return next(i for i in range(self.num_blocks + 1) if i not in self.arrived)
 
-    def has_room(self, frame: Frame) -> bool:
-        return frame.pool < len(self.slots) and frame.first + frame.num_blocks <= len(self.slots[frame.pool])
+    def has_room(self, frame: Frame, pool: int) -> bool:
+        return pool < len(self.slots) and frame.first + frame.num_blocks <= len(self.slots[pool])
 
-    def slots_of(self, frame: Frame) -> Tensor:
-        return self.slots[frame.pool][frame.first : frame.first + frame.num_blocks]
+    def slots_of(self, frame: Frame, pool: int) -> Tensor:
+        return self.slots[pool][frame.first : frame.first + frame.num_blocks]
 
-    def numbers_of(self, frame: Frame) -> range:
-        """Of its blocks, as ``arrived`` has them."""
-        begin = sum(map(len, self.slots[: frame.pool])) + frame.first
-        return range(begin, begin + frame.num_blocks)
+    def add(self, frame: Frame, pool: int, cut: Cut) -> None:
+        """A frame has come. A block that was cut is there when all cuts of it are."""
+        begin = sum(map(len, self.slots[:pool])) + frame.first
+        numbers = range(begin, begin + frame.num_blocks)
+        self.arrived_cuts.update((number, cut) for number in numbers)
+        cuts = [Cut(n, cut.parts) for n in range(cut.parts)]
+        self.arrived.update(block for block in numbers if all((block, n) in self.arrived_cuts for n in cuts))
 
 
 class KvReceiver:
     """Of a decode engine. The thread that runs steps expects, those of the transfer backend bring, one for the router
     waits."""
 
-    def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend) -> None:
+    def __init__(self, memory: MemoryManager, platform: Device, backend: KvTransferBackend, rank: RankHeads) -> None:
         """``backend`` does not listen yet."""
         self._device = memory.buffers[0].device
-        self._stagings = [Staging(memory, platform, pool) for pool in range(len(frame_sizes(memory)))]
+        self._formats = Formats(memory, rank)
+        self._stagings = [Staging(memory, platform, pool) for pool in range(self._formats.num_pools)]
         backend.register([chunk for staging in self._stagings for chunk in staging.chunks])
         self._copies = platform.copy_stream(self._device)
         self._transfers: dict[int, _Transfer] = {}
@@ -199,9 +236,13 @@ class KvReceiver:
             )
             if not self._is_wanted(frame):
                 return None
-        staging = self._stagings[frame.pool]
+        cut, pool = self._content_of(frame)
+        staging = self._stagings[pool]
         blocks = staging.take(frame.num_blocks, STAGE_WAIT_S)
-        return None if blocks is None else Incoming(staging.data(blocks), partial(self._end, frame, blocks))
+        if blocks is None:
+            return None
+        hosts = staging.hosts(blocks, self._formats.of(cut, pool))
+        return Incoming(views_of(hosts), partial(self._end, frame, blocks))
 
     def _end(self, frame: Frame, blocks: Sequence[int], is_whole: bool) -> None:
         with self._has_changed:
@@ -212,26 +253,33 @@ class KvReceiver:
             if transfer is not None:
                 self._copy(transfer, frame, blocks)
         finally:
-            self._stagings[frame.pool].give_back(blocks)
+            self._stagings[self._content_of(frame)[1]].give_back(blocks)
 
     def _is_wanted(self, frame: Frame) -> bool:
         transfer = self._transfers.get(frame.transfer_id)
-        return transfer is not None and not transfer.is_over and transfer.has_room(frame)
+        return transfer is not None and not transfer.is_over and transfer.has_room(frame, self._content_of(frame)[1])
+
+    def _content_of(self, frame: Frame) -> tuple[Cut, int]:
+        """What its blocks have of the blocks of this rank, and their pool."""
+        order, pool = divmod(frame.pool, self._formats.num_pools)
+        return cut_of(order), pool
 
     def _copy(self, transfer: _Transfer, frame: Frame, blocks: Sequence[int]) -> None:
-        kv, slots, arrived = self._stagings[frame.pool].kv, transfer.slots_of(frame), transfer.numbers_of(frame)
+        cut, pool = self._content_of(frame)
+        kv_format, slots, is_copied = self._formats.of(cut, pool), transfer.slots_of(frame, pool), True
         try:
             self._copies.up(
-                [kv[block] for block in blocks],
-                lambda block_range, copied: kv.format.scatter(copied, slots[block_range]),
+                self._stagings[pool].hosts(blocks, kv_format),
+                lambda block_range, copied: kv_format.scatter(copied, slots[block_range]),
                 transfer.after,
             ).result()
         except RuntimeError as error:
             logger.warning("KV of another engine cannot be copied: %s", error)
-            arrived = range(0)
+            is_copied = False
         with self._has_changed:
             transfer.num_copying -= 1
-            transfer.arrived.update(arrived)
+            if is_copied:
+                transfer.add(frame, pool, cut)
             self._has_changed.notify_all()
 
 
@@ -261,21 +309,22 @@ def readable_memory(transport: str) -> ReadableMemory | None:
     return NixlMemory() if transport == "nixl" else None
 
 
-def frame_sizes(memory: MemoryManager) -> list[FrameSize]:
-    """By pool."""
-    sizes = [block_format.num_bytes for block_format in block_formats(memory, BLOCK_TOKENS)]
+def frame_sizes(memory: MemoryManager, rank: RankHeads) -> list[FrameSize]:
+    """By pool, of whole blocks and of every cut."""
+    formats = Formats(memory, rank)
+    sizes = [formats.of(cut, pool).num_bytes for cut in rank.cuts() for pool in range(formats.num_pools)]
     return [FrameSize(size, frame_blocks(size)) for size in sizes]
 
 
-def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Device, identity: bytes) -> KvTransfer:
-    """``identity``: of what computes the KV, and of its layout."""
+def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Device, rank: KvRank) -> KvTransfer:
     sys.setswitchinterval(SWITCH_S)
+    heads, identity = rank
     identity = blake2b(args.transport.encode() + identity, digest_size=len(identity)).digest()
     backend = SocketTransferBackend(
-        identity, args.secret, frame_sizes(memory), args.tls, readable_memory(args.transport)
+        identity, args.secret, frame_sizes(memory, heads), args.tls, readable_memory(args.transport)
     )
     if args.role in ("prefill", "both"):
-        return KvTransfer(sender=KvSender(memory, platform, backend, args.rank))
-    receiver = KvReceiver(memory, platform, backend)
+        return KvTransfer(sender=KvSender(memory, platform, backend, heads))
+    receiver = KvReceiver(memory, platform, backend, heads)
     backend.listen(args.address, receiver)
     return KvTransfer(receiver=receiver)
