@@ -292,7 +292,10 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"))
 
-    assert "architecture 'mamba' is not supported; supported: arcee, baichuan, bloom, " in refusal(path)
+    assert (
+        "architecture 'mamba' is not supported; supported: arcee, baichuan, bailingmoe, bailingmoe2, bloom, "
+        in refusal(path)
+    )
 
 
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:

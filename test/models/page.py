@@ -100,7 +100,10 @@ FAMILIES = {
     "mimo_v2_flash": "MiMo-V2-Flash",
     "minicpm": "MiniCPM 1, 2, 4 up to its dense_len",
     "minicpm3": "MiniCPM 3",
+    "minimax": "MiniMax-Text-01 in transformers' format",
+    "minimax_m1": "MiniMax M1",
     "minimax_m2": "MiniMax M2",
+    "minimax_text_01": "MiniMax-Text-01",
     "ministral": "Ministral 8B",
     "ministral3": "Ministral 3",
     "mistral": "Mistral, Mistral Nemo",
@@ -202,13 +205,15 @@ NOTES = """\
   the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
   layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the
   4.6 billion weights of E2B) is split over the ranks of `--tp`.
+- `minimax`, `minimax_m1`, `minimax_text_01`: heads rotate in part if the file has `rotary_dim`, as in
+  MiniMax's code; transformers rotates them whole. A running request has a state of 4 MB in each layer with
+  lightning attention, 280 MB in all. Files with other factors than 1 of what a half adds are refused.
 - `nemotron_h`: layers for drafts are not loaded. Steps are limited by `time_step_limit`, as in
   NVIDIA's code; transformers limits them by `time_step_min`. Files with latent projections and
   `mlp_bias` are refused.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
   `quantization_config` says. They are refused.
-- Models with recurrent layers: `--pp`, roles and attention groups are refused by name, and drafts
-  together with `--deterministic`.
+- Models with recurrent layers: drafts are refused together with `--pp` and with `--deterministic`.
   A cached prefix is continued where a state was kept: see [Recurrent states](scheduling.md#recurrent-states).
 - `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
   a fifth more memory.

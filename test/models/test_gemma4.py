@@ -16,6 +16,8 @@ from lightserve.common import (
     triton_kernel,  # noqa: F401  registers its backend
 )
 from lightserve.common.basemodel import CheckpointTensor, Parallel, RankGroup, TpPartBaseModel
+from lightserve.common.device.profile import H200
+from lightserve.common.triton_kernel import _gpu
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.pooling import read_pooling
 from lightserve.models.registry import get_model_class
@@ -84,7 +86,10 @@ def test_a_quantised_cache_is_read_by_the_layers_that_share_it(shared: Tiny, kv_
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="test_architectures.py runs the kernels there")
-def test_kernels_in_the_interpreter_give_the_logits_of_transformers(shared: Tiny) -> None:
+def test_kernels_in_the_interpreter_give_the_logits_of_transformers(
+    shared: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=12))  # programs run one after the other
     session = Session(model_of(shared))
     ops.use_backend("triton")
 

@@ -15,6 +15,7 @@ from lightserve.common import (
 from lightserve.common.basemodel import (
     GatedDeltaSpec,
     KimiDeltaSpec,
+    LightningSpec,
     Mamba2Spec,
     ModelConfig,
     ModelInput,
@@ -232,6 +233,20 @@ def test_heads_of_mamba_that_do_not_divide_are_refused(fields: Json, tp_size: in
         replace(MAMBA, **fields).check_tp(tp_size)
 
 
+def test_heads_of_lightning_attention_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ModelFilesError, match="4 heads of recurrent layers do not divide among tp=3 ranks"):
+        LightningSpec(num_heads=4, head_dim=12, decay_scale=1.0, norm_eps=1e-6).check_tp(3)
+
+
+def test_decays_of_a_minimax_file_are_not_reported_as_unused() -> None:
+    tiny = tiny_of("minimax")
+    metadata = [one._replace(tensor=one.tensor.to("meta")) for one in tiny.checkpoint()]
+    args = replace(model_args(tiny.config_json, None, RankGroup()), tensor_metadata=metadata)
+
+    assert any(one.name.endswith("slope_rate") for one in metadata)
+    assert get_model_class("minimax").unused_tensors(args) == []
+
+
 def test_heads_of_kimi_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ModelFilesError, match="4 heads of recurrent layers do not divide among tp=3 ranks"):
         KimiDeltaSpec(num_heads=4, head_dim=12, conv_width=4).check_tp(3)
@@ -262,6 +277,12 @@ def test_channels_that_do_not_divide_are_refused() -> None:
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
         ("granitemoehybrid", {"time_step_limit": [0.1]}, "time_step_limit is .0.1., wanted two numbers"),
         ("granitemoehybrid", {"mamba_d_head": 5}, "6 heads of 5 are not 96 channels"),
+        ("minimax", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for minimax"),
+        ("minimax", {"mlp_beta_factor": 0.5}, "mlp_beta_factor 0.5 is not supported for minimax"),
+        ("minimax_m1", {"postnorm": False}, "postnorm False is not supported for minimax_m1"),
+        ("minimax_m1", {"shared_intermediate_size": 64}, "shared_intermediate_size 64 is not supported"),
+        ("minimax_m1", {"attn_type_list": [0, 1]}, "layer_types is .*, wanted a list of 4 names"),
+        ("minimax_m1", {"attn_type_list": 7}, "layer_types is 7, wanted a list of 4 names"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X*-M"}, "layer type 'X' is not supported"),
         ("nemotron_h-experts", {"mlp_hidden_act": "gelu"}, "experts without a gate with gelu are not supported"),
         ("nemotron_h-experts", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported for nemotron_h"),

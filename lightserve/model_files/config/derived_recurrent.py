@@ -121,6 +121,24 @@ def kimi_linear(hf: Fields) -> dict[str, Any]:
     return {**fields, "layer_types": types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
 
 
+def minimax(hf: Fields) -> dict[str, Any]:
+    """layer_types, and the factors of hidden states under the names of transformers. MiniMax's files have others."""
+    layers: Any = hf.get("num_hidden_layers")
+    numbers, types = hf.get("attn_type_list"), hf.get("layer_types")
+    if types is None and numbers is not None:
+        is_listed = isinstance(numbers, list)  # else ModelConfig refuses it
+        types = [("full_attention", "linear_attention")[i == 0] for i in numbers] if is_listed else numbers
+    elif types is None and are_counts(layers):
+        types = [("full_attention", "linear_attention")[i % 2] for i in layer_numbers(layers)]
+    halves = {"full_attention": "full_attn", "linear_attention": "linear_attn", "mlp": "mlp"}
+    names = {
+        f"layernorm_{half}_{factor}": f"{ours}_{factor}_factor"
+        for half, ours in halves.items()
+        for factor in ("alpha", "beta")
+    }
+    return {"layer_types": types} | {ours: hf[name] for name, ours in names.items() if name in hf}
+
+
 def olmo_hybrid(hf: Fields) -> dict[str, Any]:
     """layer_types and the sizes of recurrent layers. A rope without a base is none."""
     hidden: Any = hf.get("hidden_size")

@@ -15,7 +15,6 @@ def model_facts(worker: WorkerConfig, model: ModelConfig, pooling: PoolingConfig
         generates_text=pooling is None,
         has_kv_cache=pooling is None or pooling.is_causal,
         kv_dtype=resolve_kv_dtype(worker.kv_dtype, model),
-        has_latent_attention=model.hf.get("kv_lora_rank") is not None,
         has_experts=model.experts_name is not None,
         has_windows=model.has_windows,
         has_states=any(model.has_state(layer) for layer in range(model.num_layers)),

@@ -67,3 +67,10 @@ STEP3P5 = {
     "moe_intermediate_size": 1280,
     "share_expert_dim": 1280,
 }
+MINIMAX = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}

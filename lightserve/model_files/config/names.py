@@ -348,6 +348,10 @@ MODELS = {
     ),
     "llama4_text": ConfigNames(defaults=model_defaults.LLAMA4, derived=config_derived.llama4),
     "minicpm3": ConfigNames({"qk_rope_head_dim": "head_dim"}, _MINICPM3, config_derived.minicpm3),
+    **dict.fromkeys(
+        ("minimax", "minimax_m1", "minimax_text_01"),
+        ConfigNames(defaults=model_defaults.MINIMAX, derived=derived_recurrent.minimax),
+    ),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),
     "mistral": ConfigNames(defaults=_MISTRAL, derived=config_derived.whole_rope),

@@ -106,6 +106,21 @@ NEMOTRON_EXPERTS = {
     "moe_shared_expert_intermediate_size": 56,
     "routed_scaling_factor": 1.5,
 }
+MINIMAX = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "block_size": 16,
+    "full_attn_alpha_factor": 1.3,
+    "linear_attn_alpha_factor": 3.0,
+    "mlp_alpha_factor": 0.7,
+}
+MINIMAX_M1 = {
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+}
 NO_INTERMEDIATE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 NO_ROPE = {"rope_type": "default", "rope_theta": None}  # as published
 OLMO = {**SMALL, "num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": 1, "rms_norm_eps": 1e-3}
@@ -178,6 +193,38 @@ def _as_kimi_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tenso
 def _with_drafts(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     """As Qwen3.5 was published: behind the layers there is one for drafts."""
     return config_json, {**tensors, "mtp.fc.weight": torch.ones(48, 96), "mtp.norm.weight": torch.ones(48)}
+
+
+def _with_its_decays(hf: Any) -> Any:
+    """They are buffers, which have noise."""
+    for module in hf.modules():
+        if hasattr(module, "slope_rate"):
+            module.slope_rate.copy_(module.get_slope_rate())
+            decays = module.decay_factors(module.slope_rate)
+            for name, values in zip(("query_decay", "key_decay", "diagonal_decay"), decays, strict=True):
+                getattr(module, name).copy_(values)
+    return hf
+
+
+def _with_half_rotary(hf: Any) -> Any:
+    """transformers 5.22 rotates whole heads: here, by no angle what MiniMax's code does not rotate."""
+    frequencies = 1e7 ** (-torch.arange(0, 8, 2) / 8)
+    hf.model.rotary_emb.inv_freq = torch.cat((frequencies, torch.zeros(4)))
+    return _with_its_decays(hf)
+
+
+def _as_minimax_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """The numbers of a head that rotate come first, and there are no decays."""
+    halves = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    fields = {key: value for key, value in config_json.items() if not key.endswith("_factor")}
+    fields |= {f"layernorm_{half}_alpha": config_json[f"{name}_alpha_factor"] for name, half in halves.items()}
+    types = [int(kind == "full_attention") for kind in fields.pop("layer_types")]
+    fields |= {"model_type": "minimax_m1", "attn_type_list": types, "rotary_dim": 8, "postnorm": True}
+    order = torch.tensor([*range(4), *range(8, 12), *range(4, 8), *range(12, 16)])
+    done = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_decay", "slope_rate"))}
+    for name in (name for name in done if re.search(r"self_attn\.[qk]_proj", name)):
+        done[name] = done[name].view(-1, 16, 48)[:, order].reshape(-1, 48)
+    return fields, done
 
 
 def _as_olmo_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
@@ -298,6 +345,14 @@ CASES = {
             "conv_bias": True,
             "tie_word_embeddings": False,
         },
+    ),
+    "minimax": Case("minimax", MINIMAX, adapt_oracle=_with_its_decays),
+    "minimax_m1": Case("minimax", {**MINIMAX, **MINIMAX_M1}, _as_minimax_published, _with_half_rotary),
+    "minimax_text_01": Case(
+        "minimax",
+        {**MINIMAX, "tie_word_embeddings": True, "sliding_window": 40},
+        lambda config_json, tensors: ({**config_json, "model_type": "minimax_text_01"}, tensors),
+        _with_its_decays,
     ),
     "nemotron_h": Case("nemotron_h", NEMOTRON, _with_pattern, with_limits_of_config),
     "nemotron_h-bias": Case(
